@@ -1,0 +1,3 @@
+"""PyTorch tensors that live on disk."""
+from offload import ops
+from offload.tensor import OffloadedTensor, is_offloaded

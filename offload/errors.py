@@ -1,0 +1,86 @@
+"""What can go wrong, in words for the person who reads them.
+
+Always true:
+- every error here is an `OffloadError` and also the builtin error that a stranger would catch
+- a message says what happened, to which tensor, in which file, and what to do
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChangedFileError",
+    "CheckpointError",
+    "CorruptFileError",
+    "DeviceMapError",
+    "DtypeMismatchError",
+    "ForeignFileError",
+    "MetaTensorError",
+    "MissingFileError",
+    "NameInUseError",
+    "OffloadError",
+    "ShapeMismatchError",
+    "StaleViewError",
+    "UnknownSubclassError",
+    "UnsupportedOpError",
+    "WriteError",
+]
+
+
+class OffloadError(Exception):
+    """Base of every error that `offload` raises on purpose."""
+
+
+class UnsupportedOpError(OffloadError, NotImplementedError):
+    """An op that cannot be honoured on an offloaded tensor."""
+
+
+class MissingFileError(OffloadError, FileNotFoundError):
+    """The file of a tensor, or of a checkpoint, is not there."""
+
+
+class CorruptFileError(OffloadError, ValueError):
+    """A file that is not a whole, valid safetensors file."""
+
+
+class ChangedFileError(OffloadError, RuntimeError):
+    """A referenced file is no longer the one that was opened."""
+
+
+class ForeignFileError(OffloadError, FileExistsError):
+    """A file that `offload` did not create stands where it would write."""
+
+
+class NameInUseError(OffloadError, ValueError):
+    """Two live tensors claim one name in one folder."""
+
+
+class WriteError(OffloadError, OSError):
+    """A value could not be written; the old one, if any, still stands."""
+
+
+class ShapeMismatchError(OffloadError, ValueError):
+    """A new value has another shape than the stored one."""
+
+
+class DtypeMismatchError(OffloadError, TypeError):
+    """A new value has another dtype than the stored one."""
+
+
+class StaleViewError(OffloadError, RuntimeError):
+    """A view whose stored value has since changed its shape or dtype."""
+
+
+class UnknownSubclassError(OffloadError, TypeError):
+    """A stored tensor subclass that is not on the allow-list."""
+
+
+class CheckpointError(OffloadError, ValueError):
+    """A checkpoint that is incomplete, inconsistent or of another model."""
+
+
+class DeviceMapError(OffloadError, ValueError):
+    """A device map that cannot be followed."""
+
+
+class MetaTensorError(OffloadError, RuntimeError):
+    """A model still has tensors without data after loading."""

@@ -1,0 +1,11 @@
+"""One name, one file: mapped without a copy, written atomically.
+
+| module | what |
+| --- | --- |
+| `handle` | a stored value, shared by the tensors that are views of it |
+| `file` | a safetensors file, checked and mapped |
+| `write` | put a whole file in place, or leave the old one |
+| `folders` | the user's folders, and private ones that vanish |
+| `header` `dtypes` `subclasses` `names` | the format |
+| `process` `locks` | whose files these are, and who waits |
+"""

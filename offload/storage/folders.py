@@ -1,0 +1,96 @@
+"""The folders that tensors live in: the user's, and private ones that vanish.
+
+Always true:
+- in a folder named by the user, files stay until the user removes them
+- a private folder goes when its process ends; that of a killed process is swept by a later one
+- two live values of one process never share a path
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from offload.errors import NameInUseError, WriteError
+from offload.storage.locks import ForkSafeLock
+from offload.storage.names import file_name
+from offload.storage.process import is_dead, process_tag
+from offload.storage.write import sweep
+
+_PRIVATE = "offload-"
+_LOCK = ForkSafeLock()
+_CLAIMS: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
+_PREPARED: set[tuple[int, Path]] = set()
+_PRIVATE_FOLDERS: dict[int, Path] = {}
+
+
+def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
+    """The user's folder, made if it is not there, with the leavings of killed processes removed.
+
+    Raises:
+        WriteError: it can't be made, or is not a folder.
+    """
+    folder = Path(os.path.abspath(offload_dir))
+    with _LOCK:
+        if (os.getpid(), folder) not in _PREPARED or not folder.is_dir():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                sweep(folder)
+            except OSError as error:
+                message = f"offload_dir can't be used ({error.strerror}): take another one"
+                raise WriteError(error.errno, message, str(folder)) from error
+            _PREPARED.add((os.getpid(), folder))
+    return folder
+
+
+def private_folder() -> Path:
+    """This process's own temporary folder (under `TMPDIR`); removed when the process ends."""
+    with _LOCK:
+        folder = _PRIVATE_FOLDERS.get(os.getpid())
+        if folder is None or not folder.is_dir():
+            root = Path(tempfile.gettempdir())
+            _sweep_private(root)
+            folder = Path(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root))
+            # Unlike `atexit`, this runs at the end of a `multiprocessing` child too; in other processes it does nothing.
+            util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
+            _PRIVATE_FOLDERS[os.getpid()] = folder
+        return folder
+
+
+def claim(name: str, folder: Path | None, owner: Any) -> Path:
+    """The path for the value `name` of `owner`, in `folder` or in a private one.
+
+    Raises:
+        NameInUseError: a live value of this process has that path already.
+    """
+    file = file_name(name)
+    with _LOCK:
+        path = _free_private_path(file) if folder is None else folder / file
+        if _CLAIMS.get(path, owner) is not owner:
+            raise NameInUseError(
+                f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
+                "Take another name or folder, use update_values on that tensor, or drop it first."
+            )
+        _CLAIMS[path] = owner
+        return path
+
+
+def _free_private_path(file: str) -> Path:
+    root = folder = private_folder()
+    count = 0
+    while folder / file in _CLAIMS:
+        count += 1
+        folder = root / str(count)
+    folder.mkdir(exist_ok=True)
+    return folder / file
+
+
+def _sweep_private(root: Path) -> None:
+    for folder in root.glob(f"{_PRIVATE}*-*-*-*"):
+        if is_dead(folder.name.removeprefix(_PRIVATE).rpartition("-")[0]):
+            shutil.rmtree(folder, ignore_errors=True)

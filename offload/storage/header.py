@@ -1,0 +1,232 @@
+"""The header of a safetensors file: what is in it, and where.
+
+Always true:
+- a parsed header has been checked whole: known lengths, no holes, no overlap, nothing missing, nothing after the end
+- a built header ends at a multiple of `ALIGNMENT`, padded with spaces
+- what safetensors has no word for stands in the metadata under `offload`, as JSON: dtypes, strides, subclasses
+
+Source of the format: https://huggingface.co/docs/safetensors (8 bytes of length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import CorruptFileError
+from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
+
+ALIGNMENT = 4096
+MARK = "offload"
+VERSION = 1
+_LENGTH = struct.Struct("<Q")
+_LONGEST = 100_000_000  # the limit of the safetensors library
+_FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one value lies in memory: dtype, shape and dense strides, in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the outermost in memory to the innermost."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One value inside a file: its key, its layout, and the byte at which it starts."""
+
+    key: str
+    layout: Layout
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself. `entries` holds what torch can read; `unreadable` names the words it cannot."""
+
+    metadata: Mapping[str, str]
+    entries: Mapping[str, Entry]
+    unreadable: Mapping[str, str]
+
+    @property
+    def notes(self) -> Mapping[str, Any] | None:
+        """What `offload` noted in a file of its own; None in a file of somebody else's."""
+        return _notes(self.metadata)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements, as torch gives them (a size of 0 counts as 1)."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def header_length(prefix: bytes, size: int) -> int:
+    """The length in bytes of the JSON, from the first 8 bytes of a file of `size` bytes.
+
+    Raises:
+        CorruptFileError: no safetensors file starts like this.
+    """
+    if len(prefix) < _LENGTH.size:
+        raise CorruptFileError(f"it has {size} bytes, fewer than the 8 that a safetensors file starts with")
+    (length,) = _LENGTH.unpack(prefix)
+    if length > _LONGEST:
+        raise CorruptFileError(f"its first 8 bytes claim a header of {length} bytes: not a safetensors file")
+    if _LENGTH.size + length > size:
+        raise CorruptFileError(f"its header of {length} bytes is cut off: the file has only {size} bytes")
+    return int(length)
+
+
+def parse(text: bytes, size: int) -> Header:
+    """The checked header of a file of `size` bytes whose JSON is `text`.
+
+    Raises:
+        CorruptFileError: the JSON is not a header, or does not fit the file's length.
+    """
+    raw = _json_object(text)
+    metadata = raw.pop("__metadata__", {})
+    if not _is_text_mapping(metadata):
+        raise CorruptFileError("its header's __metadata__ does not map text to text")
+    noted = (_notes(metadata) or {}).get("values", {})
+    if not isinstance(noted, dict):
+        raise CorruptFileError("its `offload` metadata is malformed")
+    data_start = _LENGTH.size + len(text)
+    entries: dict[str, Entry] = {}
+    unreadable: dict[str, str] = {}
+    for key, (word, shape, begin, end) in _in_order(raw, size - data_start):
+        layout = _layout(key, word, shape, noted.get(key, {}))
+        if layout is None:
+            unreadable[key] = word
+        elif layout.nbytes != end - begin:
+            raise CorruptFileError(f"its header gives {key!r} {end - begin} bytes, but {word} {shape} takes {layout.nbytes}")
+        else:
+            entries[key] = Entry(key, layout, data_start + begin)
+    return Header(metadata, entries, unreadable)
+
+
+def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any]) -> tuple[bytes, list[int]]:
+    """The first bytes of a file that holds values of these layouts, and the byte at which each value starts.
+
+    `notes` goes into the `offload` metadata.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    specs: dict[str, Any] = {}
+    begin, begins = 0, []
+    for key, layout in layouts.items():
+        word, shape, note = _spec(layout)
+        specs[key] = {"dtype": word, "shape": shape, "data_offsets": [begin, begin + layout.nbytes]}
+        if note:
+            values[key] = note
+        begins.append(begin)
+        begin += layout.nbytes
+    own = {"version": VERSION, **({"values": values} if values else {}), **notes}
+    text = json.dumps({"__metadata__": {"format": "pt", MARK: json.dumps(own)}, **specs}, ensure_ascii=False).encode()
+    length = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
+    head = _LENGTH.pack(length) + text.ljust(length)
+    return head, [len(head) + begin for begin in begins]
+
+
+def _json_object(text: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CorruptFileError(f"its header is not JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise CorruptFileError("its header is not a JSON object")
+    return raw
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise CorruptFileError(f"its header names {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return unique
+
+
+def _is_text_mapping(metadata: Any) -> bool:
+    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+
+
+def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
+    try:
+        notes = json.loads(metadata.get(MARK, "null"))
+    except json.JSONDecodeError:
+        return None
+    return notes if isinstance(notes, dict) and "version" in notes else None
+
+
+def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
+    """The entries by their place; checks that they fill `room` bytes without a hole or an overlap."""
+    specs = {key: _checked_spec(key, spec) for key, spec in raw.items()}
+    at = 0
+    for key, spec in sorted(specs.items(), key=lambda item: item[1][2:]):
+        if spec[2] != at:
+            raise CorruptFileError(f"its header has a hole or an overlap before {key!r} (byte {spec[2]}, expected {at})")
+        at = spec[3]
+        yield key, spec
+    if at > room:
+        raise CorruptFileError(f"it is cut off: its header promises {at} bytes of data, {room} are there")
+    if at < room:
+        raise CorruptFileError(f"it is longer than its header says: {at} bytes of data promised, {room} are there")
+
+
+def _checked_spec(key: str, spec: Any) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        word, shape, (begin, end) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"its header says of {key!r} no dtype, shape and data_offsets") from error
+    numbers = (*shape, begin, end)
+    whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
+    if not isinstance(word, str) or not whole or begin > end:
+        raise CorruptFileError(f"its header has a malformed entry {key!r}: {spec}")
+    return word, shape, begin, end
+
+
+def _layout(key: str, word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layout | None:
+    """The layout of an entry; None where this torch has no dtype for it."""
+    dtype = TORCH_DTYPES.get(word)
+    if "dtype" in note:
+        dtype, shape = dtype_named(note["dtype"]), shape[:-1]
+    elif word == "F4" and shape and shape[-1] % 2 == 0:
+        dtype, shape = _FLOAT4, (*shape[:-1], shape[-1] // 2)
+    if dtype is None:
+        return None
+    if "stride" not in note:
+        return Layout(dtype, shape, contiguous_stride(shape))
+    layout = Layout(dtype, shape, tuple(note["stride"]))
+    logical = dict(zip(layout.order, shape, strict=True))
+    return Layout(dtype, tuple(logical[dim] for dim in range(len(shape))), layout.stride)
+
+
+def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Any]]:
+    """The safetensors word, the shape in memory order, and what the metadata must add."""
+    note: dict[str, Any] = {}
+    shape = [layout.shape[dim] for dim in layout.order]
+    if layout.stride != contiguous_stride(layout.shape):
+        note["stride"] = list(layout.stride)
+    if layout.dtype == _FLOAT4 and shape:
+        return "F4", [*shape[:-1], shape[-1] * 2], note
+    if layout.dtype in WORDS:
+        return WORDS[layout.dtype], shape, note
+    note["dtype"] = dtype_name(layout.dtype)
+    return "U8", [*shape, layout.dtype.itemsize], note

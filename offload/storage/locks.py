@@ -1,0 +1,31 @@
+"""A lock that survives a fork.
+
+Always true:
+- a child that was forked while another thread held the lock finds it free
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+
+
+class ForkSafeLock:
+    """A re-entrant lock; in a forked child it starts anew."""
+
+    __slots__ = ("_lock", "_pid")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    def __enter__(self) -> None:
+        if self._pid != os.getpid():
+            self.__init__()  # type: ignore[misc]
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()

@@ -1,0 +1,58 @@
+"""Tensor names as file names.
+
+Always true:
+- `file_name` is injective, also where the file system folds case
+- a file name holds only `a-z 0-9 . _ - %` and is at most 200 bytes long
+- a name too long for that is cut and given a hash: the true name is in the file's header
+"""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from urllib.parse import unquote
+
+SUFFIX = ".safetensors"
+_PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")
+_LONGEST = 188
+_RESERVED = frozenset(
+    {"con", "prn", "aux", "nul"} | {f"{port}{digit}" for port in ("com", "lpt") for digit in string.digits}
+)
+
+
+def file_name(name: str) -> str:
+    """The file name under which the tensor called `name` is stored.
+
+    Raises:
+        ValueError: `name` is empty, or not valid unicode.
+    """
+    if not name:
+        raise ValueError("a tensor's name must not be empty: give it the name of its file")
+    stem = "".join(char if char in _PLAIN else _percent(char) for char in name)
+    if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
+        stem = f"%{ord(stem[0]):02x}{stem[1:]}"
+    if len(stem) > _LONGEST:
+        stem = f"{_cut(stem, _LONGEST - 34)}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    return stem + SUFFIX
+
+
+def name_of(file: str) -> str | None:
+    """The tensor name behind a file name; None where it was cut, or is not one of ours."""
+    stem = file.removesuffix(SUFFIX)
+    if stem == file or "%~" in stem:
+        return None
+    return unquote(stem)
+
+
+def _percent(char: str) -> str:
+    try:
+        return "".join(f"%{byte:02x}" for byte in char.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a tensor's name must be valid unicode, not {char!r}") from error
+
+
+def _cut(stem: str, length: int) -> str:
+    """The first `length` characters, without half a `%xx` at the end."""
+    cut = stem[:length]
+    tail = cut.rfind("%", length - 2)
+    return cut if tail < 0 else cut[:tail]

@@ -1,0 +1,181 @@
+"""Tensor subclasses as their inner tensors and a recipe in JSON.
+
+Always true:
+- nothing is pickled: a recipe holds plain data and the names of classes
+- only classes on the allow-list are rebuilt; a class that could not be rebuilt is refused when it is stored
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from offload.errors import CorruptFileError, UnknownSubclassError
+from offload.storage.dtypes import dtype_name, dtype_named
+
+# Classes that are known without being registered: package -> class -> module that gives it.
+_KNOWN = {
+    "torchao": {
+        **dict.fromkeys(
+            ("Float8Tensor", "Int4PlainInt32Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor"),
+            "torchao.quantization",
+        ),
+        **dict.fromkeys(("IntxUnpackedToInt8Tensor", "MappingType", "PerRow", "PerTensor", "PerGroup", "PerAxis"), "torchao.quantization"),
+        **dict.fromkeys(("QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs"), "torchao.quantization.quantize_.workflows"),
+        "KernelPreference": "torchao.quantization.quantize_.common",
+        "Float8MMConfig": "torchao.float8.inference",
+    }
+}  # fmt: skip
+_REGISTERED: dict[str, type] = {}
+
+Recipe = dict[str, Any]
+
+
+def register_subclass(*classes: type) -> None:
+    """Let values of these classes be stored and rebuilt: a tensor subclass, and the classes that its context holds.
+
+    A tensor subclass needs `__tensor_flatten__` and `__tensor_unflatten__`. Enums, dataclasses and named tuples may
+    stand in its context.
+    """
+    for cls in classes:
+        _REGISTERED[_word(cls)] = cls
+
+
+def is_subclass_value(tensor: torch.Tensor) -> bool:
+    """True for a wrapper subclass, which is stored as its inner tensors."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], Recipe]:
+    """The plain tensors inside `tensor`, by key, and the recipe to rebuild it.
+
+    Raises:
+        UnknownSubclassError: the class, or one in its context, is not on the allow-list.
+    """
+    _known(_word(type(tensor)))
+    attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    values: dict[str, torch.Tensor] = {}
+    inner: dict[str, Recipe | None] = {}
+    for attribute in attributes:
+        part, key = getattr(tensor, attribute), f"{name}.{attribute}"
+        if is_subclass_value(part):
+            parts, inner[attribute] = flatten(part, key)
+            values |= parts
+        else:
+            values[key], inner[attribute] = part, None
+    recipe = {
+        "class": _word(type(tensor)),
+        "context": _encode(context),
+        "inner": inner,
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "dtype": dtype_name(tensor.dtype),
+    }
+    json.dumps(recipe)
+    return values, recipe
+
+
+def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:
+    """The tensor that `flatten` took apart.
+
+    Raises:
+        UnknownSubclassError: its class is not on the allow-list.
+        CorruptFileError: an inner tensor is missing.
+    """
+    cls = _known(recipe["class"])
+    inner = {}
+    for attribute, part in recipe["inner"].items():
+        key = f"{name}.{attribute}"
+        if part is None and key not in values:
+            raise CorruptFileError(f"the inner tensor {key!r} of a {recipe['class']} is missing")
+        inner[attribute] = values[key] if part is None else unflatten(values, part, key)
+    shape, stride = torch.Size(recipe["shape"]), tuple(recipe["stride"])
+    rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, _decode(recipe["context"]), shape, stride)  # type: ignore[attr-defined]
+    return rebuilt
+
+
+def _word(cls: type) -> str:
+    return f"{cls.__module__.partition('.')[0]}:{cls.__qualname__}"
+
+
+def _known(word: str) -> type:
+    if word in _REGISTERED:
+        return _REGISTERED[word]
+    package, _, name = word.partition(":")
+    module = _KNOWN.get(package, {}).get(name)
+    if module is None:
+        raise UnknownSubclassError(
+            f"{name} (of {package}) is not a class that offload stores: "
+            f"call offload.register_subclass({name}) if you trust it"
+        )
+    try:
+        cls: type = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a {package} that has it") from error
+    return cls
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, enum.Enum):
+        return {"enum": [_checked_word(value), value.name]}
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return {"object": [_checked_word(value), _encode_items(fields)]}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {"object": [_checked_word(value), _encode_items(value._asdict())]}
+    if isinstance(value, torch.Size):
+        return {"size": list(value)}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": _encode_items(value)}
+    raise UnknownSubclassError(f"a {type(value).__name__} in a tensor subclass's context can't be stored as plain data")
+
+
+def _encode_items(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _encode(value) for key, value in items.items()}
+
+
+def _checked_word(value: Any) -> str:
+    word = _word(type(value))
+    _known(word)
+    return word
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, data),) = value.items()
+    return _DECODERS[kind](data)
+
+
+def _decode_items(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _decode(value) for key, value in items.items()}
+
+
+_DECODERS = {
+    "dtype": dtype_named,
+    "device": torch.device,
+    "enum": lambda data: _known(data[0])[data[1]],  # type: ignore[index]
+    "object": lambda data: _known(data[0])(**_decode_items(data[1])),
+    "size": torch.Size,
+    "tuple": lambda data: tuple(_decode(item) for item in data),
+    "dict": _decode_items,
+}
