@@ -1,3 +1,4 @@
 """PyTorch tensors that live on disk."""
+
 from offload import ops
-from offload.tensor import OffloadedTensor, is_offloaded
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded

@@ -90,7 +90,9 @@ class TensorFile:
             CorruptFileError: torch has no dtype for it.
         """
         if key in self.header.unreadable:
-            raise CorruptFileError(f"{key!r} in {self.path} is stored as {self.header.unreadable[key]}: no torch dtype fits")
+            raise CorruptFileError(
+                f"{key!r} in {self.path} is stored as {self.header.unreadable[key]}: no torch dtype fits"
+            )
         if key not in self.entries:
             some = ", ".join(sorted(self.entries)[:5])
             raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.entries)}: {some}...")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, OffloadError
-from offload.storage.file import Identity, TensorFile
+from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder
 from offload.storage.header import Layout
 from offload.storage.locks import ForkSafeLock
@@ -39,7 +39,19 @@ class Handle:
         owned: whether `file` is ours to write.
     """
 
-    __slots__ = ("__weakref__", "_base", "_lock", "_pid", "file", "folder", "generation", "layout", "name", "owned", "recipe")
+    __slots__ = (
+        "__weakref__",
+        "_base",
+        "_lock",
+        "_pid",
+        "file",
+        "folder",
+        "generation",
+        "layout",
+        "name",
+        "owned",
+        "recipe",
+    )
 
     def __init__(self, name: str, folder: Path | None) -> None:
         self.name = name

@@ -117,7 +117,9 @@ def parse(text: bytes, size: int) -> Header:
         if layout is None:
             unreadable[key] = word
         elif layout.nbytes != end - begin:
-            raise CorruptFileError(f"its header gives {key!r} {end - begin} bytes, but {word} {shape} takes {layout.nbytes}")
+            raise CorruptFileError(
+                f"its header gives {key!r} {end - begin} bytes, but {word} {shape} takes {layout.nbytes}"
+            )
         else:
             entries[key] = Entry(key, layout, data_start + begin)
     return Header(metadata, entries, unreadable)
@@ -181,7 +183,9 @@ def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, 
     at = 0
     for key, spec in sorted(specs.items(), key=lambda item: item[1][2:]):
         if spec[2] != at:
-            raise CorruptFileError(f"its header has a hole or an overlap before {key!r} (byte {spec[2]}, expected {at})")
+            raise CorruptFileError(
+                f"its header has a hole or an overlap before {key!r} (byte {spec[2]}, expected {at})"
+            )
         at = spec[3]
         yield key, spec
     if at > room:

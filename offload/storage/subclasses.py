@@ -118,12 +118,14 @@ def _known(word: str) -> type:
     try:
         cls: type = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a {package} that has it") from error
+        raise UnknownSubclassError(
+            f"{name} is needed to rebuild this value: install a {package} that has it"
+        ) from error
     return cls
 
 
 def _encode(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}

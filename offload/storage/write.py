@@ -30,11 +30,17 @@ _BLOCK = 32 << 20  # bytes that are gathered at a time from a value that is not 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout under which a tensor is stored: its own strides if dense, else those a copy of it would have."""
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return Layout(tensor.dtype, tuple(tensor.shape), torch.empty_like(twin).stride())
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(twin)
+    return Layout(tensor.dtype, tuple(tensor.shape), (twin if dense else torch.empty_like(twin)).stride())
 
 
 def write_values(
-    path: Path, values: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], notes: Mapping[str, Any], *, durable: bool
+    path: Path,
+    values: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    notes: Mapping[str, Any],
+    *,
+    durable: bool,
 ) -> None:
     """Put a file with these plain tensors at `path`, atomically; `durable` also makes it survive a power cut.
 
@@ -62,9 +68,7 @@ def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], 
         _write_all(fd, memoryview(head), 0)
 
 
-def copy_entry(
-    source: TensorFile, keys: list[str], path: Path, notes: Mapping[str, Any], *, durable: bool
-) -> None:
+def copy_entry(source: TensorFile, keys: list[str], path: Path, notes: Mapping[str, Any], *, durable: bool) -> None:
     """Copy values from one file to a file of their own, inside the kernel where it can.
 
     Raises: as `write_values`.

@@ -1,21 +1,16 @@
-"""A tensor whose data is a file.
+"""The class: a tensor that knows its file, how it is cut, and where it computes.
 
 Always true:
-- the file is the only copy; what an op computes with is a guest and is never written back by itself
-- shape, dtype, strides and target device are known without opening the file
-- a view remembers how it was cut (its meta twin); writing through it writes the file
-
-How an op is carried out, in this order:
-1. a rule of its own, from the tables `FUNCTIONS` (`__torch_function__`) and `RULES` (`__torch_dispatch__`);
-2. an op whose schema says that it gives a view: recorded on the twin, nothing is read;
-3. all else: the arguments are materialized, the op runs on them, and what the schema says was mutated is written back.
+- `_handle` is shared by all the views of a value, `_twin` is this view's own: a meta tensor with its metadata
+- the wrapper's metadata, as torch sees it, are those of its twin
+- a guest, the plain tensor that stands for it in an op, is not kept and not handed out
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,34 +21,16 @@ from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewErro
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
-from offload.storage.subclasses import is_subclass_value
+from offload.tensor.cuts import cut, same_cut, sent_to, whole_twin, with_bits_of
+from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, OUT, RULES
+from offload.tensor.traced import Traced
 
-Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 _log = logging.getLogger("offload")
-RULES: dict[Any, Rule] = {}
-FUNCTIONS: dict[Any, Rule] = {}
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _set_metadata = torch._C.TensorBase.data.__set__
-
-
-class Traced:
-    """Stands for a handle while a compiler traces: the value is a tensor of the compiler's."""
-
-    __slots__ = ("generation", "inner")
-    owned = True
-    recipe = None
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-        self.generation = 0
-
-    def base(self) -> torch.Tensor:
-        return self.inner
-
-    writable_base = base
 
 
 class OffloadedTensor(torch.Tensor):
@@ -109,7 +86,12 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def from_file(
-        cls, path: PathLike, key: str | None = None, device: torch.device | str | int = "cpu", *, offload_dir: PathLike | None = None
+        cls,
+        path: PathLike,
+        key: str | None = None,
+        device: torch.device | str | int = "cpu",
+        *,
+        offload_dir: PathLike | None = None,
     ) -> OffloadedTensor:
         """A tensor over an entry of a safetensors file, in place: nothing is copied, the file is never written to.
 
@@ -174,8 +156,8 @@ class OffloadedTensor(torch.Tensor):
         if type(self._handle) is Traced:
             return f"OffloadedTensor({self._handle.inner!r})"
         with plain_world():
-            text = torch._tensor_str._str(_cut(self._handle.base(), self._twin), tensor_contents=tensor_contents)
-        extra = "" if self._target == _CPU else f", device='{self._target}'"
+            text = torch._tensor_str._str(cut(self._handle.base(), self._twin), tensor_contents=tensor_contents)
+        extra = "" if self._target == CPU else f", device='{self._target}'"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}{grad}, name={self._handle.name!r})"
 
@@ -217,7 +199,7 @@ class OffloadedTensor(torch.Tensor):
         """A plain, independent tensor with this value, on the target device."""
         with DisableTorchFunctionSubclass(), torch.no_grad():
             guest = guest_of(self)
-            return guest if guest.device != _CPU else guest.clone()
+            return guest if guest.device != CPU else guest.clone()
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""
@@ -232,14 +214,16 @@ class OffloadedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            same_value = type(value) is OffloadedTensor and value._handle is self._handle and _same(value._twin, self._twin)
+            same_value = (
+                type(value) is OffloadedTensor and value._handle is self._handle and same_cut(value._twin, self._twin)
+            )
             if not same_value:
                 store(self, value)
-            _redress(self, self._twin, value.device)
+            redress(self, self._twin, value.device)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The value as an array over the file; read-only where the file is not ours to write."""
-        if self._target != _CPU and not force:
+        if self._target != CPU and not force:
             raise TypeError(f"can't convert {self._target} device type tensor to numpy: use .cpu() first")
         with DisableTorchFunctionSubclass(), torch.no_grad():
             guest = self._on_cpu()
@@ -299,7 +283,9 @@ class OffloadedTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol: detach() first")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user support the deepcopy protocol: detach() first"
+            )
         handle = self._file_handle()
         if id(handle) not in memo:
             memo[id(handle)] = handle.duplicate()
@@ -336,20 +322,22 @@ class OffloadedTensor(torch.Tensor):
     # How ops are carried out
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        rule = FUNCTIONS.get(func)
-        if rule is None and kwargs and kwargs.get("out") is not None:
-            rule = write_out
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = FUNCTIONS[OUT] if kwargs and kwargs.get("out") is not None else FUNCTIONS.get(func)
         if rule is None or torch.compiler.is_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return rule(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            rule = RULES[func] = _rule_of(func)
+            rule = RULES[func] = RULES[BY_SCHEMA](func)
         return rule(func, args, kwargs or {})
 
     def _file_handle(self) -> Handle:
@@ -366,7 +354,7 @@ class OffloadedTensor(torch.Tensor):
 
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
-        return _cut(self._handle.base(), current_twin(self)).detach()
+        return cut(self._handle.base(), current_twin(self)).detach()
 
 
 # Making wrappers
@@ -387,17 +375,15 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     wrapper._twin = twin
     wrapper._target = target
     wrapper._generation = handle.generation
-    if twin.is_conj():
-        torch._C._set_conj(wrapper, True)
-    if twin.is_neg():
-        torch._C._set_neg(wrapper, True)
+    if twin.is_conj() or twin.is_neg():
+        with_bits_of(wrapper, twin)
     return wrapper
 
 
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over the whole value of `handle`."""
     with plain_world():
-        return wrap(handle, _whole_twin(handle.layout), target)
+        return wrap(handle, whole_twin(handle.layout), target)
 
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
@@ -425,10 +411,6 @@ def checked_device(device: torch.device | str | int) -> torch.device:
         return torch.empty(0, device=device).device
 
 
-def _whole_twin(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-
-
 def _dressed(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
     """`stored` as a parameter, and requiring grad, where `like` is and does."""
     stored.requires_grad_(like.requires_grad)
@@ -437,7 +419,7 @@ def _dressed(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
     return stored
 
 
-def _redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) -> None:
+def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) -> None:
     """Give a wrapper other metadata in place."""
     _set_metadata(wrapper, wrap(wrapper._handle, twin, target))
     wrapper._twin = twin
@@ -481,7 +463,7 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not OffloadedTensor:
         return tensor
-    return _sent(_cut(tensor._handle.base(), current_twin(tensor)), tensor._target)
+    return sent_to(cut(tensor._handle.base(), current_twin(tensor)), tensor._target)
 
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
@@ -494,269 +476,11 @@ def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
     return tensor._twin
 
 
-def guests_of(args: Iterable[Any], memo: dict[int, torch.Tensor]) -> list[Any]:
-    """`args` with guests for the offloaded tensors, also inside lists and tuples; one guest a tensor."""
-    guests = []
-    for arg in args:
-        kind = type(arg)
-        if kind is OffloadedTensor:
-            guest = memo.get(id(arg))
-            if guest is None:
-                guest = memo[id(arg)] = guest_of(arg)
-            guests.append(guest)
-        elif isinstance(arg, (list, tuple)):
-            guests.append(guests_of(arg, memo))
-        else:
-            guests.append(arg)
-    return guests
-
-
-def _named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[str, Any]:
-    return dict(zip(kwargs, guests_of(kwargs.values(), memo), strict=True)) if kwargs else kwargs
-
-
-def _cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """A tensor over the storage of `base`, cut as `twin` is."""
-    if base is twin or is_subclass_value(base):
-        return base
-    if base.dtype == twin.dtype:
-        guest = base.as_strided(twin.shape, twin.stride(), twin.storage_offset())
-    else:
-        guest = torch.empty(0, dtype=twin.dtype, device=base.device)
-        guest.set_(base.untyped_storage(), twin.storage_offset(), twin.shape, twin.stride())
-    if twin.is_conj():
-        torch._C._set_conj(guest, True)
-    if twin.is_neg():
-        torch._C._set_neg(guest, True)
-    return guest
-
-
-def _sent(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy of `guest` on `target`, with the same strides; sends the bytes that it spans and no others."""
-    if guest.device == target:
-        return guest
-    if is_subclass_value(guest):
-        return guest.to(target)
-    span = 1 + sum((size - 1) * step for size, step in zip(guest.shape, guest.stride(), strict=True))
-    sent = guest.as_strided((max(span, 0) if guest.numel() else 0,), (1,)).to(target)
-    return sent.as_strided(guest.shape, guest.stride(), 0)
-
-
 def store(tensor: OffloadedTensor, values: torch.Tensor) -> None:
     """Make `values` the whole stored value, and `tensor` the whole of it, on its own device."""
     handle = tensor._file_handle()
     with DisableTorchFunctionSubclass(), torch.no_grad():
         handle.replace(guest_of(values.detach()))
         with plain_world():
-            twin = _whole_twin(handle.layout)
-        _redress(tensor, twin, tensor._target)
-
-
-# The rules that a schema implies
-
-
-def _rule_of(func: Any) -> Rule:
-    if not isinstance(func, torch._ops.OpOverload):
-        return read
-    if written_arguments(func):
-        return _write_inplace_view if torch.Tag.inplace_view in func.tags else write
-    return _view if func.is_view else read
-
-
-def written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Position and name of the arguments that an op writes to."""
-    unannotated = UNANNOTATED_WRITES.get(func, ())
-    return [
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if position in unannotated or (argument.alias_info is not None and argument.alias_info.is_write)
-    ]
-
-
-UNANNOTATED_WRITES = {
-    # Running mean and variance: the schemas do not say that training updates them (torch 2.13).
-    torch.ops.aten.native_batch_norm.default: (3, 4),
-    torch.ops.aten.cudnn_batch_norm.default: (3, 4),
-    torch.ops.aten.miopen_batch_norm.default: (3, 4),
-}
-
-
-def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op on guests, with lazy conjugation, negation and zeros understood inside it.
-
-    Below Python dispatch these keys are excluded, and composite kernels that rely on them give wrong values.
-    """
-    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY_KEYS
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        return func(*args, **kwargs)
-
-
-_LAZY_KEYS = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ZeroTensor)
-)
-
-
-def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on guests; the result is plain."""
-    memo: dict[int, torch.Tensor] = {}
-    return call(func, guests_of(args, memo), _named_guests(kwargs, memo))
-
-
-def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Cut the twin: nothing is read."""
-    base = args[0]
-    if type(base) is not OffloadedTensor or (base._handle.recipe is not None and func not in _SAME_VALUE):
-        return read(func, args, kwargs)
-    twins = func(current_twin(base), *args[1:], **kwargs)
-    with _normal_unless_inference(base):
-        if isinstance(twins, torch.Tensor):
-            return _view_of(base, twins)
-        return [_view_of(base, twin) for twin in twins]
-
-
-_SAME_VALUE = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-
-
-def _view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
-    return wrap_traced(twin) if type(base._handle) is Traced else wrap(base._handle, twin, base._target)
-
-
-def _normal_unless_inference(base: OffloadedTensor) -> Any:
-    """A view of a normal tensor is a normal tensor, also in inference mode."""
-    if torch.is_inference_mode_enabled() and not torch._C.TensorBase.is_inference(base):
-        return torch.inference_mode(False)
-    return DisableTorchFunctionSubclass()
-
-
-def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`t_`, `squeeze_`...: only the metadata change."""
-    tensor = args[0]
-    if type(tensor) is not OffloadedTensor:
-        return write(func, args, kwargs)
-    twin = func(current_twin(tensor).detach(), *args[1:], **kwargs)
-    if type(tensor._handle) is Traced:
-        tensor._handle.inner = twin
-    _redress(tensor, twin, tensor._target)
-    return tensor
-
-
-def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on guests over the writable file; what the schema returns as mutated is the argument itself."""
-    written = written_arguments(func)
-    names = [name for _, name in written]
-    changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
-    results = write_into(changed, lambda guests, named: call(func, guests, named), args, kwargs)
-    returns = func._schema.returns
-    if not isinstance(results, (tuple, list)) or len(returns) == 1:
-        return _argument_for(func, returns[0], names, changed, results) if returns else results
-    pairs = zip(returns, results, strict=True)
-    return tuple(_argument_for(func, returned, names, changed, result) for returned, result in pairs)
-
-
-def _argument_for(func: Any, returned: Any, names: list[str], changed: list[Any], result: Any) -> Any:
-    """The argument that a return value stands for, else the value."""
-    if returned.alias_info is None or not returned.alias_info.is_write:
-        return result
-    aliased = returned.alias_info.before_set
-    for argument in func._schema.arguments:
-        if argument.name in names and argument.alias_info and argument.alias_info.before_set == aliased:
-            return changed[names.index(argument.name)]
-    return result
-
-
-def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call with `out=`: run as for plain tensors (some composite ops never write the `out` of a subclass)."""
-    out = kwargs["out"]
-    outs = list(out) if isinstance(out, (tuple, list)) else [out]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args, *kwargs.values())):
-        with DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    with DisableTorchFunctionSubclass():
-        results = write_into(outs, lambda guests, named: func(*guests, **named), args, kwargs)
-        for tensor in outs:
-            if type(tensor) is OffloadedTensor:
-                torch.autograd.graph.increment_version(tensor)
-    if isinstance(results, torch.Tensor):
-        return out
-    return type(results)(outs) if type(results) in (tuple, list) else results.__class__(outs)
-
-
-def _tensors(*values: Any) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(*value)
-
-
-def write_into(
-    changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Run with writable guests for the offloaded tensors in `changed`, then store what became of them."""
-    targets = [tensor for tensor in _tensors(*changed) if type(tensor) is OffloadedTensor]
-    guests = {id(tensor): _writable_guest(tensor) for tensor in targets}
-    before = [_metadata(guests[id(tensor)]) for tensor in targets]
-    try:
-        memo = dict(guests)
-        results = run(guests_of(args, memo), _named_guests(kwargs, memo))
-    except RuntimeError as error:
-        if "not resizable" not in str(error):
-            raise
-        guests = {id(tensor): guest_of(tensor).clone() for tensor in targets}
-        before = [None] * len(targets)  # type: ignore[list-item]
-        memo = dict(guests)
-        results = run(guests_of(args, memo), _named_guests(kwargs, memo))
-    for tensor, metadata in zip(targets, before, strict=True):
-        _settle(tensor, guests[id(tensor)], metadata)
-    return results
-
-
-def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
-    twin = current_twin(tensor)
-    base = tensor._handle.writable_base()
-    if tensor._handle.recipe is not None:
-        return guest_of(tensor).clone()
-    guest = _sent(_cut(base, twin), tensor._target)
-    return guest.detach() if guest is base else guest
-
-
-def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
-    return guest.shape, guest.stride(), guest.storage_offset(), guest.untyped_storage().data_ptr()
-
-
-def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...] | None) -> None:
-    """After a write: nothing to do for a guest over the file; else bring its value, or its new shape, home."""
-    handle, twin = tensor._handle, tensor._twin
-    if type(handle) is Traced:
-        return
-    if handle.recipe is not None:
-        store(tensor, guest)
-    elif before == _metadata(guest):
-        if tensor._target != _CPU:
-            _cut(handle.writable_base(), twin).copy_(guest)
-    elif before is None and guest.shape == twin.shape:
-        _cut(handle.writable_base(), twin).copy_(guest)
-    elif before is not None and before[3] == guest.untyped_storage().data_ptr() and tensor._target == _CPU:
-        with plain_world():
-            _redress(tensor, _like(twin, guest), tensor._target)
-    elif tensor._is_part():
-        raise UnsupportedOpError(f"this op would resize {tensor.name!r} through a view of a part of it: resize the tensor itself")
-    else:
-        store(tensor, guest)
-
-
-def _like(twin: torch.Tensor, guest: torch.Tensor) -> torch.Tensor:
-    """A cut of the value that `twin` is a cut of, with the metadata of `guest`."""
-    return torch.empty(0, dtype=guest.dtype, device="meta").set_(
-        twin.untyped_storage(), guest.storage_offset(), guest.shape, guest.stride()
-    )
-
-
-def _same(twin: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        twin is other
-        or (twin.shape, twin.stride(), twin.storage_offset(), twin.dtype, twin.is_conj(), twin.is_neg())
-        == (other.shape, other.stride(), other.storage_offset(), other.dtype, other.is_conj(), other.is_neg())
-    )  # fmt: skip
+            twin = whole_twin(handle.layout)
+        redress(tensor, twin, tensor._target)

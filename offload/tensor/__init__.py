@@ -1,0 +1,20 @@
+"""A tensor whose data is a file.
+
+Always true:
+- the file is the only copy; what an op computes with is a guest and is never written back by itself
+- shape, dtype, strides and target device are known without opening the file
+- a view remembers how it was cut; writing through it writes the file
+
+How an op is carried out, in this order:
+1. a rule of its own, from the tables `FUNCTIONS` (`__torch_function__`) and `RULES` (`__torch_dispatch__`);
+2. an op whose schema says that it gives a view: recorded, nothing is read;
+3. all else: the arguments are materialized, the op runs on them, and what the schema says was mutated is written back.
+
+| module | what |
+| --- | --- |
+| `wrapper` | the class `OffloadedTensor` |
+| `cuts` | how a view is cut from its value |
+| `tables` | 1: the rules that ops have of their own; filled by `offload.ops` |
+| `rules` | 2 and 3: what follows from an op's schema |
+| `traced` | what stands for a file while a compiler traces |
+"""

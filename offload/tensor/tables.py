@@ -1,0 +1,35 @@
+"""The rules that ops have of their own.
+
+Always true:
+- a key is an aten overload in `RULES`, a function of torch's Python interface in `FUNCTIONS`
+- `BY_SCHEMA` makes the rule of an aten op that has none; `OUT` is the rule of a call with `out=`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+BY_SCHEMA = "by schema"
+OUT = "out="
+RULES: dict[Any, Any] = {}
+FUNCTIONS: dict[Any, Rule] = {}
+
+
+def registrar(table: dict[Any, Any], *keys: Any) -> Callable[[Rule], Rule]:
+    """A decorator that makes a function the rule of `keys`.
+
+    Raises:
+        ValueError: one of them has a rule.
+    """
+
+    def register(rule: Rule) -> Rule:
+        for key in keys:
+            if key in table:
+                raise ValueError(f"{key} has a rule already: {table[key].__name__}")
+            table[key] = rule
+        return rule
+
+    return register
