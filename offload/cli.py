@@ -1,0 +1,133 @@
+"""The command `offload`.
+
+Always true:
+- what was asked for goes to standard output, everything else to standard error
+- an error that a user can mend is one line and exit code 1; a wrong command line is exit code 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.errors import CheckpointError, OffloadError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload.checkpoint import Checkpoint
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; gives the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        options.run(options)
+    except (OffloadError, RuntimeError, ValueError, OSError) as error:
+        if options.traceback:
+            raise
+        print(f"offload: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Print what a language model on disk makes of a prompt, token by token."""
+    import torch
+    from transformers import TextStreamer
+
+    from offload.device_map import ON_DISK
+    from offload.integrations.hub import folder_of
+    from offload.integrations.transformers import from_pretrained
+
+    folder = folder_of(options.model, revision=options.revision) if options.revision else folder_of(options.model)
+    tokenizer = _tokenizer(folder)
+    device_map = f"{ON_DISK}:{options.device}" if options.device else ON_DISK
+    model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, dtype=options.dtype)
+    inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
+    with torch.inference_mode():
+        model.generate(
+            **inputs,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=options.sample,
+            streamer=TextStreamer(tokenizer, skip_prompt=True),
+        )
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print the tensors of a checkpoint or an offload folder as a table."""
+    from rich.console import Console
+
+    from offload.checkpoint import open_checkpoint
+
+    source = open_checkpoint(options.path)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)
+    console.print(_table(source))
+
+
+def _table(source: Checkpoint) -> Table:
+    from rich import box
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
+    table.add_column("name", f"{len(source)} tensors", overflow="fold")
+    table.add_column("dtype")
+    table.add_column("shape")
+    table.add_column("size", decimal(source.nbytes), justify="right")
+    table.add_column("file", overflow="fold")
+    for name, value in source.items():
+        layout = value.layout
+        dtype = str(layout.dtype).removeprefix("torch.") if layout else value.file.notes["subclass"]["class"]
+        shape = str(list(layout.shape)) if layout else str(value.file.notes["subclass"]["shape"])
+        table.add_row(name, dtype, shape, decimal(value.nbytes), value.file.path.name)
+    return table
+
+
+def _tokenizer(folder: Path) -> object:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {str(error).splitlines()[0]}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
+    command.add_argument("model", help="a folder with a safetensors checkpoint, or a model on the hub")
+    command.add_argument("--prompt", required=True)
+    command.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="64 if not given")
+    command.add_argument("--device", help="where to compute: cpu, cuda, cuda:1... (the accelerator, if there is one)")
+    command.add_argument("--dtype", help="convert the weights to it, on disk (bfloat16, float32...)")
+    command.add_argument("--offload-dir", type=Path, help="folder for converted weights (a temporary one)")
+    command.add_argument("--revision", help="branch, tag or commit on the hub")
+    command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
+    command.set_defaults(run=generate)
+
+    command = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
+    command.add_argument("path", type=Path, help="a .safetensors file, an index, a checkpoint's folder, an offload folder")
+    command.set_defaults(run=inspect)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

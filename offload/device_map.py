@@ -1,0 +1,87 @@
+"""Which tensor goes where.
+
+Always true:
+- the longest prefix in the map wins
+- every tensor has a place, or there is an error that names it
+- a value on disk executes on the map's first accelerator, else the current one, else the CPU, unless it says which
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from offload.errors import DeviceMapError
+
+ON_DISK = "disk"
+META = "meta"
+
+Word: TypeAlias = "str | int | torch.device"
+DeviceMap: TypeAlias = "Word | Mapping[str, Word]"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is kept and where ops on it run. `device` is meta for a tensor that is not to be loaded."""
+
+    on_disk: bool
+    device: torch.device
+
+
+def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
+    """The place of each tensor, by its full name.
+
+    Args:
+        names: names of parameters and buffers.
+        device_map: a word for everything, or module names to words: `"cpu"`, `0`, `"cuda:1"`, `"disk"`,
+            `"disk:cuda:1"`, `"meta"`. The name `""` stands for the whole model.
+
+    Raises:
+        DeviceMapError: an unknown word, or a tensor that the map leaves out.
+    """
+    words = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    default = _first_accelerator(words.values())
+    known = {prefix: place_of(word, default, module=prefix) for prefix, word in words.items()}
+    return {name: _longest(name, known) for name in names}
+
+
+def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
+    """What a word of a device map means; `default` is where values on disk execute.
+
+    Raises:
+        DeviceMapError: it is not a word of the map's language, or there is no such device.
+    """
+    if word == ON_DISK:
+        return Place(True, default)
+    on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
+    device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
+    try:
+        return Place(on_disk, torch.empty(0, device=device).device)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        where = f" for {module!r}" if module else ""
+        raise DeviceMapError(
+            f"{word!r}{where} is not a place that a device map can name here: "
+            f"use 'disk', 'disk:<device>', 'meta', or a device that torch has ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _longest(name: str, known: Mapping[str, Place]) -> Place:
+    prefix = name
+    while True:
+        if prefix in known:
+            return known[prefix]
+        if not prefix:
+            raise DeviceMapError(f"the device map has no place for {name!r}: add its module, or '' for all the rest")
+        prefix = prefix.rpartition(".")[0]
+
+
+def _first_accelerator(words: Iterable[Word]) -> torch.device:
+    for word in words:
+        device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) else word
+        if device not in (ON_DISK, META, "cpu", torch.device("cpu"), torch.device("meta")):
+            return place_of(device, torch.device("cpu")).device
+    current = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if current is None else torch.empty(0, device=current).device

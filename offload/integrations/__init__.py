@@ -1,0 +1,1 @@
+"""One file a neighbour; each imports its neighbour when it is called."""

@@ -1,0 +1,43 @@
+"""huggingface_hub: a model's name as a folder on this machine.
+
+Always true:
+- a local folder needs no network
+- only configuration, tokenizer and safetensors files are fetched, never code
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from offload.errors import CheckpointError
+
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
+    """The folder of a model: the local one, or the hub's in the local cache, fetched with a progress bar.
+
+    Args:
+        name_or_path: a folder, or "organization/name".
+        hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
+
+    Raises:
+        CheckpointError: neither a folder nor a model that the hub, or its cache, has.
+    """
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder.absolute()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
+    except HFValidationError as error:
+        raise CheckpointError(f"{name_or_path} is neither a folder nor a name on the hub ({error})") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name_or_path} is not a folder here, and the hub did not give it: {str(error).splitlines()[0]}. "
+            "Check the name, the network and your token, or give a folder."
+        ) from error

@@ -1,0 +1,149 @@
+"""transformers: a pretrained model whose weights stay on disk.
+
+Always true:
+- transformers' own loader names, renames, ties and initializes; it is handed tensors on disk instead of tensors
+- a weight stored in the dtype that is asked for is referenced in its checkpoint; others are converted once, to disk
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint import Checkpoint, open_checkpoint
+from offload.device_map import ON_DISK, DeviceMap, places
+from offload.errors import CheckpointError
+from offload.integrations.hub import folder_of
+from offload.loader import AUTOMATIC, LoadReport, connect_devices, place_tensors, refuse_meta, tensor_slots
+from offload.progress import progress
+from offload.storage.handle import Handle
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    model_class: Any = None,
+    device_map: DeviceMap = ON_DISK,
+    *,
+    offload_dir: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    config: Any = None,
+    offload_buffers: bool = False,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    output_loading_info: bool = False,
+    **options: Any,
+) -> Any:
+    """A pretrained transformers model whose weights are on disk, or where the device map says.
+
+    Args:
+        name_or_path: a folder with a safetensors checkpoint, or a model on the hub.
+        model_class: a model class of transformers, or one of its `Auto` classes; `AutoModelForCausalLM` if None.
+        device_map: see `offload.load_checkpoint_and_dispatch`.
+        offload_dir: where weights go that are converted or later written to; None for a private folder.
+        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration.
+        config: a configuration to use in place of the checkpoint's.
+        offload_buffers: whether buffers are on disk too.
+        max_memory: for an automatic device map, as in accelerate.
+        output_loading_info: also return transformers' report.
+        options: for the hub (revision, token, cache_dir, local_files_only), and for the class's own `from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
+
+    Raises:
+        CheckpointError: no checkpoint there, one of another model, or a quantized one.
+        MissingFileError, CorruptFileError, DeviceMapError
+    """
+    import transformers
+
+    folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    _refuse_quantized(config, options, folder)
+    empty = _empty_model(model_class or transformers.AutoModelForCausalLM, config)
+    source = open_checkpoint(folder)
+    dtype = _requested_dtype(dtype, empty.config, source)
+    model, info = type(empty).from_pretrained(
+        None,
+        config=empty.config,
+        state_dict=_tensors(source, dtype, offload_dir),
+        dtype=dtype,
+        output_loading_info=True,
+        **{**_generation_config(type(empty), folder), **options},
+    )
+    _refuse_other_model(model, info, source)
+    model.name_or_path = model.config.name_or_path = str(name_or_path)
+    _place(model, device_map, offload_dir, offload_buffers=offload_buffers, max_memory=max_memory)
+    return (model, info) if output_loading_info else model
+
+
+def _empty_model(model_class: Any, config: Any) -> Any:
+    """The concrete model on the meta device: its class and configuration are those that transformers picks."""
+    with torch.device("meta"):
+        if hasattr(model_class, "from_config"):
+            return model_class.from_config(copy.deepcopy(config), trust_remote_code=False)
+        return model_class(copy.deepcopy(config))
+
+
+def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Checkpoint) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in (None, "auto"):
+        named = getattr(torch, str(dtype), None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype {dtype!r} is not one of torch's: use torch.bfloat16, 'float16'...")
+        return named
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    layouts = (value.layout for value in source.values())
+    return next((layout.dtype for layout in layouts if layout and layout.dtype.is_floating_point), torch.float32)
+
+
+def _tensors(source: Checkpoint, dtype: torch.dtype, offload_dir: Any) -> dict[str, OffloadedTensor]:
+    """The checkpoint's tensors on disk, floating-point ones in `dtype`."""
+    tensors = {}
+    for name, value in progress(source.items(), "opening", total=len(source)):
+        tensor = wrap_handle(Handle.reference(value.file, value.key, offload_dir), torch.device("cpu"))
+        if tensor.is_floating_point() and tensor.dtype != dtype and tensor.dtype.itemsize > 1:
+            tensor.update_values(tensor.to(dtype), strict_dtype=False)
+        tensors[name] = tensor
+    return tensors
+
+
+def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
+    if not (folder / "generation_config.json").is_file() or not model_class.can_generate():
+        return {}
+    from transformers import GenerationConfig
+
+    return {"generation_config": GenerationConfig.from_pretrained(folder)}
+
+
+def _refuse_quantized(config: Any, options: Mapping[str, Any], folder: Path) -> None:
+    if options.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(f"{folder}: quantized checkpoints are not loaded to disk yet; load one that is not quantized")
+
+
+def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint) -> None:
+    names = {name for slot in tensor_slots(model) for name in slot.names}
+    if names and names <= set(info["missing_keys"]):
+        report = LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
+        raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")
+
+
+def _place(model: Any, device_map: DeviceMap, offload_dir: Any, *, offload_buffers: bool, max_memory: Any) -> None:
+    if isinstance(device_map, str) and device_map in AUTOMATIC:
+        from offload.integrations.accelerate import infer_device_map
+
+        device_map = infer_device_map(model, device_map, max_memory=max_memory, no_split_module_classes=None, dtype=None)
+    names = [name for slot in tensor_slots(model, persistent_only=False) for name in slot.names]
+    placed = places(names, device_map)
+    place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
+    refuse_meta(model, placed, LoadReport())
+    connect_devices(model, device_map, placed, getattr(model, "_skip_keys_device_placement", None))
