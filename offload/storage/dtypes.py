@@ -3,6 +3,7 @@
 Always true:
 - every dtype that torch can hold in plain bytes has a form here: by its safetensors word, or as raw bytes (`U8`)
   with torch's word for it in the file's metadata
+- a dtype that means nothing without a scale (the `q` ones) has none
 
 Source of the words: the safetensors format, https://github.com/huggingface/safetensors (`Dtype` in tensor.rs).
 """
@@ -37,6 +38,12 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     word: getattr(torch, name) for word, name in _WORDS.items() if hasattr(torch, name)
 }
 WORDS: dict[torch.dtype, str] = {dtype: word for word, dtype in TORCH_DTYPES.items()}
+_SCALED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
+_NAMED: dict[str, torch.dtype] = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and str(value) == f"torch.{name}" and name not in _SCALED
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,6 +52,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """The torch dtype called `name`, None where this torch has none such."""
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+    """The torch dtype called `name`, None where this torch has none such that could be stored."""
+    return _NAMED.get(name)

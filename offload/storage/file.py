@@ -2,6 +2,7 @@
 
 Always true:
 - a header is parsed once for all the tensors of a file, and before anything is mapped
+- what is mapped is the file whose header was read, also while another process replaces it
 - mapping a file never creates it, extends it, or writes to it by itself
 - a file of ours is mapped shared; a file of somebody else's copy-on-write, so that no store can reach it
 - no file descriptor is kept
@@ -16,7 +17,7 @@ import stat
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,34 @@ class TensorFile:
     def check(self) -> None:
         """Raises `ChangedFileError` if this is no longer the file that was opened."""
         if Identity.of(file_status(self.path)) != self.identity:
-            raise ChangedFileError(
-                f"{self.path} has changed since it was opened (size, modification time or inode): "
-                "its tensors can't be trusted any more. Load the checkpoint again."
-            )
+            raise self._changed()
+
+    def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> int:
+        """An open file descriptor of the very file whose header was read. The caller closes it.
+
+        Args:
+            flags: for `os.open`; nothing is created or cut.
+            settled: also refuse a file whose modification time has moved; False for one that is ours to write.
+
+        Raises:
+            MissingFileError, CorruptFileError: the file can't be opened.
+            ChangedFileError: another one is there now.
+        """
+        fd = _open_descriptor(self.path, flags)
+        now = Identity.of(os.fstat(fd))
+        if (now if settled else replace(now, modified=self.identity.modified)) == self.identity:
+            return fd
+        os.close(fd)
+        raise self._changed()
 
     def storage(self, entry: Entry, *, shared: bool) -> torch.UntypedStorage:
-        """The bytes of one entry, mapped without a copy; each call gives a storage object of its own."""
+        """The bytes of one entry, mapped without a copy; each call gives a storage object of its own.
+
+        Raises: as `descriptor`.
+        """
         whole = self._whole(shared)
-        return whole[entry.start : entry.start + entry.layout.nbytes]
+        part: torch.UntypedStorage = whole[entry.start : entry.start + entry.layout.nbytes]
+        return part
 
     def unmap(self) -> None:
         """Let go of the mapping; storages that were handed out keep theirs."""
@@ -118,81 +138,88 @@ class TensorFile:
     def _whole(self, shared: bool) -> torch.UntypedStorage:
         mapped = self._shared if shared else self._private
         if mapped is None:
-            mapped = (_map_shared if shared else _map_private)(self.path, self.identity.size)
-            self.check_mapped()
+            fd = self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)
+            try:
+                mapped = _map(fd, self.path, self.identity.size, shared=shared)
+            finally:
+                os.close(fd)
             if shared:
                 self._shared = mapped
             else:
                 self._private = mapped
         return mapped
 
-    def check_mapped(self) -> None:
-        """The file was looked at, then mapped by its path: it must be the same one."""
-        status = file_status(self.path)
-        if (status.st_ino, status.st_size) != (self.identity.inode, self.identity.size):
-            self.check()
+    def _changed(self) -> ChangedFileError:
+        return ChangedFileError(
+            f"{self.path} has changed since it was opened (size, modification time or inode): "
+            "its tensors can't be trusted any more. Open it, or load the checkpoint, again."
+        )
 
 
 def file_status(path: Path) -> os.stat_result:
     """`os.stat`, with an error that says what to do."""
     try:
         return os.stat(path)
-    except FileNotFoundError as error:
-        raise MissingFileError(
-            f"{path} is missing: it was moved or deleted, or its offload_dir belonged to a process that has ended"
-        ) from error
     except OSError as error:
-        raise CorruptFileError(f"{path} can't be looked at: {error.strerror}") from error
+        raise _explained(path, error) from error
 
 
 def _read(path: Path) -> tuple[Identity, Header]:
-    status = file_status(path)
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise CorruptFileError(f"{path} is {kind}: a safetensors file was expected")
+    fd = _open_descriptor(path, os.O_RDONLY)
     try:
-        with open(path, "rb") as file:
-            identity = Identity.of(os.fstat(file.fileno()))
+        with open(fd, "rb") as file:
+            identity = Identity.of(os.fstat(fd))
             length = header_length(file.read(8), identity.size)
             return identity, parse(file.read(length), identity.size)
     except OffloadError as error:
         raise CorruptFileError(f"{path} can't be used: {error}. Get the file again.") from error
     except OSError as error:
-        raise CorruptFileError(f"{path} can't be read: {error.strerror}") from error
+        raise _explained(path, error) from error
 
 
-def _map_shared(path: Path, size: int) -> torch.UntypedStorage:
-    # `from_file(shared=True)` creates and extends: `_read` has seen the file at this size.
-    return torch.UntypedStorage.from_file(str(path), True, size)
-
-
-def _map_private(path: Path, size: int) -> torch.UntypedStorage:
-    if _mmap is None:
-        return torch.UntypedStorage.from_file(str(path), False, size)
-    return _map_without_reserve(_mmap, path, size)
-
-
-def _map_without_reserve(call: Callable[..., int | None], path: Path, size: int) -> torch.UntypedStorage:
-    """A copy-on-write mapping that does not count against the commit limit: a file may be larger than memory.
-
-    `UntypedStorage.from_file(shared=False)` reserves its whole length, which Linux refuses beyond memory and swap.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _open_descriptor(path: Path, flags: int) -> int:
+    """A descriptor of the regular file at `path`; never waits for somebody at the other end of a pipe."""
     try:
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        address = call(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    finally:
-        os.close(fd)
+        fd = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise _explained(path, error) from error
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    what = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
+    raise CorruptFileError(f"{path} is {what}: a safetensors file was expected")
+
+
+def _explained(path: Path, error: OSError) -> OffloadError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        reason = "the file is missing: it was moved or deleted, or belonged to a process that has ended"
+        return MissingFileError(error.errno, reason, str(path))
+    return CorruptFileError(f"{path} can't be opened: {error.strerror}")
+
+
+def _map(fd: int, path: Path, size: int, *, shared: bool) -> torch.UntypedStorage:
+    """The whole file as a storage: shared, or copy-on-write.
+
+    A copy-on-write mapping is made without reserve, as a file may be larger than memory.
+    `UntypedStorage.from_file(shared=False)` counts its whole length against the commit limit; with `shared=True` it
+    creates a missing file and extends a short one, so where there is nothing else the file was looked at just before.
+    """
+    if _mmap is None:
+        return torch.UntypedStorage.from_file(str(path), shared, size)  # type: ignore[return-value]
+    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"{path} can't be mapped: {os.strerror(ctypes.get_errno())}")
-    buffer = (ctypes.c_ubyte * size).from_address(address)
+        code = ctypes.get_errno()
+        raise OSError(code, f"can't be mapped ({os.strerror(code)})", str(path))
+    buffer = _view_memory(address, size, _WRITABLE)  # not a ctypes array: that makes a class for each size
     weakref.finalize(buffer, _munmap, address, size).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
 
 
 def _libc_mmap() -> tuple[Callable[..., int | None] | None, Callable[..., int]]:
     if not sys.platform.startswith("linux"):
-        return None, lambda address, size: 0
+        return None, lambda *_: 0
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
@@ -208,5 +235,9 @@ def _libc_mmap() -> tuple[Callable[..., int | None] | None, Callable[..., int]]:
 
 
 _mmap, _munmap = _libc_mmap()
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view_memory.restype = ctypes.py_object
 _LOCK = ForkSafeLock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -8,10 +8,12 @@ Always true:
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ _LOCK = ForkSafeLock()
 _CLAIMS: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
 _PRIVATE_FOLDERS: dict[int, Path] = {}
+_NUMBERS = itertools.count(1)
 
 
 def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
@@ -49,17 +52,28 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
 
 
 def private_folder() -> Path:
-    """This process's own temporary folder (under `TMPDIR`); removed when the process ends."""
+    """This process's own temporary folder (under `TMPDIR`); removed when the process ends.
+
+    Raises:
+        WriteError: it can't be made.
+    """
     with _LOCK:
         folder = _PRIVATE_FOLDERS.get(os.getpid())
         if folder is None or not folder.is_dir():
-            root = Path(tempfile.gettempdir())
-            _sweep_private(root)
-            folder = Path(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root))
-            # Unlike `atexit`, this runs at the end of a `multiprocessing` child too; in other processes it does nothing.
+            folder = _PRIVATE_FOLDERS[os.getpid()] = _new_private_folder()
+            # Runs at the end of a `multiprocessing` child too, unlike `atexit`; does nothing in another process.
             util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
-            _PRIVATE_FOLDERS[os.getpid()] = folder
         return folder
+
+
+def _new_private_folder() -> Path:
+    try:
+        root = Path(tempfile.gettempdir())
+        _sweep_private(root)
+        return Path(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root))
+    except OSError as error:
+        message = f"no temporary folder can be made ({error.strerror}): set TMPDIR, or give an offload_dir"
+        raise WriteError(error.errno, message, error.filename) from error
 
 
 def claim(name: str, folder: Path | None, owner: Any) -> Path:
@@ -71,22 +85,44 @@ def claim(name: str, folder: Path | None, owner: Any) -> Path:
     file = file_name(name)
     with _LOCK:
         path = _free_private_path(file) if folder is None else folder / file
-        if _CLAIMS.get(path, owner) is not owner:
+        if _CLAIMS.setdefault(_true(path), owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
                 "Take another name or folder, use update_values on that tensor, or drop it first."
             )
-        _CLAIMS[path] = owner
         return path
 
 
+def release(path: Path, owner: Any) -> None:
+    """Take back a claim that came to nothing."""
+    with _LOCK:
+        if _CLAIMS.get(_true(path)) is owner:
+            del _CLAIMS[_true(path)]
+
+
+def discard(path: Path) -> None:
+    """Remove a file from a private folder, as the last tensor over it has gone."""
+    with suppress(OSError):
+        path.unlink()
+        if path.parent.name.isdigit():
+            path.parent.rmdir()
+
+
+def _true(path: Path) -> Path:
+    """The path without links among its folders: two ways to one folder are one folder."""
+    return Path(os.path.realpath(path.parent), path.name)
+
+
 def _free_private_path(file: str) -> Path:
-    root = folder = private_folder()
-    count = 0
-    while folder / file in _CLAIMS:
-        count += 1
-        folder = root / str(count)
-    folder.mkdir(exist_ok=True)
+    """A path in the private folder; a name that lives there already gets a numbered folder below."""
+    root = private_folder()
+    if _true(root / file) not in _CLAIMS:
+        return root / file
+    folder = root / str(next(_NUMBERS))
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise WriteError(error.errno, f"a folder can't be made ({error.strerror})", str(folder)) from error
     return folder / file
 
 

@@ -12,20 +12,21 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, OffloadError
+from offload.errors import ChangedFileError, ForeignFileError, OffloadError, WriteError
 from offload.storage.file import TensorFile
-from offload.storage.folders import claim, named_folder
+from offload.storage.folders import claim, discard, named_folder, release
 from offload.storage.header import Layout
 from offload.storage.locks import ForkSafeLock
-from offload.storage.subclasses import Recipe, flatten, is_subclass_value, unflatten
-from offload.storage.write import copy_entry, layout_of, write_empty, write_values
+from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
+from offload.storage.write import copy_entries, layout_of, write_empty, write_values
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
+_MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
 
 
 class Handle:
@@ -69,8 +70,9 @@ class Handle:
         Raises:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
         """
-        handle = cls(name, None if offload_dir is None else named_folder(offload_dir))
-        handle._write(claim(name, handle.folder, handle), tensor, _layout_for(tensor))
+        handle = cls(name, _folder_for(name, offload_dir))
+        with handle._claimed() as path:
+            handle._write(path, tensor, _layout_for(tensor))
         return handle
 
     @classmethod
@@ -80,10 +82,10 @@ class Handle:
         Raises:
             NameInUseError, ForeignFileError, WriteError
         """
-        handle = cls(name, None if offload_dir is None else named_folder(offload_dir))
-        path = claim(name, handle.folder, handle)
-        write_empty(path, name, layout, {"name": name}, durable=handle.folder is not None)
-        handle._take(TensorFile.open(path))
+        handle = cls(name, _folder_for(name, offload_dir))
+        with handle._claimed() as path, _naming(name):
+            write_empty(path, name, layout, {"name": name}, durable=handle.folder is not None)
+            handle._take(TensorFile.open(path))
         return handle
 
     @classmethod
@@ -102,10 +104,15 @@ class Handle:
 
         Raises:
             NameInUseError: a live tensor is stored there.
+            ForeignFileError: `offload` did not write that file.
         """
+        if not file.is_ours:
+            raise ForeignFileError(
+                f"{file.path} was not written by offload: {name!r} can be referenced there, not written"
+            )
         handle = cls(name, file.path.parent)
-        claim(name, handle.folder, handle)
         handle._open(file)
+        claim(name, handle.folder, handle)
         handle.owned = True
         return handle
 
@@ -131,7 +138,7 @@ class Handle:
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
         """
-        base, file = self._base, self.file
+        file, base = self.file, self._base  # in this order: a file older than its base is looked at again
         if base is not None:
             try:
                 status = os.stat(file.path)
@@ -158,8 +165,7 @@ class Handle:
         Raises:
             WriteError, ForeignFileError, NameInUseError: the old value stands.
         """
-        with self._lock:
-            path = self.path if self.owned else claim(self.name, self.folder, self)
+        with self._lock, self._claimed() as path:
             old = self.layout
             layout = _layout_for(tensor)
             if (layout.shape, layout.dtype) == (old.shape, old.dtype) and not is_subclass_value(tensor):
@@ -168,22 +174,35 @@ class Handle:
             self.generation += self.layout != old
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until what was written is on the disk.
+
+        Raises:
+            WriteError: the disk did not take it.
+            MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
+        """
         if not self.owned:
             return
+        self.base()
         with _naming(self.name):
-            fd = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+            fd = self.file.descriptor(settled=False)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                reason = f"what was written may not be on the disk ({error.strerror}): write it again, elsewhere"
+                raise WriteError(error.errno, reason, str(self.path)) from error
+            finally:
+                os.close(fd)
 
     def duplicate(self) -> Handle:
-        """An independent copy in a private folder, made from file to file."""
+        """An independent copy in a private folder, made from file to file.
+
+        Raises:
+            WriteError, and as `base`.
+        """
         copy = Handle(self.name, None)
-        path = claim(copy.name, None, copy)
-        self._copy_to(path, durable=False)
-        copy._take(TensorFile.open(path))
+        with copy._claimed() as path:
+            self._copy_to(path, durable=False)
+            copy._take(TensorFile.open(path))
         return copy
 
     def pointers(self) -> torch.UntypedStorage:
@@ -198,19 +217,29 @@ class Handle:
 
     def _map(self) -> torch.Tensor:
         with self._lock, _naming(self.name), plain_world():
-            if self.owned:
-                self._follow()
-            else:
-                self.file.check()
-            parts = {
-                entry.key: _mapped(self.file, entry.key, shared=self.owned)
-                for entry in ([self.file.entry(self.name)] if self.recipe is None else self.file.entries.values())
-            }
-            base = parts[self.name] if self.recipe is None else unflatten(parts, self.recipe, self.name)
+            base = self._map_owned() if self.owned else self._map_referenced()
             self._base = base
         if self.owned:
             _keep_mapped(self)
         return base
+
+    def _map_referenced(self) -> torch.Tensor:
+        self.file.check()
+        return self._mapped()
+
+    def _map_owned(self) -> torch.Tensor:
+        """Whatever value stands at the path now: another process may replace it again before it is mapped."""
+        for _ in range(_MOST_LOOKS):
+            self._follow()
+            with suppress(ChangedFileError):
+                return self._mapped()
+        raise ChangedFileError(f"{self.path} is replaced faster than it can be mapped: try again")
+
+    def _mapped(self) -> torch.Tensor:
+        if self.recipe is None:
+            return _mapped(self.file, self.name, shared=self.owned)
+        parts = {key: _mapped(self.file, key, shared=self.owned) for key in self.file.entries}
+        return unflatten(parts, self.recipe, self.name)
 
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
@@ -220,7 +249,10 @@ class Handle:
         if not file.is_ours:
             raise ChangedFileError(f"{self.path} was replaced by a file that offload did not write")
         old = self.layout
-        self._open(file)
+        try:
+            self._open(file)
+        except KeyError as error:
+            raise ChangedFileError(f"{self.path} now holds another tensor: {error.args[0]}") from error
         if self.layout != old:
             self.generation += 1
             raise ChangedFileError(f"{self.path} now holds {self.layout}, not {old}: open it again")
@@ -228,21 +260,31 @@ class Handle:
     def _open(self, file: TensorFile) -> None:
         with _naming(self.name):
             recipe = file.notes.get("subclass") if self.name not in file.entries else None
-            if recipe is None:
-                layout = file.entry(self.name).layout
-            else:
-                layout = Layout(getattr(torch, recipe["dtype"]), tuple(recipe["shape"]), tuple(recipe["stride"]))
+            layout = file.entry(self.name).layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe
         self.layout: Layout = layout
         self.file = file
         self._base = None
 
     def _take(self, file: TensorFile) -> None:
-        """`file` is ours from now on."""
+        """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
         self._open(file)
-        self.owned = True
-        if self.folder is None:
+        if not self.owned and self.folder is None:
             self._pid = os.getpid()
+        self.owned = True
+
+    @contextmanager
+    def _claimed(self) -> Iterator[Path]:
+        """The path to write to; given back if nothing came of it."""
+        if self.owned:
+            yield self.path
+            return
+        path = claim(self.name, _folder_for(self.name, self.folder), self)
+        try:
+            yield path
+        except BaseException:
+            release(path, self)
+            raise
 
     def _write(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
         with _naming(self.name), plain_world():
@@ -251,7 +293,7 @@ class Handle:
                 values, notes["subclass"] = flatten(tensor, self.name)
                 layouts = {key: layout_of(value) for key, value in values.items()}
             else:
-                values, layouts = {self.name: tensor.resolve_conj().resolve_neg()}, {self.name: layout}
+                values, layouts = {self.name: tensor}, {self.name: layout}
             write_values(path, values, layouts, notes, durable=self.folder is not None)
             self._take(TensorFile.open(path))
 
@@ -259,20 +301,21 @@ class Handle:
         with self._lock:
             if self.owned:
                 return
-            folder = self.folder if self.folder is None else named_folder(self.folder)
-            path = claim(self.name, folder, self)
-            self._copy_to(path, durable=folder is not None)
-            self._take(TensorFile.open(path))
+            with self._claimed() as path:
+                self._copy_to(path, durable=self.folder is not None)
+                self._take(TensorFile.open(path))
 
     def _copy_to(self, path: Path, *, durable: bool) -> None:
-        with _naming(self.name):
-            keys = [self.name] if self.recipe is None else list(self.file.entries)
-            notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
-            copy_entry(self.file, keys, path, notes, durable=durable)
+        with self._lock:
+            self.base()
+            with _naming(self.name):
+                keys = [self.name] if self.recipe is None else list(self.file.entries)
+                notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
+                copy_entries(self.file, keys, path, notes, settled=not self.owned, durable=durable)
 
     def __del__(self) -> None:
         if getattr(self, "_pid", 0) == os.getpid():
-            self.file.path.unlink(missing_ok=True)
+            discard(self.file.path)
 
 
 @contextmanager
@@ -292,13 +335,21 @@ def _naming(name: str) -> Iterator[None]:
     """Say in an error about a file which tensor it was for."""
     try:
         yield
-    except (MissingFileError, CorruptFileError, ChangedFileError) as error:
-        raise type(error)(f"tensor {name!r}: {error}") from error
-    except OSError as error:
-        if isinstance(error, OffloadError):
-            error.args = (error.errno, f"tensor {name!r}: {error.strerror}", error.filename)
-            error.strerror = error.args[1]
+    except OffloadError as error:
+        label = f"tensor {name!r}"
+        if label in str(error):
+            raise
+        if isinstance(error, OSError) and error.errno is not None:
+            error.strerror = f"{label}: {error.strerror}"
+            error.args = (error.errno, error.strerror)
+        else:
+            error.args = (f"{label}: {error}",)
         raise
+
+
+def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:
+    with _naming(name):
+        return None if offload_dir is None else named_folder(offload_dir)
 
 
 def _layout_for(tensor: torch.Tensor) -> Layout:

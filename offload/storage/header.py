@@ -1,7 +1,8 @@
 """The header of a safetensors file: what is in it, and where.
 
 Always true:
-- a parsed header has been checked whole: known lengths, no holes, no overlap, nothing missing, nothing after the end
+- a parsed header has been checked whole: known lengths, no holes, no overlap, nothing missing, nothing after the end,
+  dense strides; whatever the bytes, there is a header or a `CorruptFileError`
 - a built header ends at a multiple of `ALIGNMENT`, padded with spaces
 - what safetensors has no word for stands in the metadata under `offload`, as JSON: dtypes, strides, subclasses
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ MARK = "offload"
 VERSION = 1
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100_000_000  # the limit of the safetensors library
+_MOST = 2**63 - 1  # bytes and elements that torch can count
 _FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 
 
@@ -46,6 +49,16 @@ class Layout:
     def order(self) -> tuple[int, ...]:
         """The dimensions from the outermost in memory to the innermost."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the elements fill their bytes without a gap or an overlap."""
+        step = 1
+        for dim in reversed(self.order):
+            if self.shape[dim] > 1 and self.stride[dim] != step:
+                return 0 in self.shape
+            step *= self.shape[dim]
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +120,18 @@ def parse(text: bytes, size: int) -> Header:
     if not _is_text_mapping(metadata):
         raise CorruptFileError("its header's __metadata__ does not map text to text")
     noted = (_notes(metadata) or {}).get("values", {})
-    if not isinstance(noted, dict):
+    if not isinstance(noted, dict) or not all(isinstance(note, dict) for note in noted.values()):
         raise CorruptFileError("its `offload` metadata is malformed")
     data_start = _LENGTH.size + len(text)
     entries: dict[str, Entry] = {}
     unreadable: dict[str, str] = {}
     for key, (word, shape, begin, end) in _in_order(raw, size - data_start):
-        layout = _layout(key, word, shape, noted.get(key, {}))
+        layout = _layout(word, shape, noted.get(key, {}))
         if layout is None:
             unreadable[key] = word
         elif layout.nbytes != end - begin:
             raise CorruptFileError(
-                f"its header gives {key!r} {end - begin} bytes, but {word} {shape} takes {layout.nbytes}"
+                f"its header gives {key!r} {end - begin} bytes, but {word} {_short(shape)} takes {layout.nbytes}"
             )
         else:
             entries[key] = Entry(key, layout, data_start + begin)
@@ -150,8 +163,10 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any]) -> tuple[byte
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
         raw = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CorruptFileError(f"its header is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
+        if isinstance(error, CorruptFileError):
+            raise
+        raise CorruptFileError(f"its header is not JSON ({_short(error)})") from error
     if not isinstance(raw, dict):
         raise CorruptFileError("its header is not a JSON object")
     return raw
@@ -160,8 +175,8 @@ def _json_object(text: bytes) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise CorruptFileError(f"its header names {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        counts = Counter(key for key, _ in pairs)
+        raise CorruptFileError(f"its header names {_short(counts.most_common(1)[0][0])!r} twice")
     return unique
 
 
@@ -172,7 +187,7 @@ def _is_text_mapping(metadata: Any) -> bool:
 def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
     try:
         notes = json.loads(metadata.get(MARK, "null"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return notes if isinstance(notes, dict) and "version" in notes else None
 
@@ -184,7 +199,7 @@ def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, 
     for key, spec in sorted(specs.items(), key=lambda item: item[1][2:]):
         if spec[2] != at:
             raise CorruptFileError(
-                f"its header has a hole or an overlap before {key!r} (byte {spec[2]}, expected {at})"
+                f"its header has a hole or an overlap before {_short(key)!r} (byte {spec[2]}, expected {at})"
             )
         at = spec[3]
         yield key, spec
@@ -196,30 +211,69 @@ def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, 
 
 def _checked_spec(key: str, spec: Any) -> tuple[str, tuple[int, ...], int, int]:
     try:
-        word, shape, (begin, end) = spec["dtype"], tuple(spec["shape"]), spec["data_offsets"]
+        word, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"its header says of {key!r} no dtype, shape and data_offsets") from error
-    numbers = (*shape, begin, end)
-    whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
-    if not isinstance(word, str) or not whole or begin > end:
-        raise CorruptFileError(f"its header has a malformed entry {key!r}: {spec}")
-    return word, shape, begin, end
+        raise CorruptFileError(f"its header says of {_short(key)!r} no dtype, shape and data_offsets") from error
+    if not isinstance(word, str) or not _are_counts(shape) or not _are_counts([begin, end]) or begin > end:
+        raise CorruptFileError(f"its header has a malformed entry {_short(key)!r}: {_short(spec)}")
+    return word, tuple(shape), begin, end
 
 
-def _layout(key: str, word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layout | None:
+def _are_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
+
+
+def _is_countable(shape: tuple[int, ...], itemsize: int) -> bool:
+    """True if torch can count the bytes, and the strides, of such a value; one step at a time, as it may be long."""
+    total = itemsize
+    for size in shape:
+        total *= max(size, 1)
+        if total > _MOST:
+            return False
+    return True
+
+
+def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layout | None:
     """The layout of an entry; None where this torch has no dtype for it."""
     dtype = TORCH_DTYPES.get(word)
     if "dtype" in note:
-        dtype, shape = dtype_named(note["dtype"]), shape[:-1]
+        dtype, shape = _noted_dtype(word, shape, note["dtype"]), shape[:-1]
     elif word == "F4" and shape and shape[-1] % 2 == 0:
         dtype, shape = _FLOAT4, (*shape[:-1], shape[-1] // 2)
     if dtype is None:
         return None
-    if "stride" not in note:
-        return Layout(dtype, shape, contiguous_stride(shape))
-    layout = Layout(dtype, shape, tuple(note["stride"]))
-    logical = dict(zip(layout.order, shape, strict=True))
-    return Layout(dtype, tuple(logical[dim] for dim in range(len(shape))), layout.stride)
+    if not _is_countable(shape, dtype.itemsize):
+        raise CorruptFileError(f"its header has a value of shape {_short(shape)}, larger than any file")
+    if "stride" in note:
+        return _strided(dtype, shape, note["stride"])
+    return Layout(dtype, shape, contiguous_stride(shape))
+
+
+def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | None:
+    """The dtype of a value that is stored as bytes, the last dimension being those of one element."""
+    if not isinstance(name, str) or word != "U8" or not shape:
+        raise CorruptFileError("its `offload` metadata gives a value a malformed dtype")
+    dtype = dtype_named(name)
+    if dtype is not None and dtype.itemsize != shape[-1]:
+        raise CorruptFileError(f"its `offload` metadata makes {name} of {shape[-1]} bytes an element")
+    return dtype
+
+
+def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
+    """The layout of a value whose dimensions lie in another order in memory, which is that of `shape`."""
+    if not _are_counts(stride) or len(stride) != len(shape):
+        raise CorruptFileError("its `offload` metadata gives a value malformed strides")
+    order = Layout(dtype, shape, tuple(stride)).order
+    logical = dict(zip(order, shape, strict=True))
+    layout = Layout(dtype, tuple(logical[dim] for dim in range(len(shape))), tuple(stride))
+    if not layout.is_dense:
+        raise CorruptFileError("its `offload` metadata gives a value strides with gaps or overlaps")
+    return layout
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 Always true:
 - `file_name` is injective, also where the file system folds case
-- a file name holds only `a-z 0-9 . _ - %` and is at most 200 bytes long
+- a file name holds only `a-z 0-9 . _ - % ~` and is at most 200 bytes long
 - a name too long for that is cut and given a hash: the true name is in the file's header
 """
 
@@ -15,6 +15,7 @@ from urllib.parse import unquote
 SUFFIX = ".safetensors"
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")
 _LONGEST = 188
+_TAKEN = "__metadata__"
 _RESERVED = frozenset(
     {"con", "prn", "aux", "nul"} | {f"{port}{digit}" for port in ("com", "lpt") for digit in string.digits}
 )
@@ -24,10 +25,12 @@ def file_name(name: str) -> str:
     """The file name under which the tensor called `name` is stored.
 
     Raises:
-        ValueError: `name` is empty, or not valid unicode.
+        ValueError: `name` is empty, not valid unicode, or taken by the file format.
     """
     if not name:
-        raise ValueError("a tensor's name must not be empty: give it the name of its file")
+        raise ValueError("a tensor's name must not be empty: it is the name of its file")
+    if name == _TAKEN:
+        raise ValueError(f"a tensor can't be called {_TAKEN!r}, which safetensors files use for themselves")
     stem = "".join(char if char in _PLAIN else _percent(char) for char in name)
     if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
         stem = f"%{ord(stem[0]):02x}{stem[1:]}"
@@ -38,10 +41,11 @@ def file_name(name: str) -> str:
 
 def name_of(file: str) -> str | None:
     """The tensor name behind a file name; None where it was cut, or is not one of ours."""
-    stem = file.removesuffix(SUFFIX)
-    if stem == file or "%~" in stem:
+    try:
+        name = unquote(file.removesuffix(SUFFIX), errors="strict")
+        return name if file_name(name) == file else None
+    except ValueError:
         return None
-    return unquote(stem)
 
 
 def _percent(char: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def is_dead(tag: str) -> bool:
     """True if the process of this tag ran on this machine and has ended; False where that can't be told."""
     machine, _, rest = tag.partition("-")
     pid, _, start = rest.partition("-")
-    if machine != _machine() or not pid.isdigit() or not start:
+    if machine != _machine() or not pid.isdecimal() or not start:
         return False
-    return _start(int(pid)) != start
+    now = _start(int(pid))
+    return now != start if now else not _is_hidden(int(pid))
 
 
 @lru_cache(maxsize=4)
@@ -36,22 +38,38 @@ def _tag(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process began; empty if there is none.
+    """When a process began; empty if there is none, if it has ended and only its parent has not looked, or is hidden.
 
     Linux: in clock ticks since boot, which, unlike a wall-clock time, no clock correction moves.
     """
     try:
         if os.path.exists("/proc/self/stat"):
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            return "" if fields[0] in "ZX" else fields[19]
         return str(int(psutil.Process(pid).create_time()))
-    except (OSError, psutil.NoSuchProcess):
+    except (OSError, OverflowError, psutil.Error):
         return ""
+
+
+def _is_hidden(pid: int) -> bool:
+    """True for a living process of another user, where those can't be looked at (`/proc` mounted with `hidepid`)."""
+    if not os.path.exists("/proc/self/stat"):
+        return bool(psutil.pid_exists(pid))
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
+    """Host name, machine id and pid namespace: containers, and machines that share a folder, differ in one of them."""
+    marks = [socket.gethostname()]
+    with suppress(OSError):
+        marks.append(Path("/etc/machine-id").read_text(errors="replace").strip())
+    with suppress(OSError):
+        marks.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256(" ".join(marks).encode()).hexdigest()[:8]

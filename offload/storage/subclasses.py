@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.errors import CorruptFileError, UnknownSubclassError
+from offload.errors import CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
+from offload.storage.header import Layout
 
 # Classes that are known without being registered: package -> class -> module that gives it.
 _KNOWN = {
@@ -27,12 +27,18 @@ _KNOWN = {
             ("Float8Tensor", "Int4PlainInt32Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor"),
             "torchao.quantization",
         ),
-        **dict.fromkeys(("IntxUnpackedToInt8Tensor", "MappingType", "PerRow", "PerTensor", "PerGroup", "PerAxis"), "torchao.quantization"),
-        **dict.fromkeys(("QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs"), "torchao.quantization.quantize_.workflows"),
+        **dict.fromkeys(
+            ("IntxUnpackedToInt8Tensor", "MappingType", "PerAxis", "PerGroup", "PerRow", "PerTensor"),
+            "torchao.quantization",
+        ),
+        **dict.fromkeys(
+            ("QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs"),
+            "torchao.quantization.quantize_.workflows",
+        ),
         "KernelPreference": "torchao.quantization.quantize_.common",
         "Float8MMConfig": "torchao.float8.inference",
     }
-}  # fmt: skip
+}
 _REGISTERED: dict[str, type] = {}
 
 Recipe = dict[str, Any]
@@ -59,12 +65,13 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
     Raises:
         UnknownSubclassError: the class, or one in its context, is not on the allow-list.
     """
-    _known(_word(type(tensor)))
+    _checked_word(tensor)
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     values: dict[str, torch.Tensor] = {}
     inner: dict[str, Recipe | None] = {}
     for attribute in attributes:
-        part, key = getattr(tensor, attribute), f"{name}.{attribute}"
+        part: torch.Tensor = getattr(tensor, attribute)
+        key = f"{name}.{attribute}"
         if is_subclass_value(part):
             parts, inner[attribute] = flatten(part, key)
             values |= parts
@@ -78,8 +85,26 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
         "stride": list(tensor.stride()),
         "dtype": dtype_name(tensor.dtype),
     }
-    json.dumps(recipe)
-    return values, recipe
+    return dict(sorted(values.items(), key=_by_alignment)), recipe
+
+
+def layout_from(recipe: Any) -> Layout:
+    """The dtype, shape and strides that the rebuilt tensor will have.
+
+    Raises:
+        CorruptFileError: that is no recipe.
+    """
+    try:
+        dtype, shape, stride = dtype_named(recipe["dtype"]), tuple(recipe["shape"]), tuple(recipe["stride"])
+    except (KeyError, TypeError) as error:
+        raise _malformed(recipe) from error
+    if (
+        dtype is None
+        or len(shape) != len(stride)
+        or not all(type(size) is int and size >= 0 for size in shape + stride)
+    ):
+        raise _malformed(recipe)
+    return Layout(dtype, shape, stride)
 
 
 def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:
@@ -87,18 +112,36 @@ def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> 
 
     Raises:
         UnknownSubclassError: its class is not on the allow-list.
-        CorruptFileError: an inner tensor is missing.
+        CorruptFileError: an inner tensor is missing, or the recipe is not one.
     """
+    try:
+        return _rebuilt(values, recipe, name)
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        if isinstance(error, OffloadError):
+            raise
+        raise _malformed(recipe) from error
+
+
+def _rebuilt(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:
     cls = _known(recipe["class"])
     inner = {}
     for attribute, part in recipe["inner"].items():
         key = f"{name}.{attribute}"
         if part is None and key not in values:
             raise CorruptFileError(f"the inner tensor {key!r} of a {recipe['class']} is missing")
-        inner[attribute] = values[key] if part is None else unflatten(values, part, key)
+        inner[attribute] = values[key] if part is None else _rebuilt(values, part, key)
     shape, stride = torch.Size(recipe["shape"]), tuple(recipe["stride"])
     rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, _decode(recipe["context"]), shape, stride)  # type: ignore[attr-defined]
     return rebuilt
+
+
+def _malformed(recipe: Any) -> CorruptFileError:
+    return CorruptFileError(f"its recipe for a tensor subclass is malformed: {str(recipe)[:200]}")
+
+
+def _by_alignment(item: tuple[str, torch.Tensor]) -> int:
+    """Wide elements first, so that none starts in the middle of another's bytes."""
+    return -item[1].itemsize
 
 
 def _word(cls: type) -> str:
@@ -108,7 +151,7 @@ def _word(cls: type) -> str:
 def _known(word: str) -> type:
     if word in _REGISTERED:
         return _REGISTERED[word]
-    package, _, name = word.partition(":")
+    package, _, name = str(word).partition(":")
     module = _KNOWN.get(package, {}).get(name)
     if module is None:
         raise UnknownSubclassError(
@@ -154,8 +197,13 @@ def _encode_items(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_word(value: Any) -> str:
-    word = _word(type(value))
-    _known(word)
+    cls = type(value)
+    word = _word(cls)
+    if _known(word) is not cls:
+        raise UnknownSubclassError(
+            f"{cls.__name__} (of {cls.__module__}) is not the {cls.__name__} that offload stores: "
+            f"call offload.register_subclass({cls.__name__}) if you trust it"
+        )
     return word
 
 
@@ -168,15 +216,36 @@ def _decode(value: Any) -> Any:
     return _DECODERS[kind](data)
 
 
+def _decode_dtype(name: str) -> torch.dtype:
+    dtype = dtype_named(name)
+    if dtype is None:
+        raise CorruptFileError(f"this torch has no dtype {name!r}: it was stored by another version")
+    return dtype
+
+
+def _decode_enum(data: Any) -> enum.Enum:
+    cls = _known(data[0])
+    if not issubclass(cls, enum.Enum):
+        raise TypeError(f"{cls.__name__} is no enum")
+    return cls[data[1]]
+
+
+def _decode_object(data: Any) -> Any:
+    cls = _known(data[0])
+    if not (dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
+        raise TypeError(f"{cls.__name__} is neither a dataclass nor a named tuple")
+    return cls(**_decode_items(data[1]))
+
+
 def _decode_items(items: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _decode(value) for key, value in items.items()}
 
 
-_DECODERS = {
-    "dtype": dtype_named,
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "dtype": _decode_dtype,
     "device": torch.device,
-    "enum": lambda data: _known(data[0])[data[1]],  # type: ignore[index]
-    "object": lambda data: _known(data[0])(**_decode_items(data[1])),
+    "enum": _decode_enum,
+    "object": _decode_object,
     "size": torch.Size,
     "tuple": lambda data: tuple(_decode(item) for item in data),
     "dict": _decode_items,
