@@ -1,4 +1,46 @@
-"""PyTorch tensors that live on disk."""
+"""PyTorch tensors that live on disk.
 
-from offload import ops
+| to | use |
+| --- | --- |
+| put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` |
+| replace a value, safely | `OffloadedTensor.update_values` |
+| have it in memory again | `materialize`, `OffloadedTensor.materialize` |
+| load a transformers model | `from_pretrained` |
+| fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
+| say what goes where | `ON_DISK`, a device map |
+| move a model that is in memory to disk | `disk_offload` |
+| open a safetensors file | `load_file` |
+| store a tensor subclass of your own | `register_subclass` |
+| catch what can go wrong | `OffloadError` and the others in `offload.errors` |
+"""
+
+from offload import ops as _ops  # fills the tables of rules
+from offload.device_map import ON_DISK
+from offload.errors import OffloadError
+from offload.integrations.accelerate import init_empty_weights
+from offload.integrations.transformers import from_pretrained
+from offload.loader import (
+    LoadReport,
+    disk_offload,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    load_file,
+)
+from offload.storage.subclasses import register_subclass
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+
+__all__ = [
+    "ON_DISK",
+    "LoadReport",
+    "OffloadError",
+    "OffloadedTensor",
+    "disk_offload",
+    "from_pretrained",
+    "init_empty_weights",
+    "is_offloaded",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_file",
+    "register_subclass",
+]
+__version__ = "0.1.0"

@@ -17,9 +17,9 @@ import torch
 from offload.errors import DeviceMapError
 
 ON_DISK = "disk"
-META = "meta"
 
 Word: TypeAlias = "str | int | torch.device"
+_CPU = torch.device("cpu")
 DeviceMap: TypeAlias = "Word | Mapping[str, Word]"
 
 
@@ -43,8 +43,9 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
         DeviceMapError: an unknown word, or a tensor that the map leaves out.
     """
     words = device_map if isinstance(device_map, Mapping) else {"": device_map}
-    default = _first_accelerator(words.values())
-    known = {prefix: place_of(word, default, module=prefix) for prefix, word in words.items()}
+    said = {prefix: place_of(word, _CPU, module=prefix) for prefix, word in words.items() if word != ON_DISK}
+    on_disk = Place(True, _first_accelerator(said.values()))
+    known = {prefix: said.get(prefix, on_disk) for prefix in words}
     return {name: _longest(name, known) for name in names}
 
 
@@ -59,6 +60,8 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
     device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
     try:
+        if device is None:
+            raise TypeError("None is no device")
         return Place(on_disk, torch.empty(0, device=device).device)
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         where = f" for {module!r}" if module else ""
@@ -78,10 +81,9 @@ def _longest(name: str, known: Mapping[str, Place]) -> Place:
         prefix = prefix.rpartition(".")[0]
 
 
-def _first_accelerator(words: Iterable[Word]) -> torch.device:
-    for word in words:
-        device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) else word
-        if device not in (ON_DISK, META, "cpu", torch.device("cpu"), torch.device("meta")):
-            return place_of(device, torch.device("cpu")).device
+def _first_accelerator(said: Iterable[Place]) -> torch.device:
+    for place in said:
+        if place.device.type not in ("cpu", "meta"):
+            return place.device
     current = torch.accelerator.current_accelerator()
-    return torch.device("cpu") if current is None else torch.empty(0, device=current).device
+    return _CPU if current is None else torch.empty(0, device=current).device

@@ -1,0 +1,44 @@
+"""What many tests start from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in bfloat16, tied embeddings, in several safetensors shards."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    folder = tmp_path_factory.mktemp("llama")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    """Token ids that the tiny Llama knows: (2, 7)."""
+    return torch.arange(14).reshape(2, 7)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a folder with its modification time and bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

@@ -1,0 +1,151 @@
+"""transformers models on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM
+
+import offload
+from offload.errors import CheckpointError, MissingFileError
+
+
+@pytest.fixture
+def in_memory(llama_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(llama_folder)
+
+
+def test_logits_and_tokens_equal_those_in_memory(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
+    before = contents(llama_folder)
+
+    model = offload.from_pretrained(llama_folder)
+
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+    assert not model.training
+    with torch.no_grad():
+        assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
+    expected = in_memory.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(expected, model.generate(tokens, max_new_tokens=8, do_sample=False))
+    assert before == contents(llama_folder)
+
+
+def test_tied_embeddings_stay_one_parameter(llama_folder: Path) -> None:
+    model = offload.from_pretrained(llama_folder)
+
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_class_can_be_named_outright(llama_folder: Path) -> None:
+    assert LlamaForCausalLM is type(offload.from_pretrained(llama_folder, model_class=LlamaForCausalLM))
+
+
+def test_a_generation_config_comes_along(llama_folder: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "max_length": 77}))
+
+    assert 77 == offload.from_pretrained(tmp_path).generation_config.max_length
+
+
+def test_another_dtype_is_converted_to_disk(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+
+    model = offload.from_pretrained(llama_folder, dtype="float32", offload_dir=tmp_path)
+
+    assert {torch.float32} == {parameter.dtype for parameter in model.parameters()}
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+    assert torch.equal(plain(tokens).logits, model(tokens).logits)
+
+
+def test_a_device_map_keeps_some_modules_in_memory(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
+    model = offload.from_pretrained(llama_folder, device_map={"": "disk", "model.layers.1": "cpu"})
+
+    kinds = {name: offload.is_offloaded(parameter) for name, parameter in model.named_parameters()}
+    assert kinds == {name: "layers.1." not in name for name in kinds}
+    assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
+
+
+def test_an_automatic_map_on_a_machine_without_accelerators(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
+    """With room for about one layer: the rest goes to disk."""
+    model = offload.from_pretrained(llama_folder, device_map="sequential", max_memory={"cpu": 120_000})
+
+    kinds = {offload.is_offloaded(parameter) for parameter in model.parameters()}
+    assert {True, False} == kinds
+    assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
+
+
+def test_an_encoder_with_buffers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50)
+    plain = AutoModel.from_config(config).eval()
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(10)[None]
+
+    model = offload.from_pretrained(tmp_path, model_class=AutoModel)
+
+    assert torch.equal(plain(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_a_checkpoint_without_a_head_reports_the_head_as_missing(llama_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model, info = offload.from_pretrained(
+        llama_folder, model_class=AutoModelForSequenceClassification, output_loading_info=True
+    )
+
+    assert {"score.weight"} == set(info["missing_keys"])
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+
+
+def test_saving_and_loading_again_gives_the_same_values(llama_folder: Path, tmp_path: Path) -> None:
+    model = offload.from_pretrained(llama_folder)
+
+    model.save_pretrained(tmp_path)
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], value.materialize()) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
+    save_file({"encoder.w": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match="is of another model than LlamaForCausalLM"):
+        offload.from_pretrained(tmp_path)
+
+
+def test_a_missing_shard_is_named(llama_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    names = list(load_file(shard))
+    shard.unlink()
+
+    with pytest.raises(MissingFileError, match=shard.name) as caught:
+        offload.from_pretrained(tmp_path)
+    assert any(name in str(caught.value) for name in names)
+
+
+def test_neither_a_folder_nor_on_the_hub(tmp_path: Path) -> None:
+    for name in ("nobody/nothing-like-this", str(tmp_path / "nowhere")):
+        with pytest.raises(CheckpointError, match=r"nothing-like-this|nowhere"):
+            offload.from_pretrained(name)
+
+
+def test_a_quantized_checkpoint_is_refused_for_now(llama_folder: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(llama_folder)
+    config.quantization_config = {"quant_method": "fp8"}
+
+    with pytest.raises(CheckpointError, match="quantized"):
+        offload.from_pretrained(llama_folder, config=config)

@@ -1,0 +1,124 @@
+"""A checkpoint as a mapping from names to stored values."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offload import OffloadedTensor
+from offload.checkpoint import open_checkpoint
+from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards and their index."""
+    save_file({"a": torch.arange(3.0)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / "two.safetensors")
+    _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+    return tmp_path
+
+
+def _index(folder: Path, weight_map: object, name: str = "model.safetensors.index.json") -> Path:
+    (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder / name
+
+
+def test_a_file_a_folder_and_an_index_give_the_same_names(sharded: Path) -> None:
+    """And sizes: 12 + 16 + 4 bytes."""
+    for path in (sharded, sharded / "model.safetensors.index.json"):
+        checkpoint = open_checkpoint(path)
+
+        assert ["a", "b", "c"] == list(checkpoint)
+        assert checkpoint.nbytes == 32
+    assert ["b", "c"] == sorted(open_checkpoint(sharded / "two.safetensors"))
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "anything.safetensors")
+
+    assert ["w"] == list(open_checkpoint(tmp_path))
+
+
+def test_an_offload_folder_is_a_checkpoint_with_the_values_as_last_updated(tmp_path: Path) -> None:
+    kept = [OffloadedTensor.from_original_tensor(torch.ones(2), name, tmp_path) for name in ("a/b", "A/B", "x" * 300)]
+    kept[0].update_values(torch.full((2,), 5.0))
+
+    checkpoint = open_checkpoint(tmp_path)
+
+    assert checkpoint.is_offload_folder
+    assert {"a/b", "A/B", "x" * 300} == set(checkpoint)
+    assert [5.0, 5.0] == OffloadedTensor.from_file(checkpoint["a/b"].file.path).tolist()
+
+
+def test_a_missing_shard_is_named_with_a_tensor_that_it_holds(sharded: Path) -> None:
+    (sharded / "two.safetensors").unlink()
+
+    with pytest.raises(MissingFileError, match=r"two\.safetensors, which holds 'b', is missing"):
+        open_checkpoint(sharded)
+
+
+def test_a_truncated_shard_is_named(sharded: Path) -> None:
+    path = sharded / "two.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+
+    with pytest.raises(CorruptFileError, match=r"two\.safetensors.*cut off"):
+        open_checkpoint(sharded)
+
+
+def test_a_shard_of_another_checkpoint_is_found_out(sharded: Path) -> None:
+    """The index names a tensor that the shard has not."""
+    save_file({"z": torch.ones(1)}, sharded / "one.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"'a' is in one\.safetensors, and it is not"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""])
+def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, shard: str) -> None:
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        open_checkpoint(_index(tmp_path, {"a": shard}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+
+    with pytest.raises(CheckpointError, match="is not an index of shards"):
+        open_checkpoint(path)
+
+
+def test_a_pickled_checkpoint_is_not_opened(tmp_path: Path) -> None:
+    """Not even looked at: it could run code."""
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (tmp_path / "exploded",)  # type: ignore[return-value]
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(CheckpointError, match=r"\.safetensors"):
+            open_checkpoint(path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_two_checkpoints_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
+
+    with pytest.raises(CheckpointError, match="name the file"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_empty_folder_and_no_folder_say_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"should hold a \.safetensors checkpoint"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(MissingFileError, match="nowhere"):
+        open_checkpoint(tmp_path / "nowhere")

@@ -1,0 +1,242 @@
+"""Filling models from checkpoints."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import contents
+from safetensors.torch import load_file as load_in_memory
+from safetensors.torch import save_file
+from torch import nn
+
+import offload
+from offload import ON_DISK, OffloadedTensor
+from offload.errors import CheckpointError, DeviceMapError, MetaTensorError, MissingFileError, WriteError
+
+
+class Net(nn.Module):
+    """Two linears that share a weight, a norm with running statistics, a computed buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.full((1,), 3.0), persistent=False)
+
+    def tie_weights(self) -> None:
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu()) * self.scale
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    made = Net().eval()
+    made.norm.running_mean.normal_()
+    return made
+
+
+@pytest.fixture
+def checkpoint(net: Net, tmp_path: Path) -> Path:
+    """As transformers saves tied weights: once."""
+    state = {name: tensor for name, tensor in net.state_dict().items() if name != "last.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def empty_net() -> Net:
+    with offload.init_empty_weights():
+        return Net().eval()
+
+
+def test_a_model_on_disk_computes_what_the_one_in_memory_does(net: Net, checkpoint: Path) -> None:
+    x = torch.randn(4, 8)
+
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map=ON_DISK)
+
+    assert all(offload.is_offloaded(parameter) for parameter in loaded.parameters())
+    assert torch.equal(net(x), loaded(x))
+
+
+def test_loading_writes_nothing_and_touches_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_dir=tmp_path / "values")
+    loaded(torch.randn(4, 8))
+
+    assert before == contents(tmp_path)
+
+
+def test_a_write_goes_to_the_offload_dir_and_not_to_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_dir=tmp_path / "values")
+
+    with torch.no_grad():
+        loaded.first.weight.zero_()
+
+    after = contents(tmp_path)
+    assert before == {name: after[name] for name in before}
+    assert ["values/first.weight.safetensors"] == [name for name in after if name not in before]
+    assert 0 == load_in_memory(tmp_path / "values" / "first.weight.safetensors")["first.weight"].abs().sum()
+
+
+def test_tied_weights_stay_one_parameter(checkpoint: Path) -> None:
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint)
+
+    assert loaded.first.weight is loaded.last.weight
+
+
+def test_buffers_are_loaded_and_stay_in_memory_unless_asked(net: Net, checkpoint: Path) -> None:
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint)
+    on_disk = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_buffers=True)
+
+    assert torch.equal(net.norm.running_mean, loaded.norm.running_mean)
+    assert not offload.is_offloaded(loaded.norm.running_mean)
+    assert offload.is_offloaded(on_disk.norm.running_mean)
+    assert torch.equal(net(torch.ones(2, 8)), on_disk(torch.ones(2, 8)))
+
+
+def test_a_mixed_map_puts_each_module_in_its_place(net: Net, checkpoint: Path) -> None:
+    device_map = {"": "cpu", "first": "disk", "last": "disk"}
+
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map=device_map)
+
+    assert offload.is_offloaded(loaded.first.weight)
+    assert not offload.is_offloaded(loaded.norm.weight)
+    assert torch.equal(net(torch.ones(2, 8)), loaded(torch.ones(2, 8)))
+
+
+def test_meta_in_the_map_leaves_a_module_empty(checkpoint: Path) -> None:
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map={"": "disk", "norm": "meta"})
+
+    assert loaded.norm.weight.is_meta
+    assert not loaded.first.weight.is_meta
+
+
+def test_another_dtype_is_converted_once_to_disk(net: Net, checkpoint: Path, tmp_path: Path) -> None:
+    loaded = offload.load_checkpoint_and_dispatch(
+        empty_net(), checkpoint, offload_dir=tmp_path / "half", dtype=torch.float16, offload_buffers=True
+    )
+
+    assert torch.float16 == loaded.first.weight.dtype
+    assert torch.int64 == loaded.norm.num_batches_tracked.dtype
+    assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
+    assert (tmp_path / "half" / "first.weight.safetensors").is_file()
+
+
+def test_the_model_s_dtype_decides_when_none_is_given(net: Net, checkpoint: Path) -> None:
+    loaded = offload.load_checkpoint_and_dispatch(empty_net().to(torch.bfloat16), checkpoint)
+
+    assert torch.equal(net.first.weight.bfloat16(), loaded.first.weight.materialize())
+
+
+def test_what_does_not_match_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+    state = load_in_memory(checkpoint)
+    state["stranger"] = state.pop("first.bias")
+    state["norm.bias"] = torch.zeros(9)
+    save_file(state, tmp_path / "odd.safetensors")
+
+    report = offload.load_checkpoint_in_model(Net(), tmp_path / "odd.safetensors")
+
+    assert ["first.bias"] == report.missing_keys
+    assert ["stranger"] == report.unexpected_keys
+    assert [("norm.bias", (9,), (8,))] == report.mismatched_keys
+
+
+def test_strict_makes_a_difference_an_error_before_anything_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    state = load_in_memory(checkpoint)
+    del state["first.bias"]
+    save_file(state, tmp_path / "less.safetensors")
+    model = Net()
+    before = model.first.weight
+
+    with pytest.raises(CheckpointError, match=r"does not fit this Net: 1 missing: first\.bias"):
+        offload.load_checkpoint_and_dispatch(model, tmp_path / "less.safetensors", strict=True)
+    assert before is model.first.weight
+
+
+def test_nothing_may_stay_without_data(checkpoint: Path, tmp_path: Path) -> None:
+    """torch lets `cpu @ meta` through and returns uninitialised memory."""
+    state = load_in_memory(checkpoint)
+    del state["first.bias"]
+    save_file(state, tmp_path / "less.safetensors")
+
+    with pytest.raises(MetaTensorError, match=r"first\.bias"):
+        offload.load_checkpoint_and_dispatch(empty_net(), tmp_path / "less.safetensors")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_file({"encoder.w": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match="is of another model than this Net"):
+        offload.load_checkpoint_and_dispatch(Net(), tmp_path)
+
+
+def test_a_module_that_the_map_leaves_out_is_named(checkpoint: Path) -> None:
+    with pytest.raises(DeviceMapError, match="norm"):
+        offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map={"first": "disk", "last": "disk"})
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="nowhere"):
+        offload.load_checkpoint_and_dispatch(empty_net(), tmp_path / "nowhere.safetensors")
+
+
+def test_an_offload_dir_that_cannot_be_is_named_at_the_first_write(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_dir=tmp_path / "file" / "values")
+
+    with pytest.raises(WriteError, match="offload_dir"), torch.no_grad():
+        loaded.first.weight.zero_()
+    assert "mine" == (tmp_path / "file").read_text()
+
+
+@torch.no_grad()
+def test_an_offload_folder_opens_again_with_the_values_as_last_updated(tmp_path: Path) -> None:
+    first = offload.disk_offload(Net().eval(), tmp_path, offload_buffers=True)
+    first.first.bias.fill_(2.0)
+    x = torch.randn(3, 8)
+    expected = first(x)
+    del first
+    gc.collect()
+
+    again = offload.load_checkpoint_and_dispatch(empty_net(), tmp_path, offload_dir=tmp_path)
+
+    assert torch.equal(expected, again(x))
+    again.first.bias.fill_(4.0)
+    assert 4.0 == OffloadedTensor.from_file(again.first.bias.offload_path)[0].item()
+
+
+def test_disk_offload_moves_a_model_in_memory_to_disk(net: Net, tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    expected = net(x)
+
+    moved = offload.disk_offload(net, tmp_path)
+
+    assert moved is net
+    assert all(offload.is_offloaded(parameter) for parameter in net.parameters())
+    assert net.first.weight is net.last.weight
+    assert torch.equal(expected, net(x))
+    assert {"first.weight", "first.bias", "norm.weight", "norm.bias"} == set(offload.load_file(tmp_path))
+
+
+def test_disk_offload_refuses_empty_weights() -> None:
+    with pytest.raises(MetaTensorError, match=r"first\.weight"):
+        offload.disk_offload(empty_net())
+
+
+def test_load_file_gives_what_safetensors_gives_but_on_disk(checkpoint: Path) -> None:
+    expected = load_in_memory(checkpoint)
+
+    tensors = offload.load_file(checkpoint)
+
+    assert expected.keys() == tensors.keys()
+    assert all(offload.is_offloaded(tensor) for tensor in tensors.values())
+    assert all(torch.equal(expected[name], tensors[name].materialize()) for name in expected)
