@@ -1,0 +1,49 @@
+"""Processes of their own for tests: with limits, killed, or forked.
+
+Always true:
+- a script that fails fails the test, with what it printed
+- a forked child never comes back into the test: it ends with `os._exit`
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_script(code: str, *args: object, shell: str = "", expected: int = 0, env: dict[str, str] | None = None) -> str:
+    """What a Python script prints.
+
+    Args:
+        code: the script, which may be indented.
+        args: become `sys.argv[1:]`.
+        shell: runs before it in the same shell, as `ulimit -n 256`.
+        expected: the exit code; minus the signal of a killed one.
+        env: is added to the environment.
+    """
+    python = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    command = ["sh", "-c", f'{shell} && exec "$@"', "sh", *python] if shell else python
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
+    assert expected == done.returncode, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def in_fork(act: Callable[[], object]) -> bool:
+    """Whether `act` ends well in a forked child, which then leaves without any cleaning up."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1] == 0
+    try:
+        act()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,328 @@
+"""A file is opened and mapped as it is, or refused by name; looking changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from offload.errors import ChangedFileError, CorruptFileError, MissingFileError
+from offload.storage.file import TensorFile
+from offload.storage.write import layout_of, write_values
+from tests.processes import run_script
+
+
+def write(path: Path, value: torch.Tensor, key: str = "w") -> Path:
+    write_values(path, {key: value}, {key: layout_of(value)}, {"name": key}, durable=False)
+    return path
+
+
+def value_of(file: TensorFile, key: str = "w", *, shared: bool = False) -> torch.Tensor:
+    entry = file.entry(key)
+    empty = torch.empty(0, dtype=entry.layout.dtype)
+    return empty.set_(file.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.int64)}, path)
+    return path
+
+
+def test_a_checkpoint_of_anybody_is_mapped_where_it_is(checkpoint):
+    file = TensorFile.open(checkpoint)
+
+    assert {"a", "b"} == set(file.entries)
+    assert not file.is_ours
+    assert torch.equal(torch.arange(6.0).reshape(2, 3), value_of(file, "a"))
+    assert torch.equal(torch.ones(4, dtype=torch.int64), value_of(file, "b"))
+
+
+def test_a_header_is_parsed_once_for_all_who_open_the_file(checkpoint, monkeypatch):
+    file = TensorFile.open(checkpoint)
+    monkeypatch.setattr("offload.storage.file.parse", None)
+
+    assert file is TensorFile.open(checkpoint)
+    assert file is TensorFile.open(os.path.join(checkpoint.parent, ".", checkpoint.name))
+
+
+def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.zeros(4))
+    old = TensorFile.open(path)
+    kept = value_of(old)
+
+    write(path, torch.ones(4))
+    new = TensorFile.open(path)
+
+    assert old is not new
+    assert torch.equal(torch.ones(4), value_of(new))
+    assert torch.equal(torch.zeros(4), kept)
+
+
+def test_a_store_into_a_private_mapping_never_reaches_the_file(checkpoint):
+    before = checkpoint.read_bytes()
+
+    value_of(TensorFile.open(checkpoint), "a").fill_(7)
+
+    assert before == checkpoint.read_bytes()
+
+
+def test_a_store_into_a_shared_mapping_is_a_store_into_the_file(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.zeros(4))
+
+    value_of(TensorFile.open(path), shared=True).fill_(7)
+
+    assert torch.full((4,), 7.0).numpy().tobytes() == path.read_bytes()[-16:]
+
+
+def test_an_entry_that_is_not_there_is_named_beside_some_that_are(checkpoint):
+    with pytest.raises(KeyError, match=r"no tensor 'c'; it has 2: a, b"):
+        TensorFile.open(checkpoint).entry("c")
+
+
+def test_an_entry_of_a_dtype_that_torch_lacks_is_named_when_it_is_asked_for(tmp_path):
+    path = tmp_path / "w.safetensors"
+    text = json.dumps({"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(3))
+
+    with pytest.raises(CorruptFileError, match=r"'w' in .*w.safetensors is stored as F6_E2M3"):
+        TensorFile.open(path).entry("w")
+
+
+# What is not there, or not whole
+
+
+def test_a_missing_file_is_named_and_is_not_created(tmp_path):
+    path = tmp_path / "none.safetensors"
+
+    with pytest.raises(MissingFileError, match=r"missing.*none\.safetensors") as caught:
+        TensorFile.open(path)
+    assert str(path) == caught.value.filename
+    assert [] == os.listdir(tmp_path)
+
+
+def test_a_path_below_a_regular_file_is_missing(checkpoint):
+    with pytest.raises(MissingFileError, match="missing"):
+        TensorFile.open(checkpoint / "w.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 50, 4096, 4100, 4111])
+def test_a_truncated_file_is_named_and_stays_as_short(tmp_path, length):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    os.truncate(path, length)
+    before = path.read_bytes()
+
+    with pytest.raises(
+        CorruptFileError, match=rf"{path} can't be used: .*(cut off|fewer than the 8).*Get the file again"
+    ):
+        TensorFile.open(path)
+    assert before == path.read_bytes()
+
+
+def test_a_file_longer_than_its_header_says_is_refused(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    os.truncate(path, path.stat().st_size + 1)
+
+    with pytest.raises(CorruptFileError, match=r"w\.safetensors can't be used: it is longer than its header says"):
+        TensorFile.open(path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"garbage, garbage", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 3) + b"abc"]
+)
+def test_a_garbage_header_is_refused_and_left_as_it_is(tmp_path, content):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+
+    with pytest.raises(CorruptFileError, match=r"w\.safetensors can't be used"):
+        TensorFile.open(path)
+    assert content == path.read_bytes()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.binary(max_size=80), st.integers(0, 80), st.booleans())
+def test_any_content_opens_or_is_a_corrupt_file(tmp_path, content, length, honest):
+    path = tmp_path / "any.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + content if honest else content)
+
+    with contextlib.suppress(CorruptFileError):
+        TensorFile.open(path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_a_flipped_byte_in_a_header_opens_or_is_a_corrupt_file(tmp_path, place, byte):
+    path = write(tmp_path / "flipped.safetensors", torch.ones(2, 3).t())
+    with open(path, "r+b") as file:
+        file.seek(place)
+        file.write(bytes([byte]))
+
+    with contextlib.suppress(CorruptFileError, KeyError):
+        assert 6 == value_of(TensorFile.open(path)).numel()
+    path.unlink()
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(CorruptFileError, match="is a folder"):
+        TensorFile.open(tmp_path)
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_other_end(tmp_path):
+    path = tmp_path / "w.safetensors"
+    os.mkfifo(path)
+    done = threading.Event()
+
+    def open_it():
+        with pytest.raises(CorruptFileError, match="not a regular file"):
+            TensorFile.open(path)
+        done.set()
+
+    threading.Thread(target=open_it, daemon=True).start()
+
+    assert done.wait(10)
+
+
+def test_a_socket_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is at most 108 bytes long
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("w")
+
+        with pytest.raises(CorruptFileError, match="w can't be opened"):
+            TensorFile.open(tmp_path / "w")
+
+
+def test_a_file_that_may_not_be_read_is_named(checkpoint, monkeypatch):
+    def refuse(path, flags, *rest, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors can't be opened: Permission denied"):
+        TensorFile.open(checkpoint)
+
+
+# What changes while it is looked at
+
+
+def test_a_checkpoint_that_changed_in_size_time_or_place_is_refused(checkpoint):
+    before = checkpoint.stat()
+    content = checkpoint.read_bytes()
+
+    def restore():
+        os.truncate(checkpoint, before.st_size)
+        os.utime(checkpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    def replace_it():
+        other = checkpoint.with_name("other")
+        other.write_bytes(content)
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.replace(other, checkpoint)
+
+    changes = [
+        lambda: os.utime(checkpoint, ns=(0, before.st_mtime_ns + 1)),
+        lambda: os.truncate(checkpoint, before.st_size + 1),
+        replace_it,
+    ]
+    for change in changes:
+        file = TensorFile.open(checkpoint)
+        file.check()
+        change()
+
+        with pytest.raises(ChangedFileError, match=r"model\.safetensors has changed since it was opened.*again"):
+            file.check()
+        with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
+            value_of(file, "a")
+        restore()
+
+
+def test_a_file_cut_after_it_was_opened_is_neither_mapped_nor_extended(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    file = TensorFile.open(path)
+    os.truncate(path, 4100)
+
+    for shared in (False, True):
+        with pytest.raises(ChangedFileError):
+            value_of(file, shared=shared)
+    assert 4100 == path.stat().st_size
+
+
+def test_a_file_gone_after_it_was_opened_is_not_created(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    file = TensorFile.open(path)
+    path.unlink()
+
+    for shared in (False, True):
+        with pytest.raises(MissingFileError):
+            value_of(file, shared=shared)
+    assert [] == os.listdir(tmp_path)
+
+
+def test_a_file_replaced_between_the_look_and_the_mapping_is_not_taken_for_the_old_one(tmp_path, monkeypatch):
+    path = write(tmp_path / "w.safetensors", torch.zeros(8))
+    file = TensorFile.open(path)
+    opened = os.open
+
+    def replace_first(target, *rest, **options):
+        if target == path:
+            monkeypatch.setattr(os, "open", opened)
+            write(path, torch.ones(4))
+        return opened(target, *rest, **options)
+
+    monkeypatch.setattr(os, "open", replace_first)
+
+    with pytest.raises(ChangedFileError):
+        value_of(file, shared=True)
+    assert torch.equal(torch.ones(4), value_of(TensorFile.open(path)))
+
+
+# What a mapping costs
+
+
+def test_a_mapping_keeps_no_descriptor_and_outlives_its_file_object(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    before = len(os.listdir("/proc/self/fd"))
+
+    values = [value_of(TensorFile.open(path), shared=shared) for shared in (True, False)]
+
+    assert before == len(os.listdir("/proc/self/fd"))
+    assert 8 == sum(value.sum().item() for value in values)
+
+
+def test_a_mapping_ends_with_the_last_tensor_over_it(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(4))
+    value = value_of(TensorFile.open(path), shared=True)
+    view = value[1:]
+    del value
+
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert 3 == view.sum()
+    del view
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_checkpoint_larger_than_the_commit_limit_is_mapped(tmp_path):
+    script = """
+        import json, os, struct, sys, torch
+        from offload.storage.file import TensorFile
+        size = 1 << 40
+        text = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+        with open(sys.argv[1], "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            os.truncate(file.fileno(), 8 + len(text) + size)
+        file = TensorFile.open(sys.argv[1])
+        print(file.storage(file.entry("w"), shared=False).nbytes() == size)
+        os.unlink(sys.argv[1])
+    """
+
+    assert "True\n" == run_script(script, tmp_path / "large.safetensors")

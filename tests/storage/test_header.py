@@ -1,0 +1,253 @@
+"""A header is valid and checked whole, or it is a `CorruptFileError`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import CorruptFileError
+from offload.storage.dtypes import dtype_name, dtype_named
+from offload.storage.header import ALIGNMENT, MARK, Layout, build, contiguous_stride, header_length, parse
+from offload.storage.write import layout_of
+
+DTYPES = [
+    dtype
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    if dtype_named(dtype_name(dtype))
+]
+DTYPES.sort(key=str)
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+NUMBERS = st.one_of(
+    st.integers(-2, 40), st.integers(0, 2**70), st.none(), st.booleans(), st.floats(), st.text(max_size=2)
+)
+SPECS = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "U8", "F4", "BOOL", "C64", "XX", "", 3]),
+        "shape": st.one_of(st.lists(NUMBERS, max_size=4), NUMBERS),
+        "data_offsets": st.one_of(st.lists(NUMBERS, max_size=3), NUMBERS),
+    }
+)
+NOTES = st.dictionaries(
+    st.sampled_from(["dtype", "stride", "x"]),
+    st.one_of(NUMBERS, st.lists(NUMBERS, max_size=4), st.sampled_from(["int4", "qint8", "_dynamo", "complex128"])),
+)
+JSON = st.recursive(NUMBERS, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=20)
+
+
+def bytes_of(header: object, *, room: int = 0) -> tuple[bytes, int]:
+    text = json.dumps(header).encode()
+    return text, 8 + len(text) + room
+
+
+def noted(values: object) -> dict[str, str]:
+    return {MARK: json.dumps({"version": 1, "values": values})}
+
+
+def entry(word: str, shape: list[int], begin: int, end: int) -> dict[str, object]:
+    return {"dtype": word, "shape": shape, "data_offsets": [begin, end]}
+
+
+def read_back(head: bytes, size: int):
+    length = header_length(head[:8], size)
+    return parse(head[8 : 8 + length], size)
+
+
+@given(st.binary(max_size=60), st.integers(0, 100))
+def test_any_bytes_are_a_header_or_a_corrupt_file(text, more):
+    with contextlib.suppress(CorruptFileError):
+        parse(text, 8 + len(text) + more)
+
+
+@given(st.binary(max_size=8), st.integers(0, 2**64))
+def test_any_first_bytes_give_a_length_within_the_file_or_a_corrupt_file(prefix, size):
+    with contextlib.suppress(CorruptFileError):
+        assert 8 + header_length(prefix, size) <= size
+
+
+@given(JSON)
+def test_any_json_is_a_header_or_a_corrupt_file(value):
+    with contextlib.suppress(CorruptFileError):
+        parse(*bytes_of(value))
+
+
+@given(
+    st.dictionaries(st.text(max_size=2), SPECS, max_size=3),
+    st.dictionaries(st.text(max_size=2), NOTES),
+    st.integers(0, 64),
+)
+def test_any_entries_are_a_header_or_a_corrupt_file(specs, notes, room):
+    with contextlib.suppress(CorruptFileError):
+        header = parse(*bytes_of({**specs, "__metadata__": noted(notes)}, room=room))
+
+        for item in header.entries.values():
+            torch.empty_strided(item.layout.shape, item.layout.stride, dtype=item.layout.dtype, device="meta")
+
+
+@given(NOTES)
+def test_any_notes_on_a_value_give_one_that_fills_its_bytes_or_a_corrupt_file(note):
+    header = {"w": entry("U8", [2, 3, 1], 0, 6), "__metadata__": noted({"w": note})}
+
+    with contextlib.suppress(CorruptFileError):
+        for item in parse(*bytes_of(header, room=6)).entries.values():
+            assert 6 == item.layout.nbytes
+            assert item.layout.is_dense
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (2, 3, 4)], ids=str)
+def test_every_dtype_and_shape_comes_back(dtype, shape):
+    layout = Layout(dtype, shape, contiguous_stride(shape))
+
+    head, (start,) = build({"w": layout}, {"name": "w"})
+    header = read_back(head, len(head) + layout.nbytes)
+
+    assert layout == header.entries["w"].layout
+    assert start == header.entries["w"].start
+    assert 0 == start % ALIGNMENT
+    assert {"name": "w", "version": 1} == {key: header.notes[key] for key in ("name", "version")}
+
+
+@given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=4, max_size=4), st.sampled_from(DTYPES))
+def test_strides_in_any_order_come_back(order, sizes, dtype):
+    layout = layout_of(torch.empty(sizes, device="meta", dtype=dtype).permute(order))
+
+    head, _ = build({"w": layout}, {})
+
+    assert layout == read_back(head, len(head) + layout.nbytes).entries["w"].layout
+
+
+def test_values_follow_each_other_without_a_hole():
+    layouts = {key: Layout(torch.uint8, (size,), (1,)) for key, size in (("a", 3), ("b", 0), ("c", 5))}
+
+    head, starts = build(layouts, {})
+    header = read_back(head, len(head) + 8)
+
+    assert [len(head), len(head) + 3, len(head) + 3] == starts
+    assert layouts == {key: item.layout for key, item in header.entries.items()}
+
+
+def test_a_header_is_padded_with_spaces_up_to_the_data():
+    head, _ = build({"w": Layout(torch.float32, (4,), (1,))}, {})
+
+    assert ALIGNMENT == len(head)
+    assert struct.pack("<Q", ALIGNMENT - 8) == head[:8]
+    assert head.endswith(b" " * 100)
+    assert head.rstrip(b" ").endswith(b"}")
+
+
+def test_an_offset_beyond_four_gigabytes_is_no_trouble():
+    size = 6 << 30
+    header = {"a": entry("U8", [size], 0, size), "b": entry("U8", [size], size, 2 * size)}
+
+    parsed = parse(*bytes_of(header, room=2 * size))
+
+    assert size == parsed.entries["b"].start - parsed.entries["a"].start
+
+
+def test_a_dtype_that_torch_lacks_is_listed_and_hides_nothing_else():
+    header = parse(*bytes_of({"a": entry("F6_E2M3", [4], 0, 3), "b": entry("U8", [2], 3, 5)}, room=5))
+
+    assert {"a": "F6_E2M3"} == header.unreadable
+    assert ["b"] == list(header.entries)
+
+
+@pytest.mark.parametrize(
+    ("header", "room", "why"),
+    [
+        ({"w": entry("F32", [2], 0, 8)}, 7, "cut off"),
+        ({"w": entry("F32", [2], 0, 8)}, 9, "longer than its header says"),
+        ({}, 1, "longer than its header says"),
+        ({"w": entry("F32", [2], 4, 12)}, 12, "hole or an overlap"),
+        ({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 3, 5)}, 5, "hole or an overlap"),
+        ({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, 3, "hole or an overlap"),
+        ({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 0, 2)}, 2, "hole or an overlap"),
+        ({"w": entry("F32", [3], 0, 8)}, 8, "takes 12"),
+        ({"w": entry("F4", [3], 0, 1)}, 1, None),
+        ({"w": entry("F32", [-1], 0, 0)}, 0, "malformed"),
+        ({"w": entry("F32", [2.0], 0, 8)}, 8, "malformed"),
+        ({"w": entry("F32", [True], 0, 4)}, 4, "malformed"),
+        ({"w": entry("F32", [2], 8, 0)}, 8, "malformed"),
+        ({"w": {"dtype": "F32", "shape": "", "data_offsets": [0, 4]}}, 4, "malformed"),
+        ({"w": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}, 4, "malformed"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2, 4]}}, 4, "no dtype, shape and data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [1]}}, 4, "no dtype, shape and data_offsets"),
+        ({"w": None}, 0, "no dtype, shape and data_offsets"),
+        ({"w": entry("F32", [2**62, 2**62, 0], 0, 0)}, 0, "larger than any file"),
+        ({"w": entry("U8", [2] * 5000, 0, 4)}, 4, "larger than any file"),
+        ({"__metadata__": {"a": 1}}, 0, "text to text"),
+        ({"__metadata__": []}, 0, "text to text"),
+        ({"__metadata__": noted([])}, 0, "malformed"),
+        ({"__metadata__": noted({"w": "dtype"}), "w": entry("U8", [1], 0, 1)}, 1, "malformed"),
+        ({"__metadata__": noted({"w": {"stride": [1]}}), "w": entry("U8", [1, 1], 0, 1)}, 1, "malformed strides"),
+        ({"__metadata__": noted({"w": {"stride": [-1]}}), "w": entry("U8", [2], 0, 2)}, 2, "malformed strides"),
+        ({"__metadata__": noted({"w": {"stride": [5]}}), "w": entry("U8", [2], 0, 2)}, 2, "gaps or overlaps"),
+        ({"__metadata__": noted({"w": {"stride": [0]}}), "w": entry("U8", [2], 0, 2)}, 2, "gaps or overlaps"),
+        ({"__metadata__": noted({"w": {"dtype": "int4"}}), "w": entry("F32", [1], 0, 4)}, 4, "malformed dtype"),
+        ({"__metadata__": noted({"w": {"dtype": "int4"}}), "w": entry("U8", [2, 2], 0, 4)}, 4, "2 bytes an element"),
+        ([], 0, "not a JSON object"),
+        ("text", 0, "not a JSON object"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_does_not_add_up_is_refused_with_the_reason(header, room, why):
+    if why is None:
+        assert parse(*bytes_of(header, room=room)).unreadable
+        return
+    with pytest.raises(CorruptFileError, match=why):
+        parse(*bytes_of(header, room=room))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"w": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"w": {}, "w": {}}', "names 'w' twice"),
+        (b'{"w": {"dtype": "F32", "dtype": "F32"}}', "names 'dtype' twice"),
+        (b"{} x", "not JSON"),
+    ],
+    ids=["empty", "not-utf8", "unfinished", "deep", "long-number", "twice", "twice-inside", "more-after"],
+)
+def test_what_is_no_json_object_is_refused(text, why):
+    with pytest.raises(CorruptFileError, match=why):
+        parse(text, 8 + len(text))
+
+
+@pytest.mark.parametrize("notes", ["[" * 100_000, "9" * 5000, "nonsense", "7", '{"no": "version"}'])
+def test_metadata_of_somebody_elses_under_our_word_makes_no_file_of_ours(notes):
+    header = parse(*bytes_of({"__metadata__": {MARK: notes}}))
+
+    assert header.notes is None
+
+
+@pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1])
+def test_a_huge_header_length_is_refused_unread(length):
+    with pytest.raises(CorruptFileError, match="not a safetensors file"):
+        header_length(struct.pack("<Q", length), 2**64)
+
+
+def test_a_header_cut_off_and_a_file_of_a_few_bytes_are_refused():
+    with pytest.raises(CorruptFileError, match="cut off"):
+        header_length(struct.pack("<Q", 100), 107)
+    with pytest.raises(CorruptFileError, match="fewer than the 8"):
+        header_length(b"\0" * 7, 7)
+
+
+def test_a_name_given_twice_among_many_is_found_in_time():
+    pairs = ", ".join(f'"{number}": 0' for number in [*range(100_000), 99_999])
+    start = time.monotonic()
+
+    with pytest.raises(CorruptFileError, match="names '99999' twice"):
+        parse(f"{{{pairs}}}".encode(), 2**40)
+    assert time.monotonic() - start < 10

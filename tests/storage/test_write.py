@@ -1,0 +1,491 @@
+"""A value is written whole, or the old one stands and nothing else is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from offload.errors import ChangedFileError, ForeignFileError, WriteError
+from offload.storage import write as write_module
+from offload.storage.dtypes import WORDS, dtype_name, dtype_named
+from offload.storage.file import TensorFile
+from offload.storage.header import ALIGNMENT, Layout, contiguous_stride
+from offload.storage.process import process_tag
+from offload.storage.write import copy_entries, layout_of, sweep, write_empty, write_values
+from tests.processes import run_script
+
+DTYPES = [
+    dtype
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    if dtype_named(dtype_name(dtype))
+]
+DTYPES.sort(key=str)
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def write(path: Path, value: torch.Tensor, *, durable: bool = False) -> Path:
+    write_values(path, {"w": value}, {"w": layout_of(value)}, {"name": "w"}, durable=durable)
+    return path
+
+
+def read(path: Path) -> torch.Tensor:
+    file = TensorFile.open(path)
+    entry = file.entry("w")
+    empty = torch.empty(0, dtype=entry.layout.dtype)
+    return empty.set_(file.storage(entry, shared=False), 0, entry.layout.shape, entry.layout.stride)
+
+
+def data(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in row-major order, whatever the dtype."""
+    raw = torch.empty(0, dtype=torch.uint8)
+    whole = tensor.contiguous()
+    return bytes(raw.set_(whole.untyped_storage(), 0, (whole.numel() * whole.itemsize,), (1,)).tolist())
+
+
+def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of any dtype whose bytes all differ; a bool's are 0 and 1."""
+    tensor = torch.empty(shape, dtype=dtype)
+    raw = torch.empty(0, dtype=torch.uint8)
+    raw.set_(tensor.untyped_storage(), 0, (tensor.numel() * tensor.itemsize,), (1,))
+    raw.copy_(torch.arange(raw.numel()) % (2 if dtype == torch.bool else 251))
+    return tensor
+
+
+def same(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    return (
+        (expected.dtype, expected.shape) == (found.dtype, found.shape)
+        and expected.stride() == found.stride()
+        and data(expected) == data(found)
+    )
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (2, 3, 4)], ids=str)
+def test_every_dtype_and_shape_comes_back(tmp_path, dtype, shape):
+    value = patterned(dtype, shape)
+
+    path = write(tmp_path / "w.safetensors", value)
+
+    assert same(value, read(path))
+    assert 0 == TensorFile.open(path).entry("w").start % ALIGNMENT
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
+def test_the_safetensors_library_reads_the_same_value(tmp_path, dtype, shape):
+    value = patterned(dtype, shape)
+
+    path = write(tmp_path / "w.safetensors", value)
+
+    found = load_file(path)["w"]
+    assert data(value) == data(found)
+    if dtype in WORDS or (dtype == FLOAT4 and shape):
+        assert same(value, found)
+    else:  # what the format has no word for: bytes, with one more dimension
+        assert (torch.uint8, (*shape, dtype.itemsize)) == (found.dtype, tuple(found.shape))
+
+
+def test_the_metadata_say_that_a_file_is_torchs_and_ours(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.ones(2))
+
+    with safe_open(path, "pt") as file:
+        assert "pt" == file.metadata()["format"]
+    assert TensorFile.open(path).is_ours
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.arange(12).reshape(3, 4).t(),
+        torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(6.0).reshape(1, 6, 1).expand(1, 6, 1).transpose(0, 1),
+        torch.empty(0, 3, 2).transpose(0, 2),
+    ],
+    ids=["permuted", "transposed", "channels-last", "size-one", "empty"],
+)
+def test_dense_strides_come_back(tmp_path, value):
+    found = read(write(tmp_path / "w.safetensors", value))
+
+    assert value.stride() == found.stride()
+    assert torch.equal(value, found)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(20.0)[::2],
+        torch.arange(20.0).reshape(4, 5)[:, 1:3],
+        torch.ones(3, 1).expand(3, 4),
+        torch.arange(20.0)[5:],
+        torch.complex(torch.arange(4.0), torch.ones(4)).conj(),
+        torch.complex(torch.arange(4.0), torch.ones(4)).conj().imag,
+    ],
+    ids=["steps", "columns", "expanded", "offset", "conjugate", "negative"],
+)
+def test_a_view_is_written_as_the_value_that_it_shows(tmp_path, value):
+    found = read(write(tmp_path / "w.safetensors", value))
+
+    assert torch.equal(value, found)
+    assert not found.is_conj()
+    assert not found.is_neg()
+    assert value.numel() * value.itemsize == found.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(64.0).reshape(8, 8)[:, ::2],
+        torch.arange(3.0).expand(9, 3),
+        torch.arange(100.0)[::3],
+        torch.arange(27.0).reshape(1, 3, 9)[:, :, 1:8],
+        torch.complex(torch.arange(50.0), torch.ones(50)).conj(),
+    ],
+    ids=["columns", "expanded", "steps", "one-row", "conjugate"],
+)
+def test_a_value_gathered_in_many_blocks_is_the_same(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(write_module, "_BLOCK", 16)
+
+    assert torch.equal(value, read(write(tmp_path / "w.safetensors", value)))
+
+
+def test_a_large_value_that_must_be_gathered_takes_bounded_memory(tmp_path):
+    script = """
+        import resource, sys, torch
+        from pathlib import Path
+        from offload.storage.write import layout_of, write_values
+        value = torch.ones(1, 8, dtype=torch.uint8).expand(32 << 20, 8)[:, :4]   # 128 MiB
+        write_values(Path(sys.argv[1]), {"w": value[:8]}, {"w": layout_of(value[:8])}, {}, durable=False)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        write_values(Path(sys.argv[1]), {"w": value}, {"w": layout_of(value)}, {}, durable=False)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+
+    grown = int(run_script(script, tmp_path / "w.safetensors"))
+
+    assert 128 << 20 <= (tmp_path / "w.safetensors").stat().st_size
+    assert grown < 64 << 10  # KiB
+
+
+def test_an_empty_value_reads_as_zeros_and_its_blocks_are_reserved(tmp_path):
+    path = tmp_path / "w.safetensors"
+
+    write_empty(path, "w", Layout(torch.float32, (1 << 18,), (1,)), {}, durable=False)
+
+    assert torch.equal(torch.zeros(1 << 18), read(path))
+    assert path.stat().st_blocks * 512 >= 1 << 20
+
+
+def test_where_blocks_cannot_be_reserved_zeros_are_written(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    write_empty(tmp_path / "w.safetensors", "w", Layout(torch.float32, (700_000,), (1,)), {}, durable=False)
+
+    assert torch.equal(torch.zeros(700_000), read(tmp_path / "w.safetensors"))
+    os.sync()
+    assert (tmp_path / "w.safetensors").stat().st_blocks * 512 >= 2_800_000
+
+
+@pytest.mark.parametrize("kernel", ["sends", "refuses", "has no sendfile", "sends a part"])
+def test_a_value_is_copied_from_file_to_file(tmp_path, monkeypatch, kernel):
+    values = {"a": torch.arange(700_000.0), "b": patterned(torch.bfloat16, (3, 5))}
+    save_file(values, tmp_path / "model.safetensors")
+    source = TensorFile.open(tmp_path / "model.safetensors")
+    if kernel == "refuses":
+        monkeypatch.setattr(os, "sendfile", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "sockets only")))
+    if kernel == "has no sendfile":
+        monkeypatch.delattr(os, "sendfile")
+    if kernel == "sends a part":
+        send, sent = os.sendfile, []
+        part = lambda out, file, at, count: sent.append(0) or (send(out, file, at, 1000) if len(sent) < 3 else 0)  # noqa: E731
+        monkeypatch.setattr(os, "sendfile", part)
+
+    for key, value in values.items():
+        copy_entries(source, [key], tmp_path / "copy.safetensors", {"name": key}, settled=True, durable=True)
+
+        assert same(value, load_file(tmp_path / "copy.safetensors")[key])
+        (tmp_path / "copy.safetensors").unlink()
+
+
+def test_a_changed_source_is_not_copied(tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    source = TensorFile.open(tmp_path / "model.safetensors")
+    os.utime(tmp_path / "model.safetensors", ns=(0, 0))
+
+    with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
+        copy_entries(source, ["w"], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
+    assert ["model.safetensors"] == os.listdir(tmp_path)
+
+
+# What stands in the way
+
+
+def test_a_new_value_replaces_the_old_file_and_readers_of_the_old_keep_it(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.zeros(3))
+    kept = read(path)
+
+    write(path, torch.ones(5), durable=True)
+
+    assert torch.equal(torch.ones(5), read(path))
+    assert torch.equal(torch.zeros(3), kept)
+    assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+def foreign_safetensors(path: Path) -> None:
+    save_file({"w": torch.ones(3)}, path)
+
+
+def link_to_a_file_of_ours(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir()
+    path.symlink_to(write(path.parent / "elsewhere" / "w.safetensors", torch.zeros(2)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        foreign_safetensors,
+        lambda path: path.write_bytes(b"notes of mine"),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("nowhere"),
+        link_to_a_file_of_ours,
+    ],
+    ids=["safetensors", "text", "empty", "folder", "pipe", "broken-link", "link"],
+)
+def test_what_somebody_else_made_is_refused_and_left_byte_for_byte(tmp_path, make):
+    path = tmp_path / "w.safetensors"
+    make(path)
+    before = os.lstat(path), path.is_file() and path.read_bytes(), sorted(os.listdir(tmp_path))
+
+    with pytest.raises(ForeignFileError, match=rf"{path} .*(move it away|ake another offload_dir)"):
+        write(path, torch.ones(2))
+    with pytest.raises(ForeignFileError):
+        write_empty(path, "w", Layout(torch.float32, (2,), (1,)), {}, durable=False)
+    after = os.lstat(path), path.is_file() and path.read_bytes(), sorted(os.listdir(tmp_path))
+    assert before[0][:7] == after[0][:7]
+    assert before[1:] == after[1:]
+
+
+def fail_at(monkeypatch, call: str, code: int) -> None:
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fail)
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "way_out"),
+    [
+        ("posix_fallocate", errno.ENOSPC, "free some space, or take another offload_dir"),
+        ("posix_fallocate", errno.EDQUOT, "your quota is used up"),
+        ("posix_fallocate", errno.EFBIG, "ulimit -f"),
+        ("pwrite", errno.ENOSPC, "free some space"),
+        ("pwrite", errno.EIO, "take another offload_dir"),
+        ("fsync", errno.EIO, "take another offload_dir"),
+        ("replace", errno.EPERM, "the folder is not writable: take another offload_dir"),
+    ],
+)
+def test_a_failure_at_any_step_leaves_the_old_value_and_nothing_else(tmp_path, monkeypatch, call, code, way_out):
+    path = write(tmp_path / "w.safetensors", torch.zeros(3))
+    with monkeypatch.context() as broken:
+        fail_at(broken, call, code)
+
+        with pytest.raises(WriteError, match=rf"could not be written.*nothing was changed: .*{way_out}") as caught:
+            write(path, torch.ones(3), durable=True)
+    assert (code, str(path)) == (caught.value.errno, caught.value.filename)
+    assert torch.equal(torch.zeros(3), read(path))
+    assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EMFILE])
+def test_a_folder_that_refuses_new_files_is_an_error_with_a_way_out(tmp_path, monkeypatch, code):
+    path = write(tmp_path / "w.safetensors", torch.zeros(3))
+    opened = os.open
+
+    def refuse(target, flags, *rest, **options):
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code), str(target))
+        return opened(target, flags, *rest, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", refuse)
+        # On a read-only file system even the removal of a file that is not there is refused.
+        broken.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+
+        with pytest.raises(WriteError, match=r"another offload_dir|ulimit -n") as caught:
+            write(path, torch.ones(3))
+    assert (code, str(path)) == (caught.value.errno, caught.value.filename)
+    assert torch.equal(torch.zeros(3), read(path))
+    assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+def test_a_folder_that_is_gone_or_is_a_file_is_an_error_with_a_way_out(tmp_path):
+    (tmp_path / "file").write_bytes(b"mine")
+
+    for path in (tmp_path / "gone" / "w.safetensors", tmp_path / "file" / "w.safetensors"):
+        with pytest.raises(WriteError, match="take another offload_dir"):
+            write(path, torch.ones(3))
+    assert ["file"] == os.listdir(tmp_path)
+    assert b"mine" == (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a file system")
+def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
+    try:
+        path = write(tmp_path / "w.safetensors", torch.zeros(3))
+        layout = Layout(torch.uint8, (2 << 20,), (1,))
+
+        with pytest.raises(WriteError, match=r"No space left.*free some space"):
+            write(path, torch.ones(2 << 20, dtype=torch.uint8))
+        with pytest.raises(WriteError, match=r"No space left.*free some space"):
+            write_empty(tmp_path / "other.safetensors", "w", layout, {}, durable=False)
+        assert torch.equal(torch.zeros(3), read(path))
+        assert ["w.safetensors"] == os.listdir(tmp_path)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_and_not_a_crash(tmp_path):
+    script = """
+        import resource, sys, torch
+        from offload import OffloadedTensor
+        from offload.errors import WriteError
+        w = OffloadedTensor.from_original_tensor(torch.zeros(3), "w", sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            w.update_values(torch.ones(1 << 20), strict_shape=False)
+        except WriteError as error:
+            print(error)
+        print(w.tolist())
+    """
+
+    said = run_script(script, tmp_path)
+
+    assert "tensor 'w': " in said
+    assert "ulimit -f" in said
+    assert str(tmp_path / "w.safetensors") in said
+    assert said.endswith("[0.0, 0.0, 0.0]\n")
+    assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may make a folder immutable")
+def test_an_immutable_folder_is_an_error_with_a_way_out(tmp_path):
+    path = write(tmp_path / "w.safetensors", torch.zeros(3))
+    if subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False).returncode:
+        pytest.skip("this file system has no immutable folders")
+    try:
+        with pytest.raises(WriteError, match="not writable: take another offload_dir"):
+            write(path, torch.ones(3))
+    finally:
+        subprocess.run(["chattr", "-i", tmp_path], check=True)
+    assert torch.equal(torch.zeros(3), read(path))
+    assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+def test_an_interrupt_while_writing_leaves_the_old_value_and_nothing_else(tmp_path, monkeypatch):
+    path = write(tmp_path / "w.safetensors", torch.zeros(3))
+
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(path, torch.ones(3))
+    assert torch.equal(torch.zeros(3), read(path))
+    assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+# What is synced, and what is swept
+
+
+def test_a_durable_value_is_synced_before_it_is_put_in_place_and_its_folder_after(tmp_path, monkeypatch):
+    acts = []
+    sync, put = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: acts.append(os.readlink(f"/proc/self/fd/{fd}")) or sync(fd))
+    monkeypatch.setattr(os, "replace", lambda *paths: acts.append("replace") or put(*paths))
+
+    write(tmp_path / "w.safetensors", torch.ones(3), durable=True)
+    write(tmp_path / "v.safetensors", torch.ones(3), durable=False)
+
+    assert [True, "replace", str(tmp_path), "replace"] == [".offload-tmp-" in acts[0], *acts[1:]]
+
+
+def test_a_folder_that_cannot_be_synced_is_no_failure_but_a_broken_disk_is(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def refuse(code):
+        def refuse_folders(fd):
+            if Path(f"/proc/self/fd/{fd}").readlink() == tmp_path:
+                raise OSError(code, os.strerror(code))
+            sync(fd)
+
+        monkeypatch.setattr(os, "fsync", refuse_folders)
+
+    refuse(errno.EINVAL)
+    write(tmp_path / "w.safetensors", torch.ones(3), durable=True)
+    refuse(errno.EIO)
+    with pytest.raises(WriteError, match="power cut"):
+        write(tmp_path / "w.safetensors", torch.zeros(3), durable=True)
+    assert torch.equal(torch.zeros(3), read(tmp_path / "w.safetensors"))
+
+
+def test_a_sweep_takes_the_temporary_files_of_the_dead_alone(tmp_path):
+    dead = run_script("from offload.storage.process import process_tag; print(process_tag())").strip()
+    machine = process_tag().partition("-")[0]
+    pid_of_another = f"{machine}-{os.getpid()}-1"
+    living = subprocess.Popen(
+        [sys.executable, "-c", "from offload.storage.process import *; print(process_tag(), flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    tag_of_living = living.stdout.readline().strip()
+    kept = [
+        f".offload-tmp-{process_tag()}-aa",
+        f".offload-tmp-{tag_of_living}-aa",
+        f".offload-tmp-00000000-{dead.partition('-')[2]}-aa",
+        ".offload-tmp-nonsense",
+        f"{dead}.safetensors",
+        "mine",
+    ]
+    for name in [*kept, f".offload-tmp-{dead}-aa", f".offload-tmp-{pid_of_another}-aa"]:
+        (tmp_path / name).touch()
+    (tmp_path / f".offload-tmp-{dead}-folder").mkdir()
+
+    sweep(tmp_path)
+    after_life = [*kept, f".offload-tmp-{dead}-folder"]
+    assert sorted(after_life) == sorted(os.listdir(tmp_path))
+
+    living.kill()
+    os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)  # ended, though nobody has asked for its exit code
+    sweep(tmp_path)
+    assert f".offload-tmp-{tag_of_living}-aa" not in os.listdir(tmp_path)
+    living.communicate()
+
+
+def test_rows_of_zero_bytes_have_a_layout():
+    assert Layout(torch.float32, (0, 4), contiguous_stride((0, 4))) == layout_of(torch.empty(0, 4))
