@@ -70,7 +70,7 @@ def _new_private_folder() -> Path:
     try:
         root = Path(tempfile.gettempdir())
         _sweep_private(root)
-        return Path(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root))
+        return Path(os.path.realpath(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root)))
     except OSError as error:
         message = f"no temporary folder can be made ({error.strerror}): set TMPDIR, or give an offload_dir"
         raise WriteError(error.errno, message, error.filename) from error
@@ -85,7 +85,7 @@ def claim(name: str, folder: Path | None, owner: Any) -> Path:
     file = file_name(name)
     with _LOCK:
         path = _free_private_path(file) if folder is None else folder / file
-        if _CLAIMS.setdefault(_true(path), owner) is not owner:
+        if _CLAIMS.setdefault(path if folder is None else _true(path), owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
                 "Take another name or folder, use update_values on that tensor, or drop it first."
@@ -116,7 +116,7 @@ def _true(path: Path) -> Path:
 def _free_private_path(file: str) -> Path:
     """A path in the private folder; a name that lives there already gets a numbered folder below."""
     root = private_folder()
-    if _true(root / file) not in _CLAIMS:
+    if root / file not in _CLAIMS:
         return root / file
     folder = root / str(next(_NUMBERS))
     try:

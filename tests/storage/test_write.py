@@ -453,38 +453,29 @@ def test_a_folder_that_cannot_be_synced_is_no_failure_but_a_broken_disk_is(tmp_p
 
 
 def test_a_sweep_takes_the_temporary_files_of_the_dead_alone(tmp_path):
-    dead = run_script("from offload.storage.process import process_tag; print(process_tag())").strip()
-    machine = process_tag().partition("-")[0]
-    pid_of_another = f"{machine}-{os.getpid()}-1"
-    living = subprocess.Popen(
-        [sys.executable, "-c", "from offload.storage.process import *; print(process_tag(), flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    tag_of_living = living.stdout.readline().strip()
+    machine, pid, _ = process_tag().split("-")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = Path(f"/proc/{child.pid}/stat").read_text().split()[21]
+    living, dead = f".offload-tmp-{machine}-{child.pid}-{started}-aa", f".offload-tmp-{machine}-{pid}-1-aa"
     kept = [
         f".offload-tmp-{process_tag()}-aa",
-        f".offload-tmp-{tag_of_living}-aa",
-        f".offload-tmp-00000000-{dead.partition('-')[2]}-aa",
+        f".offload-tmp-00000000-{pid}-1-aa",
         ".offload-tmp-nonsense",
-        f"{dead}.safetensors",
+        f"{machine}-{pid}-1.safetensors",
         "mine",
     ]
-    for name in [*kept, f".offload-tmp-{dead}-aa", f".offload-tmp-{pid_of_another}-aa"]:
+    for name in [*kept, living, dead]:
         (tmp_path / name).touch()
-    (tmp_path / f".offload-tmp-{dead}-folder").mkdir()
+    (tmp_path / f"{dead}-folder").mkdir()
+    kept.append(f"{dead}-folder")
 
     sweep(tmp_path)
-    after_life = [*kept, f".offload-tmp-{dead}-folder"]
-    assert sorted(after_life) == sorted(os.listdir(tmp_path))
+    assert sorted([*kept, living]) == sorted(os.listdir(tmp_path))
 
-    living.kill()
-    os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)  # ended, though nobody has asked for its exit code
+    child.kill()
+    child.communicate()
     sweep(tmp_path)
-    assert f".offload-tmp-{tag_of_living}-aa" not in os.listdir(tmp_path)
-    living.communicate()
+    assert sorted(kept) == sorted(os.listdir(tmp_path))
 
 
 def test_rows_of_zero_bytes_have_a_layout():

@@ -1,0 +1,255 @@
+"""The user's folders stay; private ones go with their process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+
+import pytest
+
+from offload.errors import NameInUseError, WriteError
+from offload.storage.folders import claim, discard, named_folder, private_folder, release
+from offload.storage.process import process_tag
+from tests.processes import ROOT, in_fork, run_script
+
+
+class Owner:
+    """Somebody who claims a name."""
+
+
+# The user's folders
+
+
+def test_a_named_folder_is_made_with_its_parents_and_stays(tmp_path):
+    folder = named_folder(tmp_path / "a" / "b")
+
+    assert tmp_path / "a" / "b" == folder
+    assert folder.is_dir()
+
+
+def test_a_named_folder_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert tmp_path / "a" == named_folder("a")
+
+
+def test_a_named_folder_that_was_removed_is_made_again(tmp_path):
+    named_folder(tmp_path / "a").rmdir()
+
+    assert named_folder(tmp_path / "a").is_dir()
+
+
+def test_a_file_where_the_folder_should_be_is_an_error_with_a_way_out(tmp_path):
+    (tmp_path / "file").write_bytes(b"mine")
+
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(WriteError, match=r"offload_dir can't be used.*take another one") as caught:
+            named_folder(folder)
+        assert str(folder) == caught.value.filename
+    assert b"mine" == (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path, monkeypatch, code):
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+
+    with pytest.raises(WriteError, match="take another one") as caught:
+        named_folder(tmp_path / "a")
+    assert code == caught.value.errno
+
+
+def test_the_first_use_of_a_folder_sweeps_what_killed_processes_left(tmp_path):
+    dead = process_tag().rpartition("-")[0] + "-1"  # of this number, begun long ago
+    for name in (f".offload-tmp-{dead}-aa", f".offload-tmp-{process_tag()}-aa", "mine"):
+        (tmp_path / name).touch()
+
+    named_folder(tmp_path)
+
+    assert sorted([f".offload-tmp-{process_tag()}-aa", "mine"]) == sorted(os.listdir(tmp_path))
+
+
+# Claims
+
+
+def test_two_live_owners_cannot_claim_one_name_in_one_folder(tmp_path):
+    owner = Owner()
+    path = claim("w", tmp_path, owner)
+
+    assert path == claim("w", tmp_path, owner)
+    assert path != claim("W", tmp_path, other := Owner())
+    assert other
+    with pytest.raises(NameInUseError, match=rf"'w' is in use in {tmp_path}: .*(another name|drop it)"):
+        claim("w", tmp_path, Owner())
+
+
+def test_a_name_is_free_again_once_its_owner_is_gone_or_gives_it_back(tmp_path):
+    owner = Owner()
+    path = claim("w", tmp_path, owner)
+    del owner
+
+    second = Owner()
+    assert path == claim("w", tmp_path, second)
+    release(path, Owner())
+    with pytest.raises(NameInUseError):
+        claim("w", tmp_path, Owner())
+    release(path, second)
+    third = Owner()
+    assert path == claim("w", tmp_path, third)
+
+
+def test_a_folder_and_a_link_to_it_are_one_folder(tmp_path):
+    (tmp_path / "true").mkdir()
+    (tmp_path / "link").symlink_to("true")
+    owner = Owner()
+    claim("w", tmp_path / "true", owner)
+
+    with pytest.raises(NameInUseError):
+        claim("w", tmp_path / "link", Owner())
+
+
+def test_in_a_private_folder_a_name_may_be_used_again():
+    owners = [Owner() for _ in range(3)]
+    paths = [claim("same name", None, owner) for owner in owners]
+
+    assert 3 == len(set(paths))
+    assert {"same%20name.safetensors"} == {path.name for path in paths}
+    assert all(path.is_relative_to(private_folder()) for path in paths)
+
+
+def test_many_private_values_of_one_name_take_no_longer_each():
+    owners = [Owner() for _ in range(2000)]
+    start = time.process_time()
+    paths = [claim("many", None, owner) for owner in owners]
+    spent = time.process_time() - start
+
+    assert 2000 == len(set(paths))
+    assert spent < 1.5  # trying one number after the other: some 6 s
+    for path in paths:
+        path.touch()
+        discard(path)
+    assert not any(path.parent.exists() for path in paths[1:])
+    assert private_folder().exists()
+
+
+# Private folders
+
+
+def test_a_private_folder_vanishes_however_its_process_ends_and_a_killed_ones_is_swept(tmp_path):
+    script = """
+        import multiprocessing, os, signal, sys, torch
+        from offload import OffloadedTensor
+
+        def folders():
+            return sorted(name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("offload-"))
+
+        def ended(act):
+            pid = os.fork()
+            if pid:
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                print(act, code, len(folders()))
+                return False
+            global w
+            w = OffloadedTensor.from_original_tensor(torch.ones(3), "w")
+            return bool(folders())
+
+        def work(fails):
+            w = OffloadedTensor.from_original_tensor(torch.ones(3), "w")
+            assert len(folders()) == 1
+            if fails:
+                raise ValueError
+
+        sys.stdout.reconfigure(line_buffering=True)
+        if ended("end"):
+            sys.exit(0)
+        if ended("exit"):
+            sys.exit(3)
+        if ended("exception"):
+            raise ValueError
+        for fails in (False, True):
+            child = multiprocessing.get_context("fork").Process(target=work, args=(fails,))
+            child.start()
+            child.join()
+            print("child", child.exitcode, len(folders()))
+        mine = OffloadedTensor.from_original_tensor(torch.ones(3), "w")
+        if ended("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.mkdir(os.path.join(os.environ["TMPDIR"], "offload-notes-of-a-user"))
+        if ended("later"):
+            assert len(folders()) == 3, folders()   # its own, that of its living parent, the user's
+            sys.exit(0)
+        print(mine.sum().item())
+    """
+
+    said = run_script(script, env={"TMPDIR": str(tmp_path)}).splitlines()
+
+    assert ["end 0 0", "exit 3 0", "exception 1 0", "child 0 0", "child 1 0", "kill -9 2", "later 0 2", "3.0"] == said
+    assert ["offload-notes-of-a-user"] == os.listdir(tmp_path)
+
+
+def test_a_private_folder_of_a_spawned_child_vanishes_at_its_end(tmp_path):
+    script = tmp_path / "script.py"
+    body = """
+        import multiprocessing, os
+
+        def work():
+            import torch
+            from offload import OffloadedTensor
+            w = OffloadedTensor.from_original_tensor(torch.ones(3), "w")
+            print(os.path.exists(w.offload_path), flush=True)
+            raise ValueError("as a test")
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=work)
+            child.start()
+            child.join()
+    """
+    script.write_text(textwrap.dedent(body))
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+
+    assert "True\n" == done.stdout
+    assert "as a test" in done.stderr
+    assert ["script.py"] == os.listdir(tmp_path)
+
+
+def test_a_forked_child_gets_a_folder_of_its_own_and_leaves_the_parents():
+    mine = private_folder()
+    (mine / "mine").touch()
+
+    def ask():
+        assert mine != private_folder()
+        private_folder().rmdir()
+        sys.exit(0)
+
+    in_fork(ask)
+
+    assert (mine / "mine").exists()
+    (mine / "mine").unlink()
+
+
+def test_a_private_folder_that_was_removed_is_made_again(monkeypatch):
+    monkeypatch.setattr("offload.storage.folders._PRIVATE_FOLDERS", {})
+    folder = private_folder()
+    assert folder == private_folder()
+
+    folder.rmdir()
+
+    assert private_folder().is_dir()
+    assert folder != private_folder()
+
+
+def test_where_no_temporary_folder_can_be_made_the_way_out_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    monkeypatch.setattr("offload.storage.folders._PRIVATE_FOLDERS", {})
+
+    with pytest.raises(WriteError, match="set TMPDIR, or give an offload_dir"):
+        private_folder()

@@ -1,0 +1,123 @@
+"""A tag tells the living from the dead, and a lock survives a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from offload.storage import process
+from offload.storage.locks import ForkSafeLock
+from offload.storage.process import is_dead, process_tag
+from tests.processes import in_fork
+
+
+def tag_of(pid: int) -> str:
+    machine = process_tag().partition("-")[0]
+    return f"{machine}-{pid}-{process._start(pid)}"
+
+
+def test_a_living_process_is_not_dead():
+    assert not is_dead(process_tag())
+    assert process_tag() == tag_of(os.getpid())
+
+
+def test_a_process_is_dead_once_it_has_ended_also_before_its_parent_asked():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    tag = tag_of(child.pid)
+    assert not is_dead(tag)
+
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(tag)
+    child.communicate()
+    assert is_dead(tag)
+
+
+def test_another_process_under_the_same_number_is_not_the_one_that_died():
+    machine, pid, start = process_tag().split("-")
+
+    assert is_dead(f"{machine}-{pid}-{int(start) - 1}")
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["", "-", "x-1-1", "{machine}", "{machine}-", "{machine}-1", "{machine}-x-1", "{machine}-1-", "{machine}-²-1"],
+)
+def test_what_cannot_be_told_is_not_called_dead(tag):
+    assert not is_dead(tag.format(machine=process_tag().partition("-")[0]))
+
+
+def test_a_process_of_another_user_that_cannot_be_looked_at_is_not_called_dead(monkeypatch):
+    def refuse(pid, signal):
+        raise PermissionError
+
+    monkeypatch.setattr(process, "_start", lambda pid: "")
+    machine = process_tag().partition("-")[0]
+
+    assert is_dead(f"{machine}-{2**22 + 1}-7")
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not is_dead(f"{machine}-{2**22 + 1}-7")
+
+
+def test_a_number_that_no_process_can_have_is_dead():
+    assert is_dead(f"{process_tag().partition('-')[0]}-{10**30}-7")
+
+
+def test_a_forked_child_has_a_tag_of_its_own():
+    mine = process_tag()
+
+    assert in_fork(lambda: mine != process_tag() or os._exit(1))
+
+
+def test_a_child_forked_while_another_thread_holds_a_lock_finds_it_free():
+    lock = ForkSafeLock()
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+
+    def take_it_in_many_threads():
+        count = [0]
+
+        def take():
+            with lock:
+                count[0] += 1
+
+        threads = [threading.Thread(target=take, daemon=True) for _ in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(10)
+        assert 8 == count[0]
+
+    assert in_fork(take_it_in_many_threads)
+    done.set()
+    thread.join()
+
+
+def test_a_lock_keeps_other_threads_out_and_lets_its_own_in_again():
+    lock = ForkSafeLock()
+    order = []
+
+    def second():
+        with lock:
+            order.append("second")
+
+    with lock:
+        thread = threading.Thread(target=second)
+        thread.start()
+        with lock:
+            order.append("first")
+    thread.join()
+
+    assert ["first", "second"] == order
