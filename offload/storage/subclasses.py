@@ -115,11 +115,14 @@ def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> 
         CorruptFileError: an inner tensor is missing, or the recipe is not one.
     """
     try:
-        return _rebuilt(values, recipe, name)
-    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-        if isinstance(error, OffloadError):
-            raise
+        rebuilt = _rebuilt(values, recipe, name)
+        if (list(rebuilt.shape), dtype_name(rebuilt.dtype)) != (recipe["shape"], recipe["dtype"]):
+            raise _malformed(recipe)
+    except OffloadError:
+        raise
+    except Exception as error:  # whatever a class makes of arguments that were not its own
         raise _malformed(recipe) from error
+    return rebuilt
 
 
 def _rebuilt(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:
