@@ -336,14 +336,12 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except OffloadError as error:
-        label = f"tensor {name!r}"
-        if label in str(error):
-            raise
+        label = f"tensor {name!r}: "
         if isinstance(error, OSError) and error.errno is not None:
-            error.strerror = f"{label}: {error.strerror}"
+            error.strerror = label + (error.strerror or "").removeprefix(label)
             error.args = (error.errno, error.strerror)
         else:
-            error.args = (f"{label}: {error}",)
+            error.args = (label + str(error).removeprefix(label),)
         raise
 
 

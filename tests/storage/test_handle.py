@@ -1,0 +1,618 @@
+"""A stored value follows its file, owns it or not, and never gives another value for it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload import OffloadedTensor
+from offload.errors import (
+    ChangedFileError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    NameInUseError,
+    OffloadError,
+    WriteError,
+)
+from offload.storage import handle as handle_module
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.header import Layout
+from offload.storage.names import file_name
+from offload.storage.write import write_values
+from tests.processes import in_fork
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, path)
+    return path
+
+
+def put(folder: Path, value: torch.Tensor, name: str = "w") -> None:
+    """What another process does: a new file at the path, behind the back of all handles."""
+    layout = Layout(value.dtype, tuple(value.shape), value.stride())
+    write_values(folder / file_name(name), {name: value}, {name: layout}, {"name": name}, durable=False)
+
+
+NAMES = [
+    "w",
+    "W",
+    "a/b",
+    "a\\b",
+    "..",
+    "../up",
+    "a\0b",
+    "é",
+    "e\u0301",
+    "名前",
+    "🙂",
+    "x" * 300,
+    "x" * 301,
+    "con",
+    " ",
+    "%2e",
+    ".",
+]
+
+
+def test_names_of_every_kind_live_beside_each_other(tmp_path):
+    handles = {name: Handle.create(torch.tensor(number), name, tmp_path) for number, name in enumerate(NAMES)}
+
+    assert list(range(len(NAMES))) == [handle.base().item() for handle in handles.values()]
+    assert len(NAMES) == len(os.listdir(tmp_path)) == len({name.casefold() for name in os.listdir(tmp_path)})
+    for number, (name, handle) in enumerate(handles.items()):
+        assert {name: torch.tensor(number)} == load_file(handle.path)
+    assert not list(tmp_path.parent.glob("*.safetensors"))
+
+
+# Ways in
+
+
+def test_a_created_value_is_the_file_itself(tmp_path):
+    value = torch.arange(6.0).reshape(2, 3).t()
+    handle = Handle.create(value, "w", tmp_path)
+
+    assert torch.equal(value, handle.base())
+    assert value.stride() == handle.base().stride() == handle.layout.stride
+    assert tmp_path / "w.safetensors" == handle.path
+    assert 0 == handle.base().data_ptr() % 4096
+    assert handle.base() is handle.base()
+    assert handle.owned
+
+
+def test_an_allocated_value_is_zeros_and_can_be_written_to(tmp_path):
+    handle = Handle.allocate(Layout(torch.int16, (2, 3), (3, 1)), "w", tmp_path)
+
+    assert torch.equal(torch.zeros(2, 3, dtype=torch.int16), handle.base())
+    handle.writable_base()[1] = 7
+    assert torch.equal(torch.tensor([[0, 0, 0], [7, 7, 7]], dtype=torch.int16), load_file(handle.path)["w"])
+
+
+def test_a_referenced_value_writes_nothing_until_it_is_written_to(checkpoint, tmp_path):
+    before = checkpoint.read_bytes()
+    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own")
+    assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
+    assert not (tmp_path / "own").exists()
+
+    handle.writable_base().add_(1)
+
+    assert tmp_path / "own" / "a.safetensors" == handle.path
+    assert torch.equal(torch.arange(1.0, 7.0).reshape(2, 3), load_file(handle.path)["a"])
+    assert before == checkpoint.read_bytes()
+
+
+def test_a_referenced_value_may_be_replaced_before_its_folder_is_there(checkpoint, tmp_path):
+    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own" / "deep")
+
+    handle.replace(torch.ones(3))
+
+    assert torch.equal(torch.ones(3), load_file(tmp_path / "own" / "deep" / "a.safetensors")["a"])
+    assert 1 == handle.generation
+
+
+def test_an_adopted_value_is_written_in_place(tmp_path):
+    Handle.create(torch.zeros(3), "w", tmp_path)
+    gc.collect()
+
+    handle = Handle.adopt(TensorFile.open(tmp_path / "w.safetensors"), "w")
+    handle.writable_base().fill_(2)
+
+    assert torch.equal(torch.full((3,), 2.0), load_file(tmp_path / "w.safetensors")["w"])
+
+
+def test_a_foreign_file_is_not_adopted(checkpoint):
+    with pytest.raises(ForeignFileError, match=r"model\.safetensors was not written by offload: 'a' can be referenced"):
+        Handle.adopt(TensorFile.open(checkpoint), "a")
+
+
+def test_a_key_that_is_not_there_is_named(checkpoint):
+    with pytest.raises(KeyError, match="no tensor 'c'"):
+        Handle.reference(TensorFile.open(checkpoint), "c")
+
+
+# One name, one live value
+
+
+def test_two_live_values_cannot_claim_one_name_in_one_folder(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+
+    with pytest.raises(NameInUseError, match="'w' is in use"):
+        Handle.create(torch.ones(3), "w", tmp_path)
+    with pytest.raises(NameInUseError):
+        Handle.allocate(Layout(torch.float32, (3,), (1,)), "w", tmp_path)
+    with pytest.raises(NameInUseError):
+        Handle.adopt(TensorFile.open(tmp_path / "w.safetensors"), "w")
+    assert torch.equal(torch.zeros(3), handle.base())
+    assert torch.equal(torch.zeros(3), load_file(tmp_path / "w.safetensors")["w"])
+
+
+def test_a_first_write_cannot_take_the_file_of_another_live_value(checkpoint, tmp_path):
+    kept = Handle.create(torch.zeros(2), "a", tmp_path / "own")
+    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own")
+
+    with pytest.raises(NameInUseError):
+        handle.writable_base()
+    with pytest.raises(NameInUseError):
+        handle.replace(torch.ones(2, 3))
+    assert torch.equal(torch.zeros(2), kept.base())
+    assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
+
+
+def test_a_name_is_free_while_the_error_that_kept_it_from_being_written_is_still_at_hand(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(b"mine")
+    with pytest.raises(ForeignFileError) as caught:
+        Handle.create(torch.zeros(3), "w", tmp_path)
+    (tmp_path / "w.safetensors").unlink()
+
+    assert torch.equal(torch.ones(3), Handle.create(torch.ones(3), "w", tmp_path).base())
+    assert caught
+
+
+# Errors name the tensor, the path and the way out
+
+
+def failures(handle: Handle, folder: Path) -> dict[str, object]:
+    layout = Layout(torch.float32, (3,), (1,))
+    return {
+        "create": lambda: Handle.create(torch.ones(3), "new", folder),
+        "allocate": lambda: Handle.allocate(layout, "new", folder),
+        "replace": lambda: handle.replace(torch.ones(3)),
+    }
+
+
+@pytest.mark.parametrize("act", ["create", "allocate", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_failure_to_write_names_tensor_path_and_way_out_and_changes_nothing(tmp_path, monkeypatch, act, code):
+    handle = Handle.create(torch.zeros(3), "old", tmp_path)
+    name = "old" if act == "replace" else "new"
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(WriteError) as caught:
+            failures(handle, tmp_path)[act]()
+    error = caught.value
+    assert isinstance(error, OSError)
+    assert (code, str(tmp_path / f"{name}.safetensors")) == (error.errno, error.filename)
+    assert f"tensor '{name}': " in str(error)
+    assert str(tmp_path / f"{name}.safetensors") in str(error)
+    assert "take another offload_dir" in str(error)
+    assert torch.equal(torch.zeros(3), handle.base())
+    assert ["old.safetensors"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("act", ["create", "allocate"])
+def test_an_offload_dir_that_cannot_be_made_names_tensor_path_and_way_out(tmp_path, act):
+    (tmp_path / "file").write_bytes(b"mine")
+
+    with pytest.raises(WriteError, match=r"tensor 'new': offload_dir can't be used.*take another one") as caught:
+        failures(None, tmp_path / "file" / "below")[act]()
+    assert str(tmp_path / "file" / "below") in str(caught.value)
+    assert ["file"] == os.listdir(tmp_path)
+
+
+def test_a_first_write_without_a_folder_to_write_to_leaves_the_reference_as_it_was(checkpoint, tmp_path):
+    (tmp_path / "file").write_bytes(b"mine")
+    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "file")
+
+    for write in (handle.writable_base, lambda: handle.replace(torch.ones(2, 3))):
+        with pytest.raises(WriteError, match="tensor 'a': offload_dir can't be used"):
+            write()
+    assert not handle.owned
+    assert checkpoint == handle.path
+    assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
+
+
+@pytest.mark.parametrize("act", ["create", "allocate"])
+def test_a_foreign_file_in_the_way_is_named_with_the_tensor_and_left_byte_for_byte(tmp_path, act):
+    (tmp_path / "new.safetensors").write_bytes(b"mine")
+
+    with pytest.raises(
+        ForeignFileError, match=r"tensor 'new': .*new\.safetensors exists.*another offload_dir"
+    ) as caught:
+        failures(None, tmp_path)[act]()
+    assert isinstance(caught.value, FileExistsError)
+    assert b"mine" == (tmp_path / "new.safetensors").read_bytes()
+
+
+def test_a_missing_file_is_named_with_the_tensor_and_not_created(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.base()
+    handle.path.unlink()
+
+    for look in (handle.base, handle.writable_base, handle.flush, handle.pointers, handle.duplicate):
+        with pytest.raises(MissingFileError, match=r"tensor 'w': the file is missing") as caught:
+            look()
+        assert isinstance(caught.value, FileNotFoundError)
+        assert (errno.ENOENT, str(handle.path)) == (caught.value.errno, caught.value.filename)
+        assert 1 == str(caught.value).count("tensor 'w'")
+    assert [] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 100, 4100])
+def test_a_truncated_file_is_named_with_the_tensor_and_not_extended(tmp_path, length):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.base()
+    os.truncate(handle.path, length)
+
+    for look in (handle.base, handle.writable_base, handle.flush, handle.pointers, handle.duplicate):
+        with pytest.raises(CorruptFileError, match=rf"tensor 'w': {handle.path} can't be used.*Get the file again"):
+            look()
+    assert length == handle.path.stat().st_size
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_folder_or_a_pipe_where_the_file_was_is_named_with_the_tensor(tmp_path, make):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.path.unlink()
+    make(handle.path)
+
+    for look in (handle.base, handle.flush):
+        with pytest.raises(CorruptFileError, match=r"tensor 'w': .*(is a folder|not a regular file)"):
+            look()
+    with pytest.raises(ForeignFileError, match="tensor 'w'"):
+        handle.replace(torch.ones(3))
+
+
+def test_a_value_put_back_where_its_file_went_missing_is_found_again(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.path.unlink()
+
+    handle.replace(torch.ones(3))
+
+    assert torch.equal(torch.ones(3), handle.base())
+
+
+# A file that changes
+
+
+@pytest.mark.parametrize("mapped_before", [True, False])
+def test_a_changed_checkpoint_is_an_error_that_names_tensor_and_file(checkpoint, mapped_before):
+    before = checkpoint.stat()
+    content = checkpoint.read_bytes()
+
+    def replace_it():
+        other = checkpoint.with_name("other")
+        other.write_bytes(content)
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.replace(other, checkpoint)
+
+    changes = [
+        lambda: os.utime(checkpoint, ns=(0, 0)),
+        lambda: os.truncate(checkpoint, before.st_size + 1),
+        replace_it,
+    ]
+    for change in changes:
+        handle = Handle.reference(TensorFile.open(checkpoint), "a")
+        if mapped_before:
+            handle.base()
+        change()
+
+        for look in (handle.base, handle.writable_base, handle.pointers, handle.duplicate):
+            with pytest.raises(ChangedFileError, match=rf"tensor 'a': {checkpoint} has changed"):
+                look()
+        os.truncate(checkpoint, before.st_size)
+
+
+def test_a_value_that_another_process_replaced_is_followed(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    old = handle.base()
+
+    put(tmp_path, torch.ones(3))
+
+    assert torch.equal(torch.ones(3), handle.base())
+    assert torch.equal(torch.zeros(3), old)
+    handle.writable_base().add_(1)
+    handle.flush()
+    assert torch.equal(torch.full((3,), 2.0), load_file(handle.path)["w"])
+
+
+@pytest.mark.parametrize("value", [torch.ones(4), torch.ones(3, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_a_value_that_another_process_made_another_kind_of_is_an_error(tmp_path, value):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    generation = handle.generation
+
+    put(tmp_path, value)
+
+    with pytest.raises(ChangedFileError, match=r"tensor 'w': .*w\.safetensors now holds .*open it again"):
+        handle.base()
+    assert generation < handle.generation
+
+
+def test_a_file_of_another_name_or_maker_at_the_path_is_an_error(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+
+    put(tmp_path, torch.ones(3), "v")
+    os.replace(tmp_path / "v.safetensors", handle.path)
+    with pytest.raises(ChangedFileError, match=r"tensor 'w': .*now holds another tensor.*it has 1: v"):
+        handle.base()
+    save_file({"w": torch.ones(3)}, handle.path)
+    with pytest.raises(ChangedFileError, match="offload did not write"):
+        handle.base()
+
+
+def test_a_replacement_between_look_and_mapping_is_looked_at_again(tmp_path, monkeypatch):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.unmap()
+    follow, times = Handle._follow, []
+
+    def replaced_after(self):
+        follow(self)
+        if len(times) < 3:
+            times.append(put(tmp_path, torch.full((3,), float(len(times)))))
+
+    monkeypatch.setattr(Handle, "_follow", replaced_after)
+
+    assert torch.equal(torch.full((3,), 2.0), handle.base())
+
+
+def test_a_file_replaced_after_every_look_is_an_error_in_the_end(tmp_path, monkeypatch):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.unmap()
+    follow = Handle._follow
+    monkeypatch.setattr(Handle, "_follow", lambda self: (follow(self), put(tmp_path, torch.ones(3))))
+
+    with pytest.raises(ChangedFileError, match="replaced faster than it can be mapped"):
+        handle.base()
+
+
+# Replacing, copying, flushing
+
+
+def test_a_replaced_value_keeps_its_strides_and_readers_keep_the_old_one(tmp_path):
+    handle = Handle.create(torch.zeros(3, 2).t(), "w", tmp_path)
+    old = handle.base()
+
+    handle.replace(torch.ones(2, 3))
+
+    assert (1, 2) == handle.base().stride()
+    assert torch.equal(torch.ones(2, 3), handle.base())
+    assert torch.equal(torch.zeros(2, 3), old)
+    assert 0 == handle.generation
+
+
+def test_a_value_of_another_shape_or_dtype_moves_the_generation(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+
+    handle.replace(torch.ones(4))
+    handle.replace(torch.ones(4, dtype=torch.int8))
+
+    assert 2 == handle.generation
+    assert torch.equal(torch.ones(4, dtype=torch.int8), handle.base())
+
+
+def test_a_copy_has_what_was_stored_last_and_is_independent(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.writable_base().fill_(1)
+    os.utime(handle.path)
+
+    copied = handle.duplicate()
+    handle.writable_base().fill_(2)
+
+    assert torch.equal(torch.ones(3), copied.base())
+    assert handle.path != copied.path
+    assert "w" == copied.name
+
+
+def test_a_flush_syncs_the_very_file(tmp_path, monkeypatch):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    handle.writable_base().fill_(1)
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+
+    handle.flush()
+
+    assert [str(handle.path)] == synced
+
+
+def test_a_flush_that_fails_names_tensor_and_path(tmp_path, monkeypatch):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+    with pytest.raises(WriteError, match=r"tensor 'w': what was written may not be on the disk") as caught:
+        handle.flush()
+    assert (errno.EIO, str(handle.path)) == (caught.value.errno, caught.value.filename)
+    assert before == len(os.listdir("/proc/self/fd"))
+
+
+def test_a_reference_has_nothing_to_flush(checkpoint, monkeypatch):
+    monkeypatch.setattr(os, "fsync", None)
+
+    Handle.reference(TensorFile.open(checkpoint), "a").flush()
+
+
+def test_pointers_lie_in_a_storage_that_no_op_computes_with(tmp_path):
+    handle = Handle.create(torch.arange(3.0), "w", tmp_path)
+
+    storage = handle.pointers()
+
+    assert handle.base().untyped_storage().data_ptr() == storage.data_ptr()
+    assert handle.base().untyped_storage()._cdata != storage._cdata
+    assert 12 == storage.nbytes()
+
+
+def test_too_many_mappings_let_go_of_the_oldest_and_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(handle_module, "MOST_MAPPINGS", 4)
+    handles = [Handle.create(torch.tensor(number), f"w{number}", tmp_path) for number in range(10)]
+
+    def mapped():
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    assert list(range(10)) == [handle.base().item() for handle in handles]
+    assert mapped() <= 4
+    assert list(range(10)) == [handle.base().item() for handle in handles]
+    assert mapped() <= 4
+
+
+# Who removes the file
+
+
+def test_a_private_file_goes_with_the_last_that_holds_it():
+    handle = Handle.create(torch.zeros(3), "w", None)
+    path = handle.path
+    handle.replace(torch.ones(3))
+    assert path.exists()
+
+    del handle
+
+    assert not path.exists()
+
+
+def test_a_named_file_stays(tmp_path):
+    handle = Handle.create(torch.zeros(3), "w", tmp_path)
+    del handle
+
+    assert torch.equal(torch.zeros(3), load_file(tmp_path / "w.safetensors")["w"])
+
+
+def test_a_private_file_that_is_gone_already_is_no_trouble(capsys):
+    handle = Handle.create(torch.zeros(3), "w", None)
+    handle.path.unlink()
+    del handle
+    gc.collect()
+
+    assert "" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", ["drops", "replaces", "writes", "copies"])
+def test_a_forked_child_never_deletes_its_parents_file(first):
+    held = [Handle.create(torch.zeros(3), "w", None)]
+    path = held[0].path
+
+    def child():
+        if first == "replaces":
+            held[0].replace(torch.ones(3))
+        if first == "writes":
+            held[0].writable_base().fill_(1)
+        if first == "copies":
+            copied = held[0].duplicate()
+            assert torch.equal(torch.zeros(3), copied.base())
+            assert copied.path.parent != path.parent
+        held.clear()
+        gc.collect()
+
+    assert in_fork(child)
+    expected = torch.ones(3) if first in ("replaces", "writes") else torch.zeros(3)
+    assert torch.equal(expected, held[0].base())
+    held.clear()
+    assert not path.exists()
+
+
+def test_a_child_that_makes_a_reference_its_own_writes_to_its_own_folder(checkpoint):
+    handle = Handle.reference(TensorFile.open(checkpoint), "a")
+    handle_path = handle.path
+
+    def child():
+        handle.writable_base().fill_(9)
+        assert handle.path != handle_path
+        assert str(os.getpid()) in str(handle.path)
+
+    assert in_fork(child)
+    assert torch.equal(torch.arange(6.0).reshape(2, 3), handle.base())
+
+
+def test_a_value_shared_with_another_process_is_written_by_both_and_removed_by_its_owner():
+    handle = Handle.create(torch.zeros(3), "w", None)
+
+    def other():
+        shared = Handle.shared(TensorFile.open(handle.path), "w", None)
+        shared.writable_base().add_(1)
+        shared.replace(shared.base() + 1)
+
+    assert in_fork(other)
+    assert torch.equal(torch.full((3,), 2.0), handle.base())
+
+
+# Threads
+
+
+def test_threads_that_write_and_replace_at_once_never_see_a_mix(tmp_path):
+    handle = Handle.create(torch.zeros(1000), "w", tmp_path)
+    faults: list[object] = []
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            try:
+                value = handle.base()
+                if value.min() != value.max():
+                    faults.append(value)
+            except OffloadError as error:
+                faults.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(60):
+        handle.replace(torch.full((1000,), float(number)))
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+    assert [] == faults
+
+
+def test_threads_that_write_a_reference_first_make_one_copy(checkpoint, tmp_path):
+    handle = Handle.reference(TensorFile.open(checkpoint), "a", tmp_path / "own")
+    together = threading.Barrier(4)
+
+    def write(row):
+        together.wait()
+        handle.writable_base()[row % 2, row // 2] = 100 + row
+
+    threads = [threading.Thread(target=write, args=(row,)) for row in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [[100, 102, 2], [101, 103, 5]] == handle.base().tolist()
+
+
+# As a user meets it
+
+
+def test_an_error_in_an_op_names_the_tensor_and_the_file(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.ones(2, 2), "layer.weight", tmp_path)
+    os.truncate(weight.offload_path, 4096)
+
+    with pytest.raises(CorruptFileError, match=re.escape(f"tensor 'layer.weight': {weight.offload_path}")):
+        weight @ torch.ones(2)
