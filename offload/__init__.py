@@ -2,7 +2,7 @@
 
 | to | use |
 | --- | --- |
-| put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` |
+| put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
 | load a transformers model | `from_pretrained` |
@@ -27,6 +27,8 @@ from offload.loader import (
     load_file,
 )
 from offload.storage.subclasses import register_subclass
+from offload.tensor import processes as _processes  # tells pickle how tensors go to other processes
+from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "materialize",
     "register_subclass",
 ]
 __version__ = "0.1.0"

@@ -7,15 +7,30 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from offload.tensor.rules import guests_of, named_guests, records_graph
+from offload.errors import UnsupportedOpError
+from offload.storage.handle import plain_world
+from offload.tensor import inner  # noqa: F401  (registers its rule)
+from offload.tensor.outside import CPU
+from offload.tensor.rules import call, guests_of, named_guests, read, records_graph, write
 from offload.tensor.tables import FUNCTIONS, RULES, Rule, registrar
-from offload.tensor.wrapper import guest_of
+from offload.tensor.traced import Traced
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    become,
+    checked_device,
+    current_twin,
+    guest_of,
+    redress,
+    store,
+    value_on_cpu,
+    wrap,
+)
 
 aten = torch.ops.aten
 
@@ -45,7 +60,7 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
     F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
     F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
     torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.addmm, torch.baddbmm, torch.cat, torch.stack,
-    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where, torch.index_select, torch.gather,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm, torch.Tensor.bmm,
     torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
     torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
@@ -64,3 +79,142 @@ def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             return func(*args, **kwargs)
         memo: dict[int, torch.Tensor] = {}
         return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+
+
+# What only needs to know the tensor, not its value
+
+
+@implements(
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+    aten.rand_like.default, aten.rand_like.generator, aten.randn_like.default, aten.randn_like.generator,
+    aten.randint_like.default, aten.randint_like.generator,
+    aten.randint_like.low_dtype, aten.randint_like.low_generator_dtype,
+    aten.new_empty.default, aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default,
+    aten.new_full.default,
+)  # fmt: skip
+def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Needs shape, strides and dtype only: the file stays closed."""
+    tensor = args[0]
+    if not _has_file(tensor) or tensor._handle.is_subclass:
+        return read(func, args, kwargs)
+    device = kwargs.get("device") or tensor._target
+    return func(current_twin(tensor), *args[1:], **{**kwargs, "device": device})
+
+
+@implements(aten._to_copy.default)
+def move_or_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Another device alone needs no value: the same file, another target. On `meta` there are no values."""
+    tensor, device = args[0], kwargs.get("device")
+    if device is None or not _has_file(tensor):
+        return read(func, args, kwargs)
+    if torch.device(device).type == "meta":
+        return func(current_twin(tensor), **kwargs)
+    target = checked_device(device)
+    if target == tensor._target or _changes_more_than_device(tensor, kwargs):
+        return read(func, args, kwargs)
+    return wrap(tensor._handle, current_twin(tensor), target)
+
+
+def _changes_more_than_device(tensor: torch.Tensor, options: dict[str, Any]) -> bool:
+    return (
+        options.get("dtype") not in (None, tensor.dtype)
+        or options.get("layout") not in (None, tensor.layout)
+        or options.get("memory_format") not in (None, torch.preserve_format)
+        or bool(options.get("pin_memory"))
+    )
+
+
+@overrides(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A moved tensor writes to the same file: without a graph, it shares the version counter as a view does."""
+    with torch._C.DisableTorchFunctionSubclass():
+        moved = func(*args, **kwargs)
+        if type(moved) is not OffloadedTensor or moved is args[0] or moved.requires_grad:
+            return moved
+        alias = args[0].detach()
+        redress(alias, moved._twin, moved._target)
+        return alias
+
+
+def _has_file(tensor: Any) -> bool:
+    return type(tensor) is OffloadedTensor and type(tensor._handle) is not Traced
+
+
+@implements(aten._has_compatible_shallow_copy_type.default)
+def compare_kinds(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Needs the kinds of two tensors only; torch asks it when a wrapper gets other metadata."""
+    return func.decompose(*args, **kwargs)
+
+
+# What needs some rows of the value
+
+
+@implements(aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default)
+def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Elsewhere than on the CPU, only what is picked is sent, not the whole table."""
+    table, *picks = args
+    if not _has_file(table) or table._target == CPU or table._handle.is_subclass:
+        return read(func, args, kwargs)
+    memo: dict[int, torch.Tensor] = {}
+    picks = _sent_to_cpu(guests_of(picks, memo))
+    named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
+    return call(func, [value_on_cpu(table), *picks], named).to(table._target)
+
+
+def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:
+    return [
+        value.to(CPU) if isinstance(value, torch.Tensor) else _sent_to_cpu(value) if isinstance(value, list) else value
+        for value in values
+    ]
+
+
+# What changes which memory a tensor is over
+
+
+@implements(aten.resize_.default, aten.resize_as_.default)
+def resize(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Tagged as a view, but it may need another storage, hence another file."""
+    return write(func, args, kwargs)
+
+
+@implements(
+    aten.set_.default, aten.set_.source_Tensor, aten.set_.source_Tensor_storage_offset,
+    aten.set_.source_Storage, aten.set_.source_Storage_storage_offset,
+)  # fmt: skip
+def become_another(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Tagged as a view, but of another tensor: becomes an alias of an offloaded one; a plain one's value is stored."""
+    tensor, *source = args
+    if type(tensor) is not OffloadedTensor:
+        raise UnsupportedOpError(
+            f"set_ would make a plain tensor a view of the file of {source[0].name!r}: "
+            "use copy_ for its value, or detach() for another tensor over the file"
+        )
+    if source and type(source[0]) is OffloadedTensor:
+        other, *cut = source
+        become(tensor, other.as_strided(cut[1], cut[2], cut[0]) if cut else other)  # cut: offset, size, stride
+    else:
+        with plain_world():
+            values = func(torch.empty(0, dtype=tensor.dtype), *source, **kwargs)
+        store(tensor, values)
+    return tensor
+
+
+@overrides(torch.ops.aten.set_data, torch.ops.aten.set_data.default)
+def refuse_set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch swaps metadata below every dispatcher, and the file would keep the old value."""
+    names = [repr(arg.name) for arg in (*args, *kwargs.values()) if type(arg) is OffloadedTensor]
+    raise UnsupportedOpError(
+        f"aten.set_data can't be followed on {names[0]}: assign to its .data, or use update_values"
+    )
+
+
+# Methods of the class, called through `torch.Tensor`
+
+
+@overrides(
+    torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor._typed_storage, torch.Tensor.storage,
+    torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.share_memory_, torch.Tensor.is_shared,
+)  # fmt: skip
+def method_of_the_class(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """They read memory under every dispatcher."""
+    return getattr(OffloadedTensor, func.__name__)(*args, **kwargs)

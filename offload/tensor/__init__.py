@@ -16,5 +16,9 @@ How an op is carried out, in this order:
 | `cuts` | how a view is cut from its value |
 | `tables` | 1: the rules that ops have of their own; filled by `offload.ops` |
 | `rules` | 2 and 3: what follows from an op's schema |
+| `inner` | values that are themselves of a tensor subclass |
+| `outside` | numpy, DLPack, text, addresses, pickles |
+| `processes` | passing to another process |
+| `materialize` | tensors, modules and nests of them, plain again |
 | `traced` | what stands for a file while a compiler traces |
 """

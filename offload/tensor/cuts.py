@@ -7,6 +7,8 @@ Always true:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from offload.storage.header import Layout
@@ -47,16 +49,23 @@ def with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def same_cut(twin: torch.Tensor, other: torch.Tensor) -> bool:
+def cut_like(twin: torch.Tensor, guest: torch.Tensor) -> torch.Tensor:
+    """A cut of the value that `twin` is a cut of, with the metadata of `guest`."""
+    return twin_with(twin, metadata_of(guest))
+
+
+def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All that tells one cut from another."""
     return (
-        twin is other
-        or (twin.shape, twin.stride(), twin.storage_offset(), twin.dtype, twin.is_conj(), twin.is_neg())
-        == (other.shape, other.stride(), other.storage_offset(), other.dtype, other.is_conj(), other.is_neg())
+        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     )  # fmt: skip
 
 
-def cut_like(twin: torch.Tensor, guest: torch.Tensor) -> torch.Tensor:
-    """A cut of the value that `twin` is a cut of, with the metadata of `guest`."""
-    cut = torch.empty(0, dtype=guest.dtype, device="meta")
-    cut.set_(twin.untyped_storage(), guest.storage_offset(), guest.shape, guest.stride())
-    return with_bits_of(cut, guest)
+def twin_with(twin: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
+    """A cut of the value that `twin` is a cut of, with what `metadata_of` gave."""
+    shape, stride, offset, dtype, conjugate, negative = metadata
+    cut = torch.empty(0, dtype=dtype, device="meta")
+    cut.set_(twin.untyped_storage(), offset, shape, stride)
+    torch._C._set_conj(cut, conjugate)
+    torch._C._set_neg(cut, negative)
+    return cut

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,15 +16,26 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import plain_world
-from offload.tensor.cuts import cut, cut_like, sent_to
+from offload.storage.subclasses import is_subclass_value
+from offload.tensor.cuts import cut, cut_like
+from offload.tensor.outside import CPU
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, OUT, RULES, Rule, registrar
 from offload.tensor.traced import Traced
-from offload.tensor.wrapper import CPU, OffloadedTensor, current_twin, guest_of, redress, store, wrap, wrap_traced
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    current_twin,
+    guest_of,
+    modes_are_on,
+    redress,
+    store,
+    wrap,
+    wrap_traced,
+)
 
 
 def guests_of(args: Iterable[Any], memo: dict[int, torch.Tensor]) -> list[Any]:
     """`args` with guests for the offloaded tensors, also inside lists and tuples; one guest a tensor."""
-    guests = []
+    guests: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is OffloadedTensor:
@@ -46,22 +58,49 @@ def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[
 
 
 @registrar(RULES, BY_SCHEMA)
-def rule_of(func: Any) -> Rule:
+def rule_of(func: Any, *_: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
         return read
     if written_arguments(func):
+        if func.namespace == "c10d":
+            return _communicate
         return _write_inplace_view if torch.Tag.inplace_view in func.tags else write
     return _view if func.is_view or func in _UNANNOTATED_VIEWS else read
 
 
-def written_arguments(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
+@cache
+def written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an op writes to."""
-    unannotated = UNANNOTATED_WRITES.get(func, ())
-    return [
+    return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
-        if position in unannotated or (argument.alias_info is not None and argument.alias_info.is_write)
-    ]
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or position in UNANNOTATED_WRITES.get(func, ())
+        or _is_received(func, argument)
+    )
+
+
+@cache
+def _returned_arguments(func: torch._ops.OpOverload) -> tuple[int | None, ...]:
+    """For each return value, which of the written arguments it is; None for a new value."""
+    aliases = [func._schema.arguments[position].alias_info for position, _ in written_arguments(func)]
+    names = [alias.before_set if alias else None for alias in aliases]
+    return tuple(
+        names.index(returned.alias_info.before_set)
+        if returned.alias_info is not None and returned.alias_info.is_write
+        else None
+        for returned in func._schema.returns
+    )
+
+
+def _is_received(func: torch._ops.OpOverload, argument: Any) -> bool:
+    """c10d schemas do not say what an op that ends in `_` writes: all tensors but the inputs (torch 2.13)."""
+    return (
+        func.namespace == "c10d"
+        and func._opname.endswith("_")
+        and "Tensor" in str(argument.type)
+        and not argument.name.startswith("input")
+    )
 
 
 _UNANNOTATED_VIEWS = {
@@ -105,7 +144,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     if type(base) is not OffloadedTensor or (base._handle.recipe is not None and func not in _SAME_VALUE):
         return read(func, args, kwargs)
-    twins = func(current_twin(base), *args[1:], **kwargs)
+    with plain_world() if modes_are_on() and type(base._handle) is not Traced else DisableTorchFunctionSubclass():
+        twins = func(current_twin(base), *args[1:], **kwargs)
     with _normal_unless_inference(base):
         if isinstance(twins, torch.Tensor):
             return _view_of(base, twins)
@@ -140,26 +180,25 @@ def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run on guests over the writable file; what the schema returns as mutated is the argument itself."""
-    written = written_arguments(func)
-    names = [name for _, name in written]
-    changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+    changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     results = write_into(changed, lambda guests, named: call(func, guests, named), args, kwargs)
-    returns = func._schema.returns
-    if not isinstance(results, (tuple, list)) or len(returns) == 1:
-        return _argument_for(func, returns[0], names, changed, results) if returns else results
-    pairs = zip(returns, results, strict=True)
-    return tuple(_argument_for(func, returned, names, changed, result) for returned, result in pairs)
+    returned = _returned_arguments(func)
+    if not isinstance(results, (tuple, list)) or len(returned) == 1:
+        return results if not returned or returned[0] is None else changed[returned[0]]
+    pairs = zip(returned, results, strict=True)
+    return tuple(result if place is None else changed[place] for place, result in pairs)
 
 
-def _argument_for(func: Any, returned: Any, names: list[str], changed: list[Any], result: Any) -> Any:
-    """The argument that a return value stands for, else the value."""
-    if returned.alias_info is None or not returned.alias_info.is_write:
-        return result
-    aliased = returned.alias_info.before_set
-    for argument in func._schema.arguments:
-        if argument.name in names and argument.alias_info and argument.alias_info.before_set == aliased:
-            return changed[names.index(argument.name)]
-    return result
+def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As `write`, but the values may come later: they have to come into the mapped file itself."""
+    for place, name in written_arguments(func):
+        for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name)):
+            if type(tensor) is OffloadedTensor and tensor._target != CPU:
+                raise UnsupportedOpError(
+                    f"{func} can't receive into {tensor.name!r}, which computes on {tensor._target}: "
+                    "receive into a plain tensor, then copy_ it or call update_values"
+                )
+    return write(func, args, kwargs)
 
 
 @registrar(FUNCTIONS, OUT)
@@ -181,24 +220,24 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether autograd follows a call with these arguments."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args, *kwargs.values()))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args, *kwargs.values()))
 
 
-def _tensors(*values: Any) -> Iterable[torch.Tensor]:
+def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(*value)
+            yield from tensors_in(*value)
 
 
 def write_into(
     changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Run with writable guests for the offloaded tensors in `changed`, then store what became of them."""
-    targets = [tensor for tensor in _tensors(*changed) if type(tensor) is OffloadedTensor]
+    targets = [tensor for tensor in tensors_in(*changed) if type(tensor) is OffloadedTensor]
     guests = {id(tensor): _writable_guest(tensor) for tensor in targets}
-    before = [_metadata(guests[id(tensor)]) for tensor in targets]
+    before = [None if type(tensor._handle) is Traced else _metadata(guests[id(tensor)]) for tensor in targets]
     try:
         memo = dict(guests)
         results = run(guests_of(args, memo), named_guests(kwargs, memo))
@@ -206,7 +245,7 @@ def write_into(
         if "not resizable" not in str(error):
             raise
         guests = {id(tensor): guest_of(tensor).clone() for tensor in targets}
-        before = [None] * len(targets)  # type: ignore[list-item]
+        before = [None] * len(targets)
         memo = dict(guests)
         results = run(guests_of(args, memo), named_guests(kwargs, memo))
     for tensor, metadata in zip(targets, before, strict=True):
@@ -215,15 +254,15 @@ def write_into(
 
 
 def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
-    twin = current_twin(tensor)
-    base = tensor._handle.writable_base()
-    if tensor._handle.recipe is not None:
-        return guest_of(tensor).clone()
-    guest = sent_to(cut(base, twin), tensor._target)
-    return guest.detach() if guest is base else guest
+    if not tensor._handle.owned:
+        tensor._handle.writable_base()
+    guest = guest_of(tensor)
+    return guest if tensor._handle.recipe is None else guest.clone()
 
 
 def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
+    if is_subclass_value(guest):
+        return ()
     place = guest.untyped_storage().data_ptr()
     return place, guest.shape, guest.stride(), guest.storage_offset(), guest.is_conj(), guest.is_neg()
 

@@ -2,7 +2,8 @@
 
 Always true:
 - a key is an aten overload in `RULES`, a function of torch's Python interface in `FUNCTIONS`
-- `BY_SCHEMA` makes the rule of an aten op that has none; `OUT` is the rule of a call with `out=`
+- `BY_SCHEMA` makes the rule of an aten op that has none
+- `OUT` is the rule of a call with `out=`, `INNER` that of a call on a value that is itself of a tensor subclass
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 BY_SCHEMA = "by schema"
 OUT = "out="
+INNER = "inner"
 RULES: dict[Any, Any] = {}
 FUNCTIONS: dict[Any, Rule] = {}
 

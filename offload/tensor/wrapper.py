@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,19 +23,22 @@ from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewErro
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
-from offload.tensor.cuts import cut, same_cut, sent_to, whole_twin, with_bits_of
-from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, OUT, RULES
+from offload.tensor.cuts import cut, sent_to, whole_twin, with_bits_of
+from offload.tensor.outside import CPU, SeenFromOutside
+from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
 from offload.tensor.traced import Traced
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 _log = logging.getLogger("offload")
-CPU = torch.device("cpu")
+_TENSOR_DATA: Any = torch._C.TensorBase.data
 _make_wrapper = torch.Tensor._make_wrapper_subclass
-_set_metadata = torch._C.TensorBase.data.__set__
+modes_are_on = torch._C._len_torch_dispatch_stack
+_refuse_pointers = torch._C._set_throw_on_mutable_data_ptr
+_set_metadata = _TENSOR_DATA.__set__
 
 
-class OffloadedTensor(torch.Tensor):
+class OffloadedTensor(SeenFromOutside):
     """A tensor that lives in a file and is materialized on its device during each op only.
 
     Make one with `from_original_tensor`, `from_file`, `empty` or `zeros`; views, `detach` and `.to(device)` of one are
@@ -47,9 +52,6 @@ class OffloadedTensor(torch.Tensor):
         (3.0, 4.0)
     """
 
-    _handle: Handle | Traced
-    _twin: torch.Tensor
-    _target: torch.device
     _generation: int
 
     @staticmethod
@@ -59,7 +61,7 @@ class OffloadedTensor(torch.Tensor):
             tensor = cls.from_original_tensor(tensor, "tensor")
         return tensor.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
 
-    def __init__(self, tensor: torch.Tensor, requires_grad: bool = False) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
     # Ways in
@@ -82,7 +84,7 @@ class OffloadedTensor(torch.Tensor):
         _refuse_unstorable(tensor, name)
         stored = wrap_handle(Handle.create(guest_of(tensor.detach()), name, offload_dir), tensor.device)
         _log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
-        return _dressed(stored, tensor)
+        return _dressed_as(stored, tensor)
 
     @classmethod
     def from_file(
@@ -134,10 +136,27 @@ class OffloadedTensor(torch.Tensor):
 
     zeros = empty
 
+    @classmethod
+    def full(
+        cls,
+        shape: Sequence[int],
+        fill_value: complex,
+        *,
+        dtype: torch.dtype | None = None,
+        name: str,
+        offload_dir: PathLike | None = None,
+        device: torch.device | str | int = "cpu",
+    ) -> OffloadedTensor:
+        """A tensor of one number, filled on disk. As `empty`, but that the dtype, if None, is that of `torch.full`."""
+        dtype = dtype or torch.full((), fill_value).dtype
+        stored = cls.empty(shape, dtype=dtype, name=name, offload_dir=offload_dir)
+        stored.fill_(fill_value)
+        return wrap_handle(stored._file_handle(), checked_device(device))
+
     # What it is
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """Its name, which is its key in the file."""
         return self._file_handle().name
 
@@ -151,15 +170,6 @@ class OffloadedTensor(torch.Tensor):
         """The folder that writes go to; before the first write to a referenced file, that file's folder."""
         handle = self._file_handle()
         return handle.folder or handle.path.parent
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        if type(self._handle) is Traced:
-            return f"OffloadedTensor({self._handle.inner!r})"
-        with plain_world():
-            text = torch._tensor_str._str(cut(self._handle.base(), self._twin), tensor_contents=tensor_contents)
-        extra = "" if self._target == CPU else f", device='{self._target}'"
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}{grad}, name={self._handle.name!r})"
 
     # Values in and out
 
@@ -176,7 +186,7 @@ class OffloadedTensor(torch.Tensor):
             UnsupportedOpError: this tensor is a view of a part of the value.
         """
         handle = self._file_handle()
-        _refuse_unstorable(values, handle.name)
+        _refuse_for(self, values)
         if self._is_part():
             raise UnsupportedOpError(
                 f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
@@ -206,78 +216,29 @@ class OffloadedTensor(torch.Tensor):
         self._file_handle().flush()
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The tensor without autograd. Assigning replaces the stored value (and the target device)."""
+    def data(self) -> torch.Tensor:
+        """The tensor without autograd. Assigning replaces the stored value (and the target device).
+
+        As in torch, other tensors keep what they had: those over the same file, the old value; and an offloaded tensor
+        that is assigned is shared from then on.
+        """
         with DisableTorchFunctionSubclass():
-            return torch._C.TensorBase.data.__get__(self)  # type: ignore[no-any-return]
+            return _TENSOR_DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            same_value = (
-                type(value) is OffloadedTensor and value._handle is self._handle and same_cut(value._twin, self._twin)
-            )
-            if not same_value:
-                store(self, value)
-            redress(self, self._twin, value.device)
+            _refuse_for(self, value)
+            if type(value) is OffloadedTensor:
+                become(self, value)
+            else:
+                _store_alone(self, value)
+                redress(self, self._twin, value.device)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """The value as an array over the file; read-only where the file is not ours to write."""
-        if self._target != CPU and not force:
-            raise TypeError(f"can't convert {self._target} device type tensor to numpy: use .cpu() first")
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            guest = self._on_cpu()
-        array = guest.requires_grad_(self.requires_grad and not force).numpy(force=force)
-        array.flags.writeable = self._handle.owned
-        return array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        import numpy
-
-        return numpy.array(self.numpy(), dtype=dtype, copy=True if copy else None)
-
-    def tolist(self) -> Any:
-        """The value as nested lists of Python numbers."""
-        with DisableTorchFunctionSubclass():
-            return self._on_cpu().tolist()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        with DisableTorchFunctionSubclass():
-            guest = guest_of(self) if self._handle.owned else self.materialize()
-            return guest.requires_grad_(self.requires_grad).__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        with DisableTorchFunctionSubclass():
-            return torch.empty(0, device=self._target).__dlpack_device__()
-
-    # Pointers, for those who find shared memory by them
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """The bytes of the whole value, mapped: its own address, in a storage that no op computes with."""
-        with plain_world():
-            return self._file_handle().pointers()
-
-    def data_ptr(self) -> int:
-        """An address of the mapped value; views of one file have addresses inside the same storage."""
-        return self.untyped_storage().data_ptr() + self._twin.storage_offset() * self._twin.itemsize
-
-    def storage(self) -> Any:
-        return self._typed_storage()
-
-    def _typed_storage(self) -> torch.storage.TypedStorage:
-        return torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
-
-    def share_memory_(self) -> OffloadedTensor:
-        """A file is shared as it is."""
-        return self
-
-    def is_shared(self) -> bool:
-        return True
-
-    # Copies and pickles
+    # Copies
 
     def __copy__(self) -> OffloadedTensor:
-        return _dressed(self.detach(), self)  # type: ignore[arg-type]
+        return _dressed_as(self.detach(), self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedTensor:
         if id(self) in memo:
@@ -289,21 +250,11 @@ class OffloadedTensor(torch.Tensor):
         handle = self._file_handle()
         if id(handle) not in memo:
             memo[id(handle)] = handle.duplicate()
-        copy = _dressed(wrap(memo[id(handle)], self._twin, self._target), self)
+        copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
         memo[id(self)] = copy
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a plain tensor or parameter, over the mapped file: in bounded memory, and loads without `offload`."""
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            plain = self._on_cpu()
-        if isinstance(self, torch.nn.Parameter):
-            plain = torch.nn.Parameter(plain, self.requires_grad)
-        else:
-            plain.requires_grad_(self.requires_grad)
-        return plain.__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_guest"], None
@@ -316,7 +267,7 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def _guest(self) -> torch.Tensor:
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with plain_world():
             return guest_of(self)
 
     # How ops are carried out
@@ -325,14 +276,19 @@ class OffloadedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = FUNCTIONS[OUT] if kwargs and kwargs.get("out") is not None else FUNCTIONS.get(func)
+        if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
+            rule = FUNCTIONS.get(INNER)
+        elif kwargs and kwargs.get("out") is not None:
+            rule = FUNCTIONS[OUT]
+        else:
+            rule = FUNCTIONS.get(func)
         if rule is None or torch.compiler.is_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return rule(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         rule = RULES.get(func)
@@ -354,7 +310,7 @@ class OffloadedTensor(torch.Tensor):
 
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
-        return cut(self._handle.base(), current_twin(self)).detach()
+        return value_on_cpu(self).detach()
 
 
 # Making wrappers
@@ -375,6 +331,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     wrapper._twin = twin
     wrapper._target = target
     wrapper._generation = handle.generation
+    _refuse_pointers(wrapper)  # functions that read memory under every dispatcher raise, and do not crash
     if twin.is_conj() or twin.is_neg():
         with_bits_of(wrapper, twin)
     return wrapper
@@ -411,12 +368,16 @@ def checked_device(device: torch.device | str | int) -> torch.device:
         return torch.empty(0, device=device).device
 
 
-def _dressed(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
-    """`stored` as a parameter, and requiring grad, where `like` is and does."""
-    stored.requires_grad_(like.requires_grad)
-    if isinstance(like, torch.nn.Parameter):
+def dressed(stored: OffloadedTensor, *, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
+    """`stored`, made to require grad, and a parameter."""
+    stored.requires_grad_(requires_grad)
+    if is_parameter:
         stored._is_param = True
     return stored
+
+
+def _dressed_as(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
+    return dressed(stored, requires_grad=like.requires_grad, is_parameter=isinstance(like, torch.nn.Parameter))
 
 
 def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) -> None:
@@ -425,6 +386,13 @@ def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) 
     wrapper._twin = twin
     wrapper._target = target
     wrapper._generation = wrapper._handle.generation
+
+
+def become(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
+    """Make a wrapper one more name for what `other` is."""
+    twin = current_twin(other)
+    wrapper._handle = other._handle
+    redress(wrapper, twin, other._target)
 
 
 def _only_key(file: TensorFile, key: str | None) -> str:
@@ -438,6 +406,13 @@ def _only_key(file: TensorFile, key: str | None) -> str:
     return next(iter(file.entries))
 
 
+def _refuse_for(stored: OffloadedTensor, values: torch.Tensor) -> None:
+    """Refuse what can't become the value of `stored`, before anything is written."""
+    _refuse_unstorable(values, stored._file_handle().name)
+    if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
+        raise RuntimeError("data set to a tensor that requires gradients must be floating point or complex dtype")
+
+
 def _refuse_unstorable(tensor: object, name: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
@@ -445,8 +420,8 @@ def _refuse_unstorable(tensor: object, name: str) -> None:
         raise UnsupportedOpError(f"{name!r} is on the meta device: it has no values to write")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UnsupportedOpError(
-            f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, nested {tensor.is_nested}): "
-            "store its parts, or its to_dense() / dequantize()"
+            f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
+            f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
         )
 
 
@@ -463,7 +438,15 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not OffloadedTensor:
         return tensor
-    return sent_to(cut(tensor._handle.base(), current_twin(tensor)), tensor._target)
+    if modes_are_on():  # a fake mode would make a fake guest
+        with plain_world():
+            return sent_to(value_on_cpu(tensor), tensor._target)
+    return sent_to(value_on_cpu(tensor), tensor._target)
+
+
+def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
+    """As `guest_of`, but where the file is mapped, whatever the target device."""
+    return cut(tensor._handle.base(), current_twin(tensor))
 
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
@@ -484,3 +467,42 @@ def store(tensor: OffloadedTensor, values: torch.Tensor) -> None:
         with plain_world():
             twin = whole_twin(handle.layout)
         redress(tensor, twin, tensor._target)
+
+
+def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
+    """As `store`, but other tensors over the value are left with the old one."""
+    if not _is_shared(tensor):
+        store(tensor, values)
+        return
+    handle = tensor._file_handle()
+    if handle.owned and handle.folder is not None and not tensor._is_part():
+        store(tensor, values)  # one name, one file: the others can't keep the old value, and will say so
+        handle.generation += 1
+        tensor._generation = handle.generation
+    else:
+        folder = None if tensor._is_part() else handle.folder
+        become(tensor, wrap_handle(Handle.create(guest_of(values.detach()), handle.name, folder), tensor._target))
+
+
+def _is_shared(tensor: OffloadedTensor) -> bool:
+    """Whether other tensors are over the same value."""
+    return _holders(tensor) > _ONE_HOLDER
+
+
+def _holders(tensor: Any) -> int:
+    return sys.getrefcount(tensor._handle)
+
+
+def _holds_subclass(values: Iterable[Any]) -> bool:
+    """Whether one of `values` is an offloaded tensor of a subclass, such as a quantized weight."""
+    for value in values:
+        kind = type(value)
+        if kind is OffloadedTensor:
+            if value._handle.recipe is not None:
+                return True
+        elif (kind is list or kind is tuple) and _holds_subclass(value):
+            return True
+    return False
+
+
+_ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))

@@ -1,0 +1,63 @@
+"""Coming back: offloaded tensors, wherever they stand, made plain.
+
+Always true:
+- what was one tensor stays one, and tensors over the same bytes stay tied
+- the files stay as they are
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from offload.tensor.cuts import metadata_of
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+
+
+def materialize(value: Any) -> Any:
+    """`value` in memory: a plain, independent tensor in place of each offloaded one, on its target device.
+
+    Args:
+        value: a tensor; or lists, tuples and dicts of them, which are rebuilt; or a module, which is changed in place.
+
+    Example:
+        >>> w = OffloadedTensor.full((2,), 1.0, name="w")
+        >>> materialize({"w": w})
+        {'w': tensor([1., 1.])}
+    """
+    memo: dict[Any, Any] = {}
+    return tree_map(lambda leaf: _in_memory(leaf, memo), value)
+
+
+def _in_memory(leaf: Any, memo: dict[Any, Any]) -> Any:
+    if isinstance(leaf, nn.Module):
+        _fill_module(leaf, memo)
+    return _plain(leaf, memo)
+
+
+def _fill_module(module: nn.Module, memo: dict[Any, Any]) -> None:
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if is_offloaded(parameter):
+                part._parameters[name] = _plain_parameter(parameter, memo)
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = _plain(buffer, memo)
+
+
+def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
+    plain: nn.Parameter | None = memo.get(parameter)
+    if plain is None:
+        plain = memo[parameter] = nn.Parameter(_plain(parameter, memo), parameter.requires_grad)
+        plain.grad = parameter.grad
+    return plain
+
+
+def _plain(leaf: Any, memo: dict[Any, Any]) -> Any:
+    if type(leaf) is not OffloadedTensor:
+        return leaf
+    key = (leaf._handle, metadata_of(leaf._twin), leaf._target)
+    if key not in memo:
+        memo[key] = leaf.materialize()
+    return memo[key]

@@ -1,0 +1,88 @@
+"""Passing tensors to other processes: what travels is the reference, not the data.
+
+Always true:
+- a few hundred bytes travel, whatever the tensor's size
+- tensors over one value are over one value in the other process too, and on their way back
+- a write to a file of ours is seen by all; a checkpoint is copied at its first write by each process that writes
+- only the process that made a temporary file removes it: it has to keep the tensor while others use it
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ChangedFileError
+from offload.storage.file import Identity, TensorFile
+from offload.storage.handle import Handle, plain_world
+from offload.storage.header import Layout
+from offload.storage.locks import ForkSafeLock
+from offload.tensor.cuts import metadata_of, twin_with, whole_twin
+from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where a value is, and in which state it was when it was passed.
+
+    Attributes:
+        identity: of a file that is not ours, which must not have changed; None for a file of ours.
+    """
+
+    path: Path
+    name: str
+    folder: Path | None
+    layout: Layout
+    identity: Identity | None
+
+
+def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError("a tensor that is not a leaf and requires grad can't be passed to a process: detach() first")
+    handle = tensor._file_handle()
+    identity = None if handle.owned else handle.file.identity
+    reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity)
+    with _LOCK:
+        _PASSED[reference.path, reference.name] = handle
+    cut = metadata_of(current_twin(tensor))
+    return _rebuild, (reference, cut, tensor._target, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+
+
+def _rebuild(
+    reference: Reference, cut: Any, target: torch.device, requires_grad: bool, is_parameter: bool
+) -> OffloadedTensor:
+    with _LOCK:
+        known = _PASSED.get((reference.path, reference.name))
+        handle = known if known is not None and known.path == reference.path else _opened(reference)
+        _PASSED[reference.path, reference.name] = handle
+    if handle.layout != reference.layout:
+        raise ChangedFileError(
+            f"tensor {reference.name!r}: {reference.path} now holds {handle.layout}, not {reference.layout}, "
+            "which was passed: pass it again"
+        )
+    with plain_world():
+        twin = twin_with(whole_twin(handle.layout), cut)
+    return dressed(wrap(handle, twin, target), requires_grad=requires_grad, is_parameter=is_parameter)
+
+
+def _opened(reference: Reference) -> Handle:
+    """A handle over the file in this process."""
+    file = TensorFile.open(reference.path)
+    if reference.identity is None:
+        return Handle.shared(file, reference.name, reference.folder)
+    if file.identity != reference.identity:
+        raise ChangedFileError(
+            f"tensor {reference.name!r}: {reference.path} has changed since it was passed "
+            "(size, modification time or inode): load the checkpoint again"
+        )
+    return Handle.reference(file, reference.name, reference.folder)
+
+
+_LOCK = ForkSafeLock()
+_PASSED: weakref.WeakValueDictionary[tuple[Path, str], Handle] = weakref.WeakValueDictionary()
+ForkingPickler.register(OffloadedTensor, _reduce)
