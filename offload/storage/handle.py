@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -314,6 +313,7 @@ class Handle:
                 copy_entries(self.file, keys, path, notes, settled=not self.owned, durable=durable)
 
     def __del__(self) -> None:
+        _MAPPED.pop(id(self), None)
         if getattr(self, "_pid", 0) == os.getpid():
             discard(self.file.path)
 
@@ -366,12 +366,13 @@ def _mapped(file: TensorFile, key: str, *, shared: bool) -> torch.Tensor:
 def _keep_mapped(handle: Handle) -> None:
     """Count a mapping, and drop the oldest when there are too many."""
     with _LOCK:
-        _MAPPED.append(weakref.ref(handle))
+        _MAPPED.pop(id(handle), None)
+        _MAPPED[id(handle)] = weakref.ref(handle)
         while len(_MAPPED) > MOST_MAPPINGS:
-            oldest = _MAPPED.popleft()()
-            if oldest is not None and oldest is not handle:
-                oldest.unmap()
+            found = _MAPPED.pop(next(iter(_MAPPED)))()
+            if found is not None:
+                found.unmap()
 
 
 _LOCK = ForkSafeLock()
-_MAPPED: deque[weakref.ref[Handle]] = deque()
+_MAPPED: dict[int, weakref.ref[Handle]] = {}  # by `id`, the oldest mapping first; a handle that dies leaves it

@@ -1,0 +1,83 @@
+"""How much memory there is, and how much of it is ours.
+
+Always true:
+- nothing is kept: each call looks anew
+- a limit that cannot be read is no limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_STATUS = Path("/proc/self/status")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs: what it has allocated, and not what it has mapped.
+
+    Where the system does not tell them apart, all resident memory.
+    """
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take without swapping, and within its cgroup's limit."""
+    free = int(psutil.virtual_memory().available)
+    room = cgroup_room()
+    return free if room is None else min(free, room)
+
+
+def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
+    """What the tightest memory limit of the cgroups that this process is in still allows; None without a limit.
+
+    Files that are only cached count as room: the kernel drops them first.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
+    """
+    rooms = [room for folder in _memory_cgroups(own, mounted) if (room := _room_in(folder)) is not None]
+    return max(min(rooms), 0) if rooms else None
+
+
+def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
+    """The folders of the cgroups of this process that may limit memory, from its own up to the root."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mounted / "memory" if controllers else mounted
+        folder = root / path.lstrip("/")
+        yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))
+
+
+def _room_in(folder: Path) -> int | None:
+    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        with suppress(OSError, ValueError):  # not there, or "max"
+            most = int((folder / limit).read_text())
+            if most < _UNLIMITED:
+                return most - int((folder / usage).read_text()) + _cached_in(folder)
+    return None
+
+
+def _cached_in(folder: Path) -> int:
+    try:
+        pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+    except OSError:
+        return 0
+    stat = {name: int(count) for name, count in pairs}
+    prefix = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below
+    return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)

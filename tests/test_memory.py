@@ -1,0 +1,164 @@
+"""Ten thousand tensors need no descriptors and leave nothing; memory is measured as the kernel sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+
+import numpy as np
+import psutil
+import pytest
+
+from offload import memory
+from offload.memory import anonymous_bytes, available_bytes, cgroup_room
+from tests.processes import run_script
+
+MANY = """
+    import ctypes, gc, json, os, sys, torch
+    from offload import OffloadedTensor
+    from offload.memory import anonymous_bytes
+
+    def files():
+        return sum(len(names) for _, _, names in os.walk(os.environ["TMPDIR"]))
+
+    def round_of(count):
+        tensors = [OffloadedTensor.from_original_tensor(torch.full((64,), float(n)), f"w{n}") for n in range(count)]
+        right = all(tensor.sum().item() == 64 * n for n, tensor in enumerate(tensors))
+        return right, files(), len(os.listdir("/proc/self/fd"))
+
+    def measured():
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        return dict(
+            anonymous=anonymous_bytes(),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            mappings=len(open("/proc/self/maps").readlines()),
+            objects=sys.getallocatedblocks(),
+        )
+
+    round_of(50)
+    before = measured()
+    right, most_files, most_descriptors = round_of(int(sys.argv[1]))
+    after = measured()
+    grown = {key: after[key] - before[key] for key in before}
+    print(json.dumps(dict(right=right, files=most_files, descriptors=most_descriptors, left=files(), grown=grown)))
+"""
+
+
+@pytest.fixture
+def quick_folder(tmp_path):
+    """A folder in memory where there is one: ten thousand files take long to create on a disk."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        yield folder
+
+
+def test_ten_thousand_tensors_under_a_limit_of_256_descriptors_leave_nothing(quick_folder):
+    said = run_script(MANY, 10_000, shell="ulimit -n 256", env={"TMPDIR": quick_folder})
+
+    found = json.loads(said)
+    assert found["right"]
+    assert 10_000 == found["files"]
+    assert 0 == found["left"]
+    assert found["descriptors"] < 32
+    assert 0 == found["grown"]["descriptors"]
+    assert found["grown"]["mappings"] < 100
+    assert found["grown"]["objects"] < 5_000  # half an object a tensor
+    assert found["grown"]["anonymous"] < 24 << 20  # the interpreter keeps some of what it had for itself
+    assert [] == os.listdir(quick_folder)
+
+
+# Measuring
+
+
+def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 << 20))
+    before = anonymous_bytes()
+
+    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+    assert 0 == mapped.sum()
+    with_mapping = anonymous_bytes() - before
+    allocated = np.ones(64 << 20, dtype=np.uint8)
+    with_allocation = anonymous_bytes() - before
+
+    assert abs(with_mapping) < 16 << 20
+    assert 48 << 20 < with_allocation < 90 << 20
+    assert allocated[0]
+
+
+def test_where_the_kernel_does_not_tell_resident_memory_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
+
+    resident = psutil.Process().memory_info().rss
+
+    assert 0.5 * resident < anonymous_bytes() < 2 * resident
+
+
+def cgroup(folder, **files: object):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".", 1)).write_text(f"{content}\n")
+
+
+@pytest.fixture
+def own(tmp_path):
+    def write(*lines: str):
+        (tmp_path / "own").write_text("".join(f"{line}\n" for line in lines))
+        return tmp_path / "own"
+
+    return write
+
+
+def test_the_tightest_limit_above_us_counts_and_cached_files_are_room(tmp_path, own):
+    stat = "anon 1\nfile 999\ninactive_file 20\nactive_file 5"
+    cgroup(tmp_path / "cg" / "a", memory__max=1000, memory__current=400, memory__stat=stat)
+    cgroup(tmp_path / "cg" / "a" / "b", memory__max="max", memory__current=100, memory__stat=stat)
+    cgroup(tmp_path / "cg" / "a" / "b" / "c", memory__max=5000, memory__current=50, memory__stat=stat)
+
+    assert 1000 - 400 + 25 == cgroup_room(own("0::/a/b/c"), tmp_path / "cg")
+
+
+def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
+    stat = "cache 999\ninactive_file 1\nactive_file 1\ntotal_inactive_file 30\ntotal_active_file 3"
+    files = {"memory__usage_in_bytes": 400, "memory__stat": stat}
+    cgroup(tmp_path / "cg" / "memory", memory__limit_in_bytes=2**63 - 4096, **files)
+    cgroup(tmp_path / "cg" / "memory" / "a", memory__limit_in_bytes=1000, **files)
+
+    found = cgroup_room(own("5:cpu,memory:/a", "4:pids:/x", "0::/"), tmp_path / "cg")
+
+    assert 1000 - 400 + 33 == found
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [["0::/"], ["0::/a"], ["4:memory:/not/mounted/here"], ["3:cpu:/a"], []],
+    ids=["root", "max", "v1", "cpu", "none"],
+)
+def test_without_a_limit_there_is_no_room_to_tell(tmp_path, own, lines):
+    cgroup(tmp_path / "cg" / "a", memory__max="max", memory__current=400)
+
+    assert cgroup_room(own(*lines), tmp_path / "cg") is None
+    assert cgroup_room(tmp_path / "no such file", tmp_path / "cg") is None
+
+
+def test_a_cgroup_beyond_its_limit_has_no_room(tmp_path, own):
+    cgroup(tmp_path / "cg" / "a", memory__max=100, memory__current=400)
+
+    assert 0 == cgroup_room(own("0::/a"), tmp_path / "cg")
+
+
+def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_path, own):
+    cgroup(tmp_path / "cg", memory__max=700, memory__current=400)
+
+    assert 300 == cgroup_room(own("0::/docker/0123"), tmp_path / "cg")
+
+
+def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allows(monkeypatch):
+    monkeypatch.setattr(memory, "cgroup_room", lambda: None)
+    free = available_bytes()
+    monkeypatch.setattr(memory, "cgroup_room", lambda: 4096)
+
+    assert 4096 == available_bytes()
+    assert 0 < free <= psutil.virtual_memory().total
