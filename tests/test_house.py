@@ -1,0 +1,249 @@
+"""The house of `offload`: who may import whom, what every module says of itself, and which names are public."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offload
+from tests.processes import ROOT, run_script
+
+PACKAGE = ROOT / "offload"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A module, or a package as a whole, on its floor. Imports go down, or stay inside a package.
+FLOORS = {
+    "errors": 0,
+    "memory": 0,
+    "progress": 0,
+    "distributed": 0,
+    "storage": 1,
+    "device_map": 1,
+    "residency": 2,
+    "checkpoint": 2,
+    "tensor": 3,
+    "prefetch": 3,
+    "ops": 4,
+    "values": 4,
+    "cache": 4,
+    "loader": 5,
+    "integrations": 6,
+    "testing": 6,
+    "cli": 7,
+}
+NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
+
+# Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
+GUESTS = {"loader": {"accelerate"}}
+
+# A step up the stairs, from inside a function only. Strict: an entry that is not needed any more fails.
+STEPS_UP = {
+    (
+        "offload.loader",
+        "offload.integrations.accelerate",
+    ): "device maps and moved activations are accelerate's business",
+}
+
+PUBLIC = [
+    "ON_DISK",
+    "LoadReport",
+    "OffloadError",
+    "OffloadedTensor",
+    "disk_offload",
+    "from_pretrained",
+    "init_empty_weights",
+    "is_offloaded",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_file",
+    "materialize",
+    "register_subclass",
+]
+
+
+def dotted(path: Path) -> str:
+    """`offload.tensor.wrapper` for its file; `offload.tensor` for that of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """`tensor` for `offload.tensor.wrapper`; empty for `offload` itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+KNOWN = {dotted(path) for path in MODULES}
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """What a file imports, by full name, and whether it does so when it is imported itself.
+
+    What stands under `if TYPE_CHECKING` is not imported when the file is.
+    """
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, at_import) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import: name the module that defines the name"
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield (inside if inside in KNOWN else str(node.module)), at_import
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_type_checkers(node):
+            at_import = False
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_import)
+
+    return visit(ast.parse(path.read_text()), True)
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def own_imports(path: Path) -> Iterator[tuple[str, bool]]:
+    return ((name, at_import) for name, at_import in imports(path) if name.split(".")[0] == "offload")
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str] | None:
+    """Some modules that import each other in a ring; None if there are none."""
+    done: set[str] = set()
+
+    def walk(module: str, way: list[str]) -> list[str] | None:
+        if module in way:
+            return way[way.index(module) :]
+        if module in done:
+            return None
+        found = next(filter(None, (walk(below, [*way, module]) for below in sorted(graph.get(module, ())))), None)
+        done.add(module)
+        return found
+
+    return next(filter(None, (walk(module, []) for module in sorted(graph))), None)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_imports_go_down_a_floor_or_stay_inside_a_package(path):
+    own = room(dotted(path))
+    if not own:
+        return
+    assert own in FLOORS, f"{path} has no floor: DESIGN 5 gives it one"
+
+    for name, at_import in own_imports(path):
+        other = room(name)
+        assert other in FLOORS, f"{dotted(path)} imports {name}"
+        if (dotted(path), name) in STEPS_UP and not at_import:
+            continue
+        assert other == own or FLOORS[other] < FLOORS[own], (
+            f"{dotted(path)} imports {name}, which is not on a lower floor"
+        )
+
+
+def test_every_step_up_is_still_taken():
+    taken = {(dotted(path), name) for path in MODULES for name, _ in own_imports(path)}
+
+    assert set(STEPS_UP) <= taken
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_nobody_inside_imports_the_package_root(path):
+    if dotted(path) != "offload":
+        assert "offload" not in {name for name, _ in own_imports(path)}
+
+
+def test_no_modules_import_each_other_in_a_ring():
+    graph = {dotted(path): {name for name, at_import in own_imports(path) if at_import} for path in MODULES}
+
+    assert cycle_in(graph) is None
+
+
+def test_the_ring_finder_finds_rings():
+    assert ["b", "c"] == cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_a_neighbour_is_imported_inside_functions_and_only_where_it_may_be(path):
+    found = {(name.split(".")[0], at_import) for name, at_import in imports(path)}
+    own = room(dotted(path))
+    allowed = NEIGHBOURS if own in ("integrations", "cli") else GUESTS.get(own, set())
+
+    for name, at_import in found:
+        if name in NEIGHBOURS:
+            assert name in allowed, f"{dotted(path)} imports {name}: that belongs to integrations"
+            assert not at_import, f"{dotted(path)} imports {name} at its top: import it where it is used"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_a_module_opens_with_what_is_always_true_of_it(path):
+    text = ast.get_docstring(ast.parse(path.read_text()))
+
+    assert text, f"{path} has no docstring"
+    assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_a_module_has_at_most_some_500_lines(path):
+    assert len(path.read_text().splitlines()) <= 520
+
+
+def test_errors_import_nothing():
+    assert {"__future__"} == {name for name, _ in imports(PACKAGE / "errors.py")}
+
+
+def test_every_error_is_ours_and_one_that_a_stranger_would_catch():
+    from offload import errors
+
+    kinds = [getattr(errors, name) for name in errors.__all__]
+
+    assert sorted(errors.__all__) == errors.__all__
+    assert {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)} == set(errors.__all__)
+    for kind in kinds:
+        assert issubclass(kind, errors.OffloadError)
+        builtins = [
+            base
+            for base in kind.__mro__
+            if base.__module__ == "builtins" and base not in (Exception, BaseException, object)
+        ]
+        assert builtins or kind is errors.OffloadError
+        assert kind.__doc__
+
+
+def test_the_public_names_are_these():
+    assert PUBLIC == offload.__all__
+    assert all(hasattr(offload, name) for name in offload.__all__)
+    assert offload.__doc__
+    assert all(f"`{name}" in offload.__doc__ for name in set(PUBLIC) - {"LoadReport"})
+
+
+def test_importing_offload_imports_no_neighbour():
+    script = """
+        import sys, offload
+        print(sorted(name for name in sys.modules if name.split(".")[0] in set(sys.argv[1:]) and "." not in name))
+    """
+
+    assert "[]\n" == run_script(script, *sorted(NEIGHBOURS))
+
+
+def test_importing_a_part_of_offload_works_by_itself():
+    script = """
+        import subprocess, sys, os, torch
+        for name in sys.argv[1:]:   # each in a fresh process, which has torch already
+            pid = os.fork()
+            if not pid:
+                __import__(name)
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0, name
+    """
+
+    run_script(script, *sorted(KNOWN))
+
+
+def test_nothing_in_the_package_unpickles():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "pickle.loads"):
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert "True" == options.get("weights_only"), f"{path}:{node.lineno}"
