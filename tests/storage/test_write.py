@@ -180,13 +180,17 @@ def test_a_large_value_that_must_be_gathered_takes_bounded_memory(tmp_path):
     assert grown < 64 << 10  # KiB
 
 
-def test_an_empty_value_reads_as_zeros_and_its_blocks_are_reserved(tmp_path):
+def test_an_empty_value_reads_as_zeros_and_its_blocks_are_reserved_unwritten(tmp_path, monkeypatch):
     path = tmp_path / "w.safetensors"
+    written = []
+    put = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(len(data)) or put(fd, data, at))
 
     write_empty(path, "w", Layout(torch.float32, (1 << 18,), (1,)), {}, durable=False)
 
     assert torch.equal(torch.zeros(1 << 18), read(path))
     assert path.stat().st_blocks * 512 >= 1 << 20
+    assert ALIGNMENT == sum(written)
 
 
 def test_where_blocks_cannot_be_reserved_zeros_are_written(tmp_path, monkeypatch):
