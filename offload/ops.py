@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import plain_world
 from offload.tensor import inner  # noqa: F401  (registers its rule)
+from offload.tensor.cuts import sent_to
 from offload.tensor.outside import CPU
-from offload.tensor.rules import call, guests_of, named_guests, read, records_graph, write
+from offload.tensor.rules import call, guests_of, named_guests, plain_copies, read, records_graph, write
 from offload.tensor.tables import FUNCTIONS, RULES, Rule, registrar
 from offload.tensor.traced import Traced
 from offload.tensor.wrapper import (
@@ -54,6 +55,13 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
     ]
     with torch._C.DisableTorchFunctionSubclass():
         return func(tensor, guest_of(where), *rest, **kwargs)
+
+
+@overrides(torch.sparse.mm)
+def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """With a reduction, torch reads the dense factor in memory, under every dispatcher."""
+    memo = plain_copies((*args, *kwargs.values()))
+    return func(*guests_of(args, memo), **named_guests(kwargs, memo))
 
 
 @overrides(
@@ -131,6 +139,8 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         moved = func(*args, **kwargs)
         if type(moved) is not OffloadedTensor or moved is args[0] or moved.requires_grad:
             return moved
+        if not torch._has_compatible_shallow_copy_type(args[0], moved):
+            return moved
         alias = args[0].detach()
         redress(alias, moved._twin, moved._target)
         return alias
@@ -158,7 +168,7 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     memo: dict[int, torch.Tensor] = {}
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
-    return call(func, [value_on_cpu(table), *picks], named).to(table._target)
+    return sent_to(call(func, [value_on_cpu(table), *picks], named), table._target)
 
 
 def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:

@@ -8,14 +8,14 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.rules import guests_of, named_guests, tensors_in
+from offload.tensor.rules import guests_of, named_guests, plain_copies
 from offload.tensor.tables import FUNCTIONS, INNER, registrar
 from offload.tensor.wrapper import OffloadedTensor, store
 
@@ -39,7 +39,7 @@ def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             return func(*args, **kwargs)
     if _is_inplace(func):
         return _call_inplace(func, args, kwargs)
-    memo = _followed_by_autograd((*args, *kwargs.values()))
+    memo = plain_copies((*args, *kwargs.values()))
     results = _as_the_class_has_it(func, args)(*guests_of(args, memo), **named_guests(kwargs, memo))
     return _independent(results, {place for guest in memo.values() for place in _places(guest)})
 
@@ -64,18 +64,6 @@ def _as_the_class_has_it(func: Any, args: Sequence[Any]) -> Any:
     if not args or type(args[0]) is not OffloadedTensor or getattr(torch.Tensor, name, None) is not func:
         return func
     return getattr(type(args[0]._handle.base()), name, func)
-
-
-def _followed_by_autograd(values: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Copies of the trainable ones, by id: a guest would hide them from autograd."""
-    if not torch.is_grad_enabled():
-        return {}
-    with DisableTorchFunctionSubclass():
-        return {
-            id(tensor): tensor.clone()
-            for tensor in tensors_in(*values)
-            if type(tensor) is OffloadedTensor and tensor.requires_grad
-        }
 
 
 def _call_inplace(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -54,6 +54,18 @@ def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[
     return dict(zip(kwargs, guests_of(kwargs.values(), memo), strict=True)) if kwargs else kwargs
 
 
+def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """Copies, by id, of the trainable ones, for functions that need plain tensors: a guest hides from autograd."""
+    if not torch.is_grad_enabled():
+        return {}
+    with DisableTorchFunctionSubclass():
+        return {
+            id(tensor): tensor.clone()
+            for tensor in tensors_in(*values)
+            if type(tensor) is OffloadedTensor and tensor.requires_grad
+        }
+
+
 # The rules that a schema implies
 
 

@@ -231,9 +231,15 @@ class OffloadedTensor(SeenFromOutside):
             _refuse_for(self, value)
             if type(value) is OffloadedTensor:
                 become(self, value)
-            else:
+                return
+            before, target = self._target, value.device
+            if target != before:
+                redress(self, self._twin, target)
+            try:
                 _store_alone(self, value)
-                redress(self, self._twin, value.device)
+            except BaseException:
+                redress(self, self._twin, before)
+                raise
 
     # Copies
 
@@ -382,17 +388,20 @@ def _dressed_as(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
 
 def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) -> None:
     """Give a wrapper other metadata in place."""
-    _set_metadata(wrapper, wrap(wrapper._handle, twin, target))
-    wrapper._twin = twin
-    wrapper._target = target
-    wrapper._generation = wrapper._handle.generation
+    _take_on(wrapper, wrap(wrapper._handle, twin, target))
 
 
 def become(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     """Make a wrapper one more name for what `other` is."""
-    twin = current_twin(other)
+    _take_on(wrapper, wrap(other._handle, current_twin(other), other._target))
+
+
+def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
+    _set_metadata(wrapper, other)  # raises where torch can't exchange one kind of device for another
     wrapper._handle = other._handle
-    redress(wrapper, twin, other._target)
+    wrapper._twin = other._twin
+    wrapper._target = other._target
+    wrapper._generation = other._generation
 
 
 def _only_key(file: TensorFile, key: str | None) -> str:
