@@ -37,6 +37,7 @@ class Handle:
         layout: shape, dtype and strides of the whole value.
         generation: counts changes of `layout`, so that views can tell that they are stale.
         owned: whether `file` is ours to write.
+        twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Handle:
         "name",
         "owned",
         "recipe",
+        "twin",
     )
 
     def __init__(self, name: str, folder: Path | None) -> None:
@@ -261,6 +263,8 @@ class Handle:
             recipe = file.notes.get("subclass") if self.name not in file.entries else None
             layout = file.entry(self.name).layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe
+        if recipe is not None or layout != getattr(self, "layout", None):
+            self.twin: torch.Tensor | None = None
         self.layout: Layout = layout
         self.file = file
         self._base = None

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import CorruptFileError
+from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
 
 ALIGNMENT = 4096
@@ -142,11 +142,16 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any]) -> tuple[byte
     """The first bytes of a file that holds values of these layouts, and the byte at which each value starts.
 
     `notes` goes into the `offload` metadata.
+
+    Raises:
+        UnsupportedOpError: there is no form for a dtype.
+        ValueError: a shape that no tensor has.
     """
     values: dict[str, dict[str, Any]] = {}
     specs: dict[str, Any] = {}
     begin, begins = 0, []
     for key, layout in layouts.items():
+        _refuse_unstorable(key, layout)
         word, shape, note = _spec(layout)
         specs[key] = {"dtype": word, "shape": shape, "data_offsets": [begin, begin + layout.nbytes]}
         if note:
@@ -158,6 +163,15 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any]) -> tuple[byte
     length = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
     head = _LENGTH.pack(length) + text.ljust(length)
     return head, [len(head) + begin for begin in begins]
+
+
+def _refuse_unstorable(key: str, layout: Layout) -> None:
+    if dtype_named(dtype_name(layout.dtype)) is None:
+        raise UnsupportedOpError(
+            f"{key!r} is of {layout.dtype}, which means nothing without its scale: dequantize() it"
+        )
+    if not _are_counts(list(layout.shape)) or not _is_countable(layout.shape, layout.dtype.itemsize):
+        raise ValueError(f"{key!r} can't have the shape {_short(layout.shape)}: no tensor is like that")
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

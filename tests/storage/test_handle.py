@@ -21,6 +21,7 @@ from offload.errors import (
     MissingFileError,
     NameInUseError,
     OffloadError,
+    UnsupportedOpError,
     WriteError,
 )
 from offload.storage import handle as handle_module
@@ -177,6 +178,13 @@ def test_a_name_is_free_while_the_error_that_kept_it_from_being_written_is_still
 
     assert torch.equal(torch.ones(3), Handle.create(torch.ones(3), "w", tmp_path).base())
     assert caught
+
+
+@pytest.mark.parametrize("layout", [Layout(torch.qint8, (3,), (1,)), Layout(torch.float32, (-3,), (1,))], ids=str)
+def test_what_cannot_be_stored_is_refused_and_leaves_no_file(tmp_path, layout):
+    with pytest.raises((UnsupportedOpError, ValueError), match="'w'"):
+        Handle.allocate(layout, "w", tmp_path)
+    assert [] == os.listdir(tmp_path)
 
 
 # Errors name the tensor, the path and the way out

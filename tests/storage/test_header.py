@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.errors import CorruptFileError
+from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import ALIGNMENT, MARK, Layout, build, contiguous_stride, header_length, parse
 from offload.storage.write import layout_of
@@ -122,6 +122,18 @@ def test_strides_in_any_order_come_back(order, sizes, dtype):
     head, _ = build({"w": layout}, {})
 
     assert layout == read_back(head, len(head) + layout.nbytes).entries["w"].layout
+
+
+def test_a_dtype_that_means_nothing_without_a_scale_has_no_header():
+    for dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4):
+        with pytest.raises(UnsupportedOpError, match=f"'w' is of {dtype}.*dequantize"):
+            build({"w": Layout(dtype, (3,), (1,))}, {})
+
+
+@pytest.mark.parametrize("shape", [(-3,), (2**40, 2**40), (3.0,), (True,), (2**63,)], ids=str)
+def test_a_shape_that_no_tensor_has_has_no_header(shape):
+    with pytest.raises(ValueError, match=r"'w' can't have the shape"):
+        build({"w": Layout(torch.float32, shape, (1,) * len(shape))}, {})
 
 
 def test_values_follow_each_other_without_a_hole():

@@ -219,7 +219,11 @@ def test_another_class_of_a_known_name_is_not_taken_for_it(monkeypatch):
         flatten(impostor(torch.ones(2), torch.tensor(1.0)), "w")
 
 
-@pytest.mark.parametrize("context", [object(), {1: 2}, {"a": lambda: None}, torch.ones(1), {1, 2}], ids=str)
+@pytest.mark.parametrize(
+    "context",
+    [object(), {1: 2}, {"a": lambda: None}, torch.ones(1), {1, 2}],
+    ids=["object", "number-as-key", "function", "tensor", "set"],
+)
 def test_a_context_that_is_not_plain_data_is_refused_when_it_is_stored(tmp_path, context):
     with pytest.raises(UnknownSubclassError, match="can't be stored as plain data"):
         Handle.create(scaled(context), "w", tmp_path)
