@@ -85,8 +85,22 @@ def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     with torch._C.DisableTorchFunctionSubclass():
         if torch._C._len_torch_dispatch_stack() or records_graph(args, kwargs):
             return func(*args, **kwargs)
-        memo: dict[int, torch.Tensor] = {}
+        memo = {id(arg): guest_of(arg).detach().requires_grad_() for arg in args if _asks_for_grad(arg)}
         return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+
+
+def _asks_for_grad(arg: Any) -> bool:
+    """Whether a guest must too: `matmul` picks its kernel by that (torch 2.13), also where no graph is recorded."""
+    return type(arg) is OffloadedTensor and arg.requires_grad
+
+
+@overrides(F.embedding)
+def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As `read_directly`, but that it writes to the table where rows have a largest norm."""
+    if kwargs.get("max_norm") is not None or len(args) > 3:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    return read_directly(func, args, kwargs)
 
 
 # What only needs to know the tensor, not its value

@@ -20,8 +20,8 @@ def whole_twin(layout: Layout) -> torch.Tensor:
 
 
 def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """A tensor over the storage of `base`, cut as `twin` is."""
-    if base is twin or is_subclass_value(base):
+    """A tensor over the storage of `base`, which is plain, cut as `twin` is."""
+    if base is twin:
         return base
     if base.dtype == twin.dtype:
         guest = base.as_strided(twin.shape, twin.stride(), twin.storage_offset())

@@ -154,7 +154,7 @@ def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Cut the twin: nothing is read."""
     base = args[0]
-    if type(base) is not OffloadedTensor or (base._handle.recipe is not None and func not in _SAME_VALUE):
+    if type(base) is not OffloadedTensor or base._handle.recipe is not None:
         return read(func, args, kwargs)
     with plain_world() if modes_are_on() and type(base._handle) is not Traced else DisableTorchFunctionSubclass():
         twins = func(current_twin(base), *args[1:], **kwargs)
@@ -164,7 +164,12 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return [_view_of(base, twin) for twin in twins]
 
 
-_SAME_VALUE = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+@registrar(RULES, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+def _same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Another tensor over the same value: nothing is cut, and subclasses are not asked."""
+    base = args[0]
+    with _normal_unless_inference(base):
+        return _view_of(base, func(base._handle.inner) if type(base._handle) is Traced else current_twin(base))
 
 
 def _view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
@@ -269,7 +274,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     if not tensor._handle.owned:
         tensor._handle.writable_base()
     guest = guest_of(tensor)
-    return guest if tensor._handle.recipe is None else guest.clone()
+    return guest.detach() if tensor._handle.recipe is None else guest.clone()
 
 
 def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:

@@ -24,3 +24,7 @@ class Traced:
         return self.inner
 
     writable_base = base
+
+    @property
+    def twin(self) -> torch.Tensor:
+        return self.inner

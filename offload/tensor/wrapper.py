@@ -346,7 +346,15 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over the whole value of `handle`."""
     with plain_world():
-        return wrap(handle, whole_twin(handle.layout), target)
+        return wrap(handle, twin_of(handle), target)
+
+
+def twin_of(handle: Handle) -> torch.Tensor:
+    """The meta tensor that stands for the whole value; it is not to be changed."""
+    if handle.twin is None:
+        with plain_world():
+            handle.twin = whole_twin(handle.layout)
+    return handle.twin
 
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
@@ -473,9 +481,7 @@ def store(tensor: OffloadedTensor, values: torch.Tensor) -> None:
     handle = tensor._file_handle()
     with DisableTorchFunctionSubclass(), torch.no_grad():
         handle.replace(guest_of(values.detach()))
-        with plain_world():
-            twin = whole_twin(handle.layout)
-        redress(tensor, twin, tensor._target)
+        redress(tensor, twin_of(handle), tensor._target)
 
 
 def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
