@@ -96,11 +96,12 @@ def _asks_for_grad(arg: Any) -> bool:
 
 @overrides(F.embedding)
 def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `read_directly`, but that it writes to the table where rows have a largest norm."""
-    if kwargs.get("max_norm") is not None or len(args) > 3:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    return read_directly(func, args, kwargs)
+    """As `read_directly`, but for a table that it writes to (`max_norm`), or that is to be sent elsewhere row by row."""
+    table = args[1] if len(args) > 1 else kwargs["weight"]
+    if len(args) <= 3 and kwargs.get("max_norm") is None and table.device == CPU:
+        return read_directly(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 # What only needs to know the tensor, not its value

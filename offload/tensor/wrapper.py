@@ -463,7 +463,9 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """As `guest_of`, but where the file is mapped, whatever the target device."""
-    return cut(tensor._handle.base(), current_twin(tensor))
+    handle, twin = tensor._handle, current_twin(tensor)
+    base = handle.base()
+    return base if twin is handle.twin or handle.recipe is not None else cut(base, twin)
 
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
