@@ -531,6 +531,14 @@ def test_17_results_do_not_share_memory_with_the_file(int8: torch.Tensor) -> Non
     assert torch.equal(int8.dequantize(), w.dequantize())
 
 
+def test_17_quantized_weights_have_pointers_of_their_own(int8: torch.Tensor) -> None:
+    """Zero for all would mean that all are tied."""
+    w, other = offloaded(int8), offloaded(int8, "other")
+
+    assert 0 != w.data_ptr() != other.data_ptr() != 0
+    assert w.data_ptr() == w.detach().data_ptr()
+
+
 def test_17_a_quantized_module_runs_from_disk(tmp_path: Path) -> None:
     """Its parameters offloaded one by one; copies and saved states too."""
     import copy

@@ -95,8 +95,12 @@ class SeenFromOutside(torch.Tensor):
         if type(self._handle) is Traced:
             with DisableTorchFunctionSubclass():
                 return super().untyped_storage()
+        handle = self._file_handle()
         with plain_world():
-            return self._file_handle().pointers()
+            if not handle.is_subclass:
+                return handle.pointers()
+            handle.base()
+            return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)
 
     def data_ptr(self) -> int:
         """An address of the mapped value; views of one file have addresses inside the same storage."""

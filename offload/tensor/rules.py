@@ -271,10 +271,13 @@ def write_into(
 
 
 def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
-    if not tensor._handle.owned:
-        tensor._handle.writable_base()
+    handle = tensor._handle
+    if type(handle) is Traced:
+        return handle.inner  # itself: a compiler finds out what is written by that
+    if not handle.owned:
+        handle.writable_base()
     guest = guest_of(tensor)
-    return guest.detach() if tensor._handle.recipe is None else guest.clone()
+    return guest.detach() if handle.recipe is None else guest.clone()
 
 
 def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:

@@ -465,7 +465,12 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """As `guest_of`, but where the file is mapped, whatever the target device."""
     handle, twin = tensor._handle, current_twin(tensor)
     base = handle.base()
-    return base if twin is handle.twin or handle.recipe is not None else cut(base, twin)
+    if twin is not handle.twin and handle.recipe is None:
+        base = cut(base, twin)
+    if not handle.owned and base._version > _AS_MAPPED and handle.recipe is None:
+        handle.replace(handle.base())  # compiled code wrote to the mapping; of a file that is not ours, that is memory
+        return value_on_cpu(tensor)
+    return base
 
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
@@ -522,4 +527,5 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
     return False
 
 
+_AS_MAPPED = torch.empty(0).set_(torch.empty(0))._version  # of a mapping that nothing was written to
 _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))

@@ -1,0 +1,216 @@
+"""Compilers: torch.compile, torch.export and make_fx take offloaded tensors as they take plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import offload
+from offload import OffloadedTensor
+
+BACKENDS = ["eager", "aot_eager"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that another test compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Small(nn.Module):
+    """A layer, a norm and a buffer; tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.down = nn.Linear(8, 6)
+        self.same = nn.Linear(6, 8, bias=False)
+        self.same.weight = self.up.weight
+        self.register_buffer("shift", torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.norm(self.up(x) + self.same(x)))) + self.shift
+
+
+@pytest.fixture
+def plain() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+@pytest.fixture
+def on_disk(plain: Small) -> Small:
+    """A copy of `plain` whose tensors are all offloaded."""
+    return _offloaded(copy.deepcopy(plain))
+
+
+def _offloaded(module: Any) -> Any:
+    memo: dict[Any, Any] = {}
+    for part in module.modules():
+        for slots in (part._parameters, part._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    if tensor not in memo:
+                        memo[tensor] = OffloadedTensor.from_original_tensor(tensor, name)
+                    slots[name] = memo[tensor]
+    return module
+
+
+def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
+    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
+    torch.testing.assert_close(plain, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_module_gives_what_it_gives_on_plain_tensors(backend: str, plain: Small, on_disk: Small) -> None:
+    """With a graph and without, called again, and with another batch size; in one graph, without a break."""
+    compiled = torch.compile(on_disk, backend=backend, fullgraph=True)
+
+    for batch in (2, 2, 5):
+        x = torch.randn(batch, 6)
+        assert_equal(plain(x), compiled(x))
+        with torch.no_grad():
+            assert_equal(plain(x), compiled(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_gradients_are_those_of_plain_tensors(backend: str, plain: Small, on_disk: Small) -> None:
+    """Of trainable offloaded parameters and of the input."""
+    x = torch.randn(2, 6, requires_grad=True)
+    grads = []
+    for module in (plain, on_disk):
+        loss = torch.compile(module, backend=backend)(x).square().sum()
+        grads.append(torch.autograd.grad(loss, [x, *module.parameters()]))
+
+    for expected, actual in zip(*grads, strict=True):
+        assert type(actual) is torch.Tensor
+        assert_equal(expected, actual)
+
+
+@pytest.mark.slow
+def test_inductor_gives_what_it_gives_on_plain_tensors(plain: Small, on_disk: Small) -> None:
+    """The same generated code, hence the same bits; also after an update of a weight."""
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        try:
+            expected = torch.compile(plain, backend="inductor")(x)
+        except Exception as error:
+            if "compiler" in str(error).lower():
+                pytest.skip("there is no C++ compiler here")
+            raise
+        compiled = torch.compile(on_disk, backend="inductor")
+        assert_equal(expected, compiled(x))
+        on_disk.shift.add_(1)
+        plain.shift.add_(1)
+        assert_equal(torch.compile(plain, backend="inductor")(x), compiled(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_function_sees_a_changed_value(backend: str, plain: Small, on_disk: Small) -> None:
+    """A write, an atomic replacement, and an assignment to `.data` after compilation."""
+    x = torch.randn(2, 6)
+    compiled = torch.compile(on_disk, backend=backend)
+    changes = [
+        lambda module: module.shift.mul_(2),
+        lambda module: _replace(module.shift, torch.ones(6)),
+        lambda module: setattr(module.down.bias, "data", torch.zeros(6)),
+    ]
+    for change in changes:
+        compiled(x)
+        with torch.no_grad():
+            change(plain)
+            change(on_disk)
+
+        assert_equal(plain(x), compiled(x))
+
+
+def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(tensor, OffloadedTensor):
+        tensor.update_values(value)
+    else:
+        tensor.copy_(value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: w.copy_(torch.ones(4)), lambda w: w[1:3].zero_()])
+def test_a_compiled_inplace_update_reaches_the_file(backend: str, change: Any) -> None:
+    """Of a buffer of ours; the version counter moves."""
+    w = OffloadedTensor.from_original_tensor(torch.arange(4.0), "w")
+    expected = torch.arange(4.0)
+    compiled = torch.compile(lambda t: (change(t), t + 1)[1], backend=backend)
+    for _ in range(2):
+        result = compiled(w)
+        change(expected)
+
+    assert_equal(expected + 1, result)
+    assert_equal(expected, w)
+    assert_equal(expected, safetensors.torch.load_file(w.offload_path)["w"])
+    assert w._version > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_update_never_writes_a_checkpoint(backend: str, tmp_path: Any) -> None:
+    """A referenced tensor is copied to its own file, as without a compiler."""
+    path = tmp_path / "checkpoint.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(4)}, path)
+    before = path.read_bytes()
+    w = OffloadedTensor.from_file(path, "w")
+    compiled = torch.compile(lambda t: t.add_(1), backend=backend)
+    compiled(w)
+    compiled(w)
+
+    assert before == path.read_bytes()
+    assert_equal(torch.full((4,), 2.0), w)
+    assert path != w.offload_path
+    assert_equal(torch.full((4,), 2.0), safetensors.torch.load_file(w.offload_path)["w"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_view_made_in_compiled_code_comes_out_right(backend: str) -> None:
+    """Whatever it is of, it has the value."""
+    w = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
+    view, total = torch.compile(lambda t: (t.t()[1:], t.sum()), backend=backend)(w)
+
+    assert_equal(torch.arange(6.0).view(2, 3).t()[1:], view)
+    assert_equal(torch.tensor(15.0), total)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_module_gives_what_the_module_gives(strict: bool, plain: Small, on_disk: Small) -> None:
+    """With its parameters on disk still, and tied."""
+    x = torch.randn(2, 6)
+    program = torch.export.export(on_disk, (x,), strict=strict)
+
+    assert_equal(plain(x), program.module()(x))
+    assert all(offload.is_offloaded(parameter) for parameter in program.state_dict.values())
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_through(mode: str) -> None:
+    """The graph has the plain ops, and runs on plain and offloaded tensors."""
+    weight, x = torch.randn(4, 6), torch.randn(2, 6)
+    w = OffloadedTensor.from_original_tensor(weight, "w")
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w).relu()
+
+    expected, traced = make_fx(function, tracing_mode=mode)(x, weight), make_fx(function, tracing_mode=mode)(x, w)
+
+    assert _ops(expected) == _ops(traced)
+    assert_equal(function(x, weight), traced(x, w))
+    assert_equal(function(x, weight), traced(x, weight))
+
+
+def _ops(graph: torch.fx.GraphModule) -> list[Any]:
+    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
