@@ -123,7 +123,7 @@ def trial(arm: str, folder: Path, prompt: list[int], tokens: int) -> Trial:
 
 
 def rehearse(arm: str, folder: Path) -> None:
-    """Load and run a model of the same class with next to no weights, so that imports and first calls are not measured."""
+    """Load and run a model of the same class with few weights: imports and first calls are not to be measured."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -143,14 +143,14 @@ def loader(arm: str) -> Callable[[Path, Path], Any]:
     return {"in memory": in_memory, "offload": offloaded, "accelerate": with_accelerate}[arm]
 
 
-def in_memory(folder: Path, scratch: Path) -> Any:
+def in_memory(folder: Path, _scratch: Path | None = None) -> Any:
     """transformers' default, which maps safetensors files on the CPU."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def offloaded(folder: Path, scratch: Path) -> Any:
+def offloaded(folder: Path, _scratch: Path | None = None) -> Any:
     from offload.integrations.transformers import from_pretrained
 
     return from_pretrained(folder)

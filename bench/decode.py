@@ -1,7 +1,7 @@
 """Warm decoding with everything on disk against the same model in memory, token by token, interleaved.
 
-Both models are in one process, over the same files in the page cache; each pair decodes the same token with one and then
-with the other (the order alternates). What is printed is the median of the ratios of pairs.
+Both models are in one process, over the same files in the page cache; each pair decodes the same token with one and
+then with the other (the order alternates). What is printed is the median of the ratios of pairs.
 
     python -m bench.decode [--pairs 60]
 """
@@ -26,7 +26,7 @@ def main() -> None:
     options.add_argument("--gigabytes", type=float, default=1.0)
     chosen = options.parse_args()
     folder = llama(chosen.gigabytes)
-    arms = {"in memory": Decoder(in_memory(folder, folder)), "offload": Decoder(offloaded(folder, folder))}
+    arms = {"in memory": Decoder(in_memory(folder)), "offload": Decoder(offloaded(folder))}
     ratios = []
     for pair in range(-3, chosen.pairs):
         order = list(arms) if pair % 2 else list(reversed(arms))
@@ -34,7 +34,12 @@ def main() -> None:
         if pair >= 0:
             ratios.append(seconds["offload"] / seconds["in memory"])
     ratios.sort()
-    figures = {"pairs": len(ratios), "median": median(ratios), "low": ratios[len(ratios) // 10], "high": ratios[-len(ratios) // 10]}
+    figures = {
+        "pairs": len(ratios),
+        "median": median(ratios),
+        "low": ratios[len(ratios) // 10],
+        "high": ratios[-len(ratios) // 10],
+    }
     print(json.dumps({"time per token, offload / in memory": figures}))
 
 

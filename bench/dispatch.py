@@ -1,7 +1,7 @@
 """What dispatch adds to an op, in microseconds: an offloaded argument against the plain tensor it stands for.
 
-Tensors are tiny, so that the op itself takes next to nothing. Each figure is the median over rounds of the difference of the
-two times, which are taken in turn.
+Tensors are tiny, so that the op itself takes next to nothing. Each figure is the median over rounds of the difference
+of the two times, which are taken in turn.
 
     python -m bench.dispatch
 """
@@ -44,7 +44,9 @@ def main() -> None:
     with torch.no_grad():
         for name, op in ops.items():
             print(f"{name:32}{overhead(op, plain, offloaded):6.1f} µs")
-    print(f"{'F.linear(x, w), x requires grad':32}{overhead(lambda w: F.linear(followed, w), plain, offloaded):6.1f} µs")
+    print(
+        f"{'F.linear(x, w), x requires grad':32}{overhead(lambda w: F.linear(followed, w), plain, offloaded):6.1f} µs"
+    )
 
 
 if __name__ == "__main__":

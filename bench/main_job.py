@@ -40,7 +40,9 @@ console = Console(highlight=False)
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--model", help="a causal language model on the hub, or a folder; a made 1 GB Llama if not given")
+    options.add_argument(
+        "--model", help="a causal language model on the hub, or a folder; a made 1 GB Llama if not given"
+    )
     options.add_argument("--prompt", default="The tensors of this model live on disk, so")
     options.add_argument("--out", type=Path, default=cache_folder() / "main_job.png", help="where the picture goes")
     chosen = options.parse_args()
@@ -70,7 +72,9 @@ def embed() -> None:
     likeness = vectors @ vectors.T  # (sentences, sentences)
     rows, columns = torch.triu_indices(len(SENTENCES), len(SENTENCES), offset=1)
     ranking = likeness[rows, columns].argsort(descending=True)[:6]
-    table = Table("likeness", "sentence", "sentence", title="all-MiniLM-L6-v2 on disk: the likest of 12 sentences", box=box.SIMPLE)
+    table = Table(
+        "likeness", "sentence", "sentence", title="all-MiniLM-L6-v2 on disk: the likest of 12 sentences", box=box.SIMPLE
+    )
     for pair in ranking:
         row, column = int(rows[pair]), int(columns[pair])
         table.add_row(f"{likeness[row, column]:.3f}", SENTENCES[row], SENTENCES[column])
@@ -88,6 +92,8 @@ def _embeddings(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch
 
 def generate(folder: Path, prompt: list[int], *, text_of: str | None) -> list[Trial]:
     """The same tokens from each way of loading."""
+    for shard in folder.glob("*.safetensors"):
+        shard.read_bytes()  # into the page cache, for all alike
     trials = [run_apart(arm, folder, prompt, TOKENS) for arm in ARMS]
     for trial in trials:
         _require(trial.tokens == trials[0].tokens, f"tokens of {trial.arm}")
@@ -101,9 +107,11 @@ def generate(folder: Path, prompt: list[int], *, text_of: str | None) -> list[Tr
 
 def report(folder: Path, trials: list[Trial]) -> None:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    table = Table("", *(trial.arm for trial in trials), title=f"\n{folder.name}: a checkpoint of {decimal(size)}", box=box.SIMPLE)
+    table = Table(
+        "", *(trial.arm for trial in trials), title=f"\n{folder.name}: a checkpoint of {decimal(size)}", box=box.SIMPLE
+    )
     rows = {
-        "checkpoint bytes": lambda trial: decimal(size),
+        "checkpoint bytes": lambda _: decimal(size),
         "bytes written by loading": lambda trial: decimal(trial.bytes_written),
         "load time": lambda trial: f"{trial.load_seconds:.2f} s",
         "time to first token": lambda trial: f"{trial.first_token_seconds:.2f} s",

@@ -5,6 +5,7 @@
 | put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
+| know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
@@ -14,7 +15,7 @@
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
 
-from offload import ops as _ops  # fills the tables of rules
+from offload import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
@@ -27,7 +28,7 @@ from offload.loader import (
     load_file,
 )
 from offload.storage.subclasses import register_subclass
-from offload.tensor import processes as _processes  # tells pickle how tensors go to other processes
+from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 

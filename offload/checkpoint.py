@@ -120,7 +120,9 @@ def _open_index(path: Path) -> Checkpoint:
         if shard not in shards:
             shards[shard] = _open_shard(path.parent, shard, name)
         if name not in shards[shard]:
-            raise CheckpointError(f"{path} says that {name!r} is in {shard}, and it is not: the files do not belong together")
+            raise CheckpointError(
+                f"{path} says that {name!r} is in {shard}, and it is not: the files do not belong together"
+            )
         values[name] = shards[shard][name]
     return Checkpoint(path.parent, values)
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import CheckpointError, OffloadError
 
@@ -91,13 +91,15 @@ def _table(source: Checkpoint) -> Table:
     return table
 
 
-def _tokenizer(folder: Path) -> object:
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"{folder} has no tokenizer that transformers can load: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=generate)
 
     command = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
-    command.add_argument("path", type=Path, help="a .safetensors file, an index, a checkpoint's folder, an offload folder")
+    command.add_argument(
+        "path", type=Path, help="a .safetensors file, an index, a checkpoint's folder, an offload folder"
+    )
     command.set_defaults(run=inspect)
     return parser
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from offload.errors import DeviceMapError
 
 ON_DISK = "disk"
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 Word: TypeAlias = "str | int | torch.device"
 _CPU = torch.device("cpu")
@@ -29,6 +31,35 @@ class Place:
 
     on_disk: bool
     device: torch.device
+
+
+def infer_device_map(
+    model: nn.Module,
+    word: str,
+    *,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split_module_classes: list[str] | None,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """The device map that accelerate computes for one of the words `AUTOMATIC`.
+
+    Args:
+        model: its tensors may be empty.
+        word: "auto", "balanced", "balanced_low_0" or "sequential".
+        max_memory: bytes, or "8GiB", by device, which the weights there may take; None for what is free.
+        no_split_module_classes: classes that stay on one device; None for those that the model itself names.
+        dtype: of the weights once loaded.
+    """
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    if no_split_module_classes is None:
+        no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
+    options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
+    if word != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, low_zero=word == "balanced_low_0", **options)
+    inferred: dict[str, Any] = infer_auto_device_map(model, max_memory=max_memory, **options)
+    return inferred
 
 
 def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint import Checkpoint, StoredValue, open_checkpoint
-from offload.device_map import ON_DISK, DeviceMap, Place, places
+from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.progress import progress
 from offload.storage.handle import Handle
@@ -26,7 +26,6 @@ from offload.tensor.wrapper import OffloadedTensor, checked_device, is_offloaded
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
-AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 _log = logging.getLogger("offload")
 
@@ -48,7 +47,9 @@ class LoadReport:
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
         lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
-        return "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in lines.items() if names) or "all match"
+        return (
+            "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in lines.items() if names) or "all match"
+        )
 
 
 def load_checkpoint_and_dispatch(
@@ -85,8 +86,6 @@ def load_checkpoint_and_dispatch(
         MetaTensorError: tensors are left without data; the message names them.
     """
     if isinstance(device_map, str) and device_map in AUTOMATIC:
-        from offload.integrations.accelerate import infer_device_map
-
         device_map = infer_device_map(
             model, device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype
         )
@@ -117,8 +116,9 @@ def load_checkpoint_in_model(
     Returns:
         What did not match.
     """
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    tie_weights = getattr(model, "tie_weights", None)  # transformers
+    if callable(tie_weights):
+        tie_weights()
     source = open_checkpoint(checkpoint)
     slots = tensor_slots(model)
     placed = places([slot.name for slot in slots], device_map)
@@ -126,7 +126,9 @@ def load_checkpoint_in_model(
     if strict and (report.missing_keys or report.unexpected_keys or report.mismatched_keys):
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if slots and not any(name in source for slot in slots for name in slot.names):
-        raise CheckpointError(f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})")
+        raise CheckpointError(
+            f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
+        )
     skipped = {name for name, _, _ in report.mismatched_keys}
     for slot in progress(slots, "loading"):
         key = _key_of(slot, source)
@@ -168,7 +170,9 @@ def disk_offload(
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
     device = None if execution_device is None else checked_device(execution_device)
-    placed = {slot.name: Place(True, device or slot.tensor.device) for slot in tensor_slots(model, persistent_only=False)}
+    placed = {
+        slot.name: Place(True, device or slot.tensor.device) for slot in tensor_slots(model, persistent_only=False)
+    }
     place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
     return model
 
@@ -261,10 +265,26 @@ def connect_devices(
     if len(devices) < 2:
         return
     if not isinstance(device_map, Mapping):
-        raise DeviceMapError(f"tensors are on several devices ({devices}), and {device_map!r} does not say which module goes where")
-    from offload.integrations.accelerate import move_activations
+        raise DeviceMapError(
+            f"tensors are on several devices ({devices}), and {device_map!r} does not say which module goes where"
+        )
+    _move_activations(model, places(device_map, device_map), skip_keys=skip_keys)
 
-    move_activations(model, places(device_map, device_map), skip_keys=skip_keys)
+
+def _move_activations(model: nn.Module, modules: Mapping[str, Place], *, skip_keys: str | list[str] | None) -> None:
+    """Have accelerate's hooks bring the inputs of each mapped module to its device, and the outputs back."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    known = dict(model.named_modules())
+    first = next(iter(modules.values())).device
+    add_hook_to_module(
+        model, AlignDevicesHook(execution_device=first, io_same_device=True, skip_keys=skip_keys), append=True
+    )
+    for name, place in modules.items():
+        if name in known and name and place.device.type != "meta":
+            add_hook_to_module(
+                known[name], AlignDevicesHook(execution_device=place.device, skip_keys=skip_keys), append=True
+            )
 
 
 def _names(model: nn.Module) -> Iterator[str]:

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from offload import OffloadedTensor, cli
 
 
-def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_file({"a.weight": torch.zeros(20, 100), "b": torch.zeros(5, dtype=torch.int8)}, tmp_path / "x.safetensors")
 
     assert 0 == cli.main(["inspect", str(tmp_path)])
@@ -59,7 +61,17 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
     expected = tokenizer.decode(plain[0, 3:], skip_special_tokens=False)
 
-    command = [sys.executable, "-m", "offload.cli", "generate", str(folder), "--prompt", "w3 w5 w7", "--max-new-tokens", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "offload.cli",
+        "generate",
+        str(folder),
+        "--prompt",
+        "w3 w5 w7",
+        "--max-new-tokens",
+        "5",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert expected == done.stdout.strip()

@@ -42,7 +42,11 @@ def checkpoint_of_zeros(path: Path, layers: int, width: int) -> Path:
     """Most of the file is a hole."""
     nbytes = width * width * 4
     entries = {
-        f"{layer}.weight": {"dtype": "F32", "shape": [width, width], "data_offsets": [layer * nbytes, (layer + 1) * nbytes]}
+        f"{layer}.weight": {
+            "dtype": "F32",
+            "shape": [width, width],
+            "data_offsets": [layer * nbytes, (layer + 1) * nbytes],
+        }
         for layer in range(layers)
     }
     header = json.dumps(entries).encode()

@@ -30,7 +30,7 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     if folder.is_dir():
         return folder.absolute()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.device_map import ON_DISK, DeviceMap, places
+from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
-from offload.loader import AUTOMATIC, LoadReport, connect_devices, place_tensors, refuse_meta, tensor_slots
+from offload.loader import LoadReport, connect_devices, place_tensors, refuse_meta, tensor_slots
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
@@ -127,7 +127,9 @@ def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
 
 def _refuse_quantized(config: Any, options: Mapping[str, Any], folder: Path) -> None:
     if options.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{folder}: quantized checkpoints are not loaded to disk yet; load one that is not quantized")
+        raise CheckpointError(
+            f"{folder}: quantized checkpoints are not loaded to disk yet; load one that is not quantized"
+        )
 
 
 def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint) -> None:
@@ -139,9 +141,9 @@ def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint)
 
 def _place(model: Any, device_map: DeviceMap, offload_dir: Any, *, offload_buffers: bool, max_memory: Any) -> None:
     if isinstance(device_map, str) and device_map in AUTOMATIC:
-        from offload.integrations.accelerate import infer_device_map
-
-        device_map = infer_device_map(model, device_map, max_memory=max_memory, no_split_module_classes=None, dtype=None)
+        device_map = infer_device_map(
+            model, device_map, max_memory=max_memory, no_split_module_classes=None, dtype=None
+        )
     names = [name for slot in tensor_slots(model, persistent_only=False) for name in slot.names]
     placed = places(names, device_map)
     place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)

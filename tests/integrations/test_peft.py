@@ -56,7 +56,12 @@ def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
     config = LlamaConfig(
-        vocab_size=64, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=8, dtype="float32"
+        vocab_size=64,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        dtype="float32",
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = get_peft_model(offload.from_pretrained(tmp_path), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))

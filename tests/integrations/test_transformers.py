@@ -73,7 +73,9 @@ def test_a_device_map_keeps_some_modules_in_memory(llama_folder: Path, in_memory
     assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
 
 
-def test_an_automatic_map_on_a_machine_without_accelerators(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
+def test_an_automatic_map_on_a_machine_without_accelerators(
+    llama_folder: Path, in_memory: Any, tokens: torch.Tensor
+) -> None:
     """With room for about one layer: the rest goes to disk."""
     model = offload.from_pretrained(llama_folder, device_map="sequential", max_memory={"cpu": 120_000})
 
