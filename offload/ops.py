@@ -18,7 +18,17 @@ from offload.storage.handle import plain_world
 from offload.tensor import inner  # noqa: F401  (registers its rule)
 from offload.tensor.cuts import sent_to
 from offload.tensor.outside import CPU
-from offload.tensor.rules import call, guests_of, named_guests, plain_copies, read, records_graph, write
+from offload.tensor.rules import (
+    call,
+    guests_of,
+    named_guests,
+    normal_unless_inference,
+    plain_copies,
+    read,
+    records_graph,
+    view_of,
+    write,
+)
 from offload.tensor.tables import FUNCTIONS, RULES, Rule, registrar
 from offload.tensor.traced import Traced
 from offload.tensor.wrapper import (
@@ -96,7 +106,7 @@ def _asks_for_grad(arg: Any) -> bool:
 
 @overrides(F.embedding)
 def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `read_directly`, but for a table that it writes to (`max_norm`), or that is to be sent elsewhere row by row."""
+    """As `read_directly`, but for a table that it writes to (`max_norm`), or that is sent elsewhere row by row."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
     if len(args) <= 3 and kwargs.get("max_norm") is None and table.device == CPU:
         return read_directly(func, args, kwargs)
@@ -105,6 +115,15 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 # What only needs to know the tensor, not its value
+
+
+@implements(aten.detach.default, aten.alias.default)
+def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Another tensor over the same value: nothing is cut, so the twin serves both, and no subclass is asked."""
+    base = args[0]
+    twin = func(base._handle.inner) if type(base._handle) is Traced else current_twin(base)
+    with normal_unless_inference(base):
+        return view_of(base, twin)
 
 
 @implements(

@@ -39,9 +39,6 @@ NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
 GUESTS = {"device_map": {"accelerate"}, "loader": {"accelerate"}}
 
-# A step up the stairs, from inside a function only. Strict: an entry that is not needed any more fails.
-STEPS_UP: dict[tuple[str, str], str] = {}
-
 PUBLIC = [
     "ON_DISK",
     "LoadReport",
@@ -126,20 +123,12 @@ def test_imports_go_down_a_floor_or_stay_inside_a_package(path):
         return
     assert own in FLOORS, f"{path} has no floor: DESIGN 5 gives it one"
 
-    for name, at_import in own_imports(path):
+    for name, _ in own_imports(path):
         other = room(name)
         assert other in FLOORS, f"{dotted(path)} imports {name}"
-        if (dotted(path), name) in STEPS_UP and not at_import:
-            continue
         assert other == own or FLOORS[other] < FLOORS[own], (
             f"{dotted(path)} imports {name}, which is not on a lower floor"
         )
-
-
-def test_every_step_up_is_still_taken():
-    taken = {(dotted(path), name) for path in MODULES for name, _ in own_imports(path)}
-
-    assert set(STEPS_UP) <= taken
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

@@ -158,25 +158,17 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return read(func, args, kwargs)
     with plain_world() if modes_are_on() and type(base._handle) is not Traced else DisableTorchFunctionSubclass():
         twins = func(current_twin(base), *args[1:], **kwargs)
-    with _normal_unless_inference(base):
+    with normal_unless_inference(base):
         if isinstance(twins, torch.Tensor):
-            return _view_of(base, twins)
-        return [_view_of(base, twin) for twin in twins]
+            return view_of(base, twins)
+        return [view_of(base, twin) for twin in twins]
 
 
-@registrar(RULES, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-def _same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another tensor over the same value: nothing is cut, and subclasses are not asked."""
-    base = args[0]
-    with _normal_unless_inference(base):
-        return _view_of(base, func(base._handle.inner) if type(base._handle) is Traced else current_twin(base))
-
-
-def _view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
+def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
     return wrap_traced(twin) if type(base._handle) is Traced else wrap(base._handle, twin, base._target)
 
 
-def _normal_unless_inference(base: OffloadedTensor) -> Any:
+def normal_unless_inference(base: OffloadedTensor) -> Any:
     """A view of a normal tensor is a normal tensor, also in inference mode."""
     if torch.is_inference_mode_enabled() and not torch._C.TensorBase.is_inference(base):
         return torch.inference_mode(False)
