@@ -468,7 +468,8 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     if twin is not handle.twin and handle.recipe is None:
         base = cut(base, twin)
     if not handle.owned and base._version > _AS_MAPPED and handle.recipe is None:
-        handle.replace(handle.base())  # compiled code wrote to the mapping; of a file that is not ours, that is memory
+        # Compiled code stored into the mapping, which is only memory where the file is not ours.
+        tensor._file_handle().replace(handle.base())
         return value_on_cpu(tensor)
     return base
 
@@ -527,5 +528,5 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
     return False
 
 
-_AS_MAPPED = torch.empty(0).set_(torch.empty(0))._version  # of a mapping that nothing was written to
+_AS_MAPPED = torch.empty(0).set_(torch.empty(0).untyped_storage())._version  # of a mapping that nothing was written to
 _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))

@@ -1,0 +1,460 @@
+"""Modules, optimizers and function transforms over offloaded parameters do what they do over plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload import OffloadedTensor
+
+
+def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
+    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual.detach()
+    torch.testing.assert_close(plain, expected.detach(), rtol=0, atol=0)
+
+
+def to_disk(module: Any) -> Any:
+    """The module itself, its parameters and buffers offloaded one by one; tied ones stay tied."""
+    memo: dict[Any, Any] = {}
+    for part in module.modules():
+        for slots in (part._parameters, part._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    memo.setdefault(tensor, OffloadedTensor.from_original_tensor(tensor, name))
+                    slots[name] = memo[tensor]
+    return module
+
+
+class Model(nn.Module):
+    """An embedding, tied to the head; a norm with buffers; a layer without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layer = nn.Linear(8, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(F.gelu(self.layer(self.embed(tokens)))))
+
+
+@pytest.fixture
+def plain() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def on_disk(plain: Model) -> Model:
+    return to_disk(copy.deepcopy(plain))
+
+
+TOKENS = torch.tensor([0, 3, 7, 3])
+
+
+def parameters_on_disk(module: nn.Module) -> bool:
+    return all(isinstance(p, nn.Parameter) and offload.is_offloaded(p) for p in module.parameters())
+
+
+def assert_same_state(expected: nn.Module, actual: nn.Module) -> None:
+    left, right = expected.state_dict(), actual.state_dict()
+    assert list(left) == list(right)
+    for name in left:
+        assert_equal(left[name], right[name])
+
+
+# Parameters
+
+
+def test_a_parameter_of_an_offloaded_tensor_is_one(plain: Model) -> None:
+    """Registered, listed and counted as any; it shares the file."""
+    w = OffloadedTensor.from_original_tensor(torch.ones(2, 3), "w")
+    module = nn.Module()
+    module.w = nn.Parameter(w)
+
+    assert [("w", module.w)] == list(module.named_parameters())
+    assert module.w.requires_grad
+    assert w.offload_path == module.w.offload_path
+    assert "Parameter" not in repr(module)
+
+
+def test_a_module_runs_and_trains_its_buffers(plain: Model, on_disk: Model) -> None:
+    """Batch norm updates its running mean in the file."""
+    assert_equal(plain(TOKENS), on_disk(TOKENS))
+
+    assert_same_state(plain, on_disk)
+    mean = on_disk.norm.running_mean
+    assert_equal(plain.norm.running_mean, safetensors.torch.load_file(mean.offload_path)[mean.name])
+    assert on_disk.norm.num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.to("cpu"),
+        lambda m: m.to("cpu", torch.float64),
+        lambda m: m.float(),
+        lambda m: m.requires_grad_(False),
+        lambda m: m.train().eval(),
+        lambda m: m.share_memory(),
+        lambda m: m.apply(lambda part: None),
+    ],
+)
+def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, on_disk: Model) -> None:
+    """With its values, ties, and parameters that are the same objects."""
+    before = list(on_disk.parameters())
+    convert(plain)
+    convert(on_disk)
+
+    assert parameters_on_disk(on_disk)
+    assert_same_state(plain, on_disk)
+    assert on_disk.head.weight is on_disk.embed.weight
+    assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
+
+
+def test_parameters_that_share_a_file_convert_one_by_one() -> None:
+    """Two parameters over one value are not one object: each gets its own new value, as in torch."""
+    weight = torch.randn(3, 3)
+    w = OffloadedTensor.from_original_tensor(weight, "w")
+    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+    for layer in module:
+        layer.weight = nn.Parameter(w)
+    module.half()
+
+    for layer in module:
+        assert offload.is_offloaded(layer.weight)
+        assert_equal(weight.half(), layer.weight)
+    assert_equal(weight, w)
+
+
+def test_a_module_goes_to_meta(plain: Model, on_disk: Model) -> None:
+    """Without a file being read, and comes back empty."""
+    for parameter in on_disk.parameters():
+        parameter.offload_path.unlink()
+    plain.to("meta")
+    on_disk.to("meta")
+
+    assert all(tensor.is_meta for tensor in on_disk.state_dict().values())
+    assert [p.shape for p in plain.parameters()] == [p.shape for p in on_disk.parameters()]
+    assert not any(tensor.is_meta for tensor in on_disk.to_empty(device="cpu").state_dict().values())
+
+
+# State
+
+
+def test_a_state_dict_reads_nothing(on_disk: Model) -> None:
+    """Its tensors are on disk, and detached."""
+    state = on_disk.state_dict()
+
+    assert all(offload.is_offloaded(tensor) and not tensor.requires_grad for tensor in state.values())
+    assert state["embed.weight"].offload_path == on_disk.embed.weight.offload_path
+    assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("source_on_disk", [False, True])
+def test_loading_a_state_copies_into_the_files(source_on_disk: bool, on_disk: Model) -> None:
+    """The parameters stay the same objects over the same files."""
+    torch.manual_seed(1)
+    other = Model()
+    expected = copy.deepcopy(other)
+    paths = [p.offload_path for p in on_disk.parameters()]
+    on_disk.load_state_dict((to_disk(other) if source_on_disk else other).state_dict())
+
+    assert_same_state(expected, on_disk)
+    assert paths == [p.offload_path for p in on_disk.parameters()]
+    weight = on_disk.layer.weight
+    assert_equal(expected.layer.weight, safetensors.torch.load_file(weight.offload_path)[weight.name])
+
+
+def test_loading_a_state_with_assign_takes_the_tensors(plain: Model) -> None:
+    """As parameters, over their files; a meta model is filled so."""
+    state = to_disk(copy.deepcopy(plain)).state_dict()
+    with torch.device("meta"):
+        model = Model()
+    model.load_state_dict(state, assign=True)
+
+    assert parameters_on_disk(model)
+    assert_same_state(plain, model)
+    assert state["layer.weight"].offload_path == model.layer.weight.offload_path
+    assert model.layer.weight.requires_grad
+
+
+def test_deepcopy_of_a_module_keeps_its_ties(plain: Model, on_disk: Model) -> None:
+    """On disk, with files of its own."""
+    copied = copy.deepcopy(on_disk)
+    with torch.no_grad():
+        on_disk.embed.weight.zero_()
+
+    assert parameters_on_disk(copied)
+    assert copied.embed.weight is copied.head.weight
+    assert_same_state(plain, copied)
+
+
+def test_parameters_swap(plain: Model) -> None:
+    """`swap_tensors`, which some loaders and `module.to` use, swaps values, names and files."""
+    a = nn.Parameter(OffloadedTensor.from_original_tensor(torch.ones(2), "a"))
+    b = nn.Parameter(torch.zeros(3), requires_grad=False)
+    torch.utils.swap_tensors(a, b)
+
+    assert ([0.0] * 3, [1.0] * 2) == (a.tolist(), b.tolist())
+    assert (False, True) == (offload.is_offloaded(a), offload.is_offloaded(b))
+    assert (False, True) == (a.requires_grad, b.requires_grad)
+    assert isinstance(a, nn.Parameter)
+    assert isinstance(b, nn.Parameter)
+
+
+def test_a_conversion_by_swapping(plain: Model, on_disk: Model) -> None:
+    """`torch.__future__.set_swap_module_params_on_conversion`: values right, parameters the same objects."""
+    before = list(on_disk.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        on_disk.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+    assert_same_state(plain.half(), on_disk)
+    assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+        (torch.optim.RMSprop, {"lr": 0.01}),
+    ],
+)
+def test_optimizer_steps_write_through(
+    optimizer: Any, options: Any, foreach: bool, plain: Model, on_disk: Model
+) -> None:
+    """After three steps values, files and losses are those of the plain model."""
+    results = []
+    for model in (plain, on_disk):
+        stepper, losses = optimizer(model.parameters(), foreach=foreach, **options), []
+        for _ in range(3):
+            stepper.zero_grad()
+            loss = F.cross_entropy(model(TOKENS), TOKENS)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            stepper.step()
+            losses.append(loss.item())
+        results.append(losses)
+
+    assert results[0] == results[1]
+    assert_same_state(plain, on_disk)
+    assert parameters_on_disk(on_disk)
+    for parameter in on_disk.parameters():
+        assert_equal(parameter, safetensors.torch.load_file(parameter.offload_path)[parameter.name])
+
+
+@pytest.mark.parametrize("fused", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Model) -> None:
+    """One kernel for all the parameters."""
+    for model in (plain, on_disk):
+        F.cross_entropy(model(TOKENS), TOKENS).backward()
+        fused(model.parameters(), lr=0.1, fused=True).step()
+
+    assert_same_state(plain, on_disk)
+
+
+def test_an_optimizers_state_is_plain_and_can_be_saved(on_disk: Model) -> None:
+    """And loaded again."""
+    optimizer = torch.optim.Adam(on_disk.parameters())
+    F.cross_entropy(on_disk(TOKENS), TOKENS).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    torch.optim.Adam(on_disk.parameters()).load_state_dict(copy.deepcopy(state))
+
+    moments = [value for entry in state["state"].values() for value in entry.values()]
+    assert moments
+    assert not any(offload.is_offloaded(moment) for moment in moments)
+
+
+def test_gradients_accumulate(plain: Model, on_disk: Model) -> None:
+    """Plain, in place, over several backwards."""
+    for model in (plain, on_disk):
+        for tokens in (TOKENS, TOKENS.flip(0)):
+            F.cross_entropy(model(tokens), tokens).backward()
+
+    for expected, actual in zip(plain.parameters(), on_disk.parameters(), strict=True):
+        assert type(actual.grad) is torch.Tensor
+        assert_equal(expected.grad, actual.grad)
+
+
+# Ways to run a module
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool, plain: Model, on_disk: Model) -> None:
+    """Computed again in the backward, from the same files."""
+    grads = []
+    for model in (plain, on_disk):
+        model.norm.eval()
+        x = torch.ones(4, 8, requires_grad=True)
+        checkpoint(lambda t, m=model: m.norm(m.layer(t)), x, use_reentrant=reentrant).square().sum().backward()
+        grads.append((x.grad, model.layer.weight.grad))
+
+    for expected, actual in zip(*grads, strict=True):
+        assert_equal(expected, actual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype, plain: Model, on_disk: Model) -> None:
+    """Casts weights on the way; they stay as they are stored."""
+    results = []
+    for model in (plain, on_disk):
+        with torch.autocast("cpu", dtype=dtype):
+            result = model.layer(torch.ones(2, 8))
+        result.float().sum().backward()
+        results.append((result, model.layer.weight.grad))
+
+    for expected, actual in zip(*results, strict=True):
+        assert dtype == results[0][0].dtype
+        assert_equal(expected, actual)
+    assert torch.float32 == on_disk.layer.weight.dtype
+
+
+def test_functional_call_with_offloaded_parameters(plain: Model, on_disk: Model) -> None:
+    """In place of plain ones."""
+    state = on_disk.state_dict()
+    del state["head.weight"]  # tied: one name is enough
+    plain.eval()
+
+    assert_equal(plain(TOKENS), functional_call(plain, state, (TOKENS,)))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda w, x: grad(lambda t: F.linear(x, t).sin().sum())(w),
+        lambda w, x: grad(lambda t: (t @ x.t()).square().sum())(w),
+        lambda w, x: grad(grad(lambda s: (w * s).sin().sum()))(torch.tensor(2.0)),
+        lambda w, x: vmap(lambda row: F.linear(row, w))(x),
+        lambda w, x: vmap(lambda row: row.sum())(w),
+        lambda w, x: vmap(lambda column: column.cumsum(0), in_dims=1)(w),
+        lambda w, x: vmap(grad(lambda t, row: F.linear(row, t).sum()), in_dims=(None, 0))(w, x),
+        lambda w, x: jacrev(lambda t: F.linear(x, t))(w),
+        lambda w, x: jacfwd(lambda t: t[0] * t[1])(w),
+        lambda w, x: jvp(lambda t: t.sin(), (w,), (torch.ones(6, 8),))[1],
+        lambda w, x: torch.autograd.functional.vjp(lambda t: t.exp().sum(0), w, torch.ones(8))[1],
+    ],
+)
+def test_function_transforms(transform: Any) -> None:
+    """grad, vmap, jacobians, forward mode: over an offloaded tensor as an argument and as a constant."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(6, 8), torch.randn(3, 8)
+    w = OffloadedTensor.from_original_tensor(weight, "w")
+
+    assert_equal(transform(weight, x), transform(w, x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: nn.utils.parametrizations.weight_norm(m),
+        lambda m: nn.utils.parametrizations.spectral_norm(m),
+        lambda m: nn.utils.parametrize.register_parametrization(m, "weight", _Doubled()),
+        lambda m: prune.l1_unstructured(m, "weight", amount=0.5),
+    ],
+    ids=["weight_norm", "spectral_norm", "parametrize", "prune"],
+)
+def test_parametrizations(change: Any) -> None:
+    """Applied to an offloaded weight: results and gradients are the plain ones'."""
+    outputs = []
+    for place in (lambda module: module, to_disk):
+        torch.manual_seed(0)
+        layer, x = place(nn.Linear(8, 6)), torch.ones(2, 8, requires_grad=True)
+        change(layer)
+        result = layer(x)
+        result.square().sum().backward()
+        outputs.append((result, x.grad))
+
+    for expected, actual in zip(*outputs, strict=True):
+        assert_equal(expected, actual)
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(8, 8, num_layers=2),
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda: nn.Conv1d(4, 5, 3),
+        lambda: nn.GRU(8, 4),
+    ],
+    ids=["lstm", "attention", "encoder", "conv", "gru"],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_modules_with_paths_of_their_own(
+    make: Callable[[], nn.Module], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused and flattened weights.
+
+    `TransformerEncoderLayer` is faster for tensors without `__torch_function__`, with other last bits: off here.
+    """
+    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(3, 4, 8)
+    outputs = []
+    for place in (module, to_disk(copy.deepcopy(module))):
+        getattr(place, mode)()
+        torch.manual_seed(1)
+        args = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+        with torch.set_grad_enabled(mode == "train"):
+            result = place(*args)
+        outputs.append(result[0] if isinstance(result, tuple) else result)
+
+    assert_equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "initialize",
+    [nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.orthogonal_, nn.init.zeros_, nn.init.trunc_normal_],
+)
+def test_initializers_write_the_file(initialize: Any) -> None:
+    """With the numbers that a plain tensor gets."""
+    w = OffloadedTensor.empty((6, 8), name="w")
+    torch.manual_seed(0)
+    expected = initialize(torch.zeros(6, 8))
+    torch.manual_seed(0)
+    initialize(w)
+
+    assert_equal(expected, w)
+    assert_equal(expected, safetensors.torch.load_file(w.offload_path)["w"])
+
+
+def test_an_embedding_grows_and_keeps_its_rows(on_disk: Model) -> None:
+    """As `resize_token_embeddings` does it: a new value assigned to `.data`."""
+    old = on_disk.embed.weight.materialize()
+    on_disk.embed.weight.data = torch.cat([old, torch.zeros(4, 8)])
+
+    assert (16, 8) == tuple(on_disk.embed.weight.shape)
+    assert offload.is_offloaded(on_disk.embed.weight)
+    assert on_disk.head.weight is on_disk.embed.weight
+    assert_equal(old, on_disk.embed.weight[:12])

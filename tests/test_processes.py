@@ -1,0 +1,385 @@
+"""Threads, forked and spawned processes: one file, seen by all."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import ChangedFileError, MissingFileError
+from tests.processes import in_fork
+
+WAYS = ["fork", "spawn"]
+
+
+def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = None) -> OffloadedTensor:
+    return OffloadedTensor.from_original_tensor(tensor, name, offload_dir)
+
+
+def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
+    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
+    torch.testing.assert_close(plain, expected, rtol=0, atol=0)
+
+
+def passed(value: Any) -> Any:
+    """What another process would get, in this one."""
+    return pickle.loads(bytes(ForkingPickler.dumps(value)))
+
+
+def run_in_process(way: str, target: Callable[..., None], *args: Any) -> None:
+    """Run in a process that gets `args` through a pickle (also when it is forked)."""
+    context = torch.multiprocessing.get_context(way)
+    queue = context.Queue()
+    process = context.Process(target=_take_and_run, args=(queue,))
+    process.start()
+    queue.put((target, args))
+    process.join(120)
+
+    assert 0 == process.exitcode
+
+
+def _take_and_run(queue: Any) -> None:
+    torch.set_num_threads(1)
+    target, args = queue.get()
+    target(*args)
+
+
+@pytest.fixture
+def plain() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(64, 32)
+
+
+# Threads
+
+
+def in_threads(act: Callable[[int], None], count: int = 8) -> None:
+    """Run `act(0)`, `act(1)`... at the same moment; an error in one is an error here."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        start.wait()
+        try:
+            act(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+def test_threads_read_shared_tensors(plain: torch.Tensor) -> None:
+    """Ops, views and gradients of eight threads give what one gives."""
+    weights = [offloaded(plain + i, f"w{i}") for i in range(4)]
+    x = torch.randn(3, 32)
+
+    def read(number: int) -> None:
+        for turn in range(50):
+            i = (number + turn) % 4
+            w, expected = weights[i], plain + i
+            assert torch.equal(F.linear(x, expected), F.linear(x, w))
+            assert torch.equal(expected[number], w[number].materialize())
+            assert torch.equal(expected.t().contiguous(), w.t().contiguous())
+            y = x.clone().requires_grad_()
+            F.linear(y, w).sum().backward()
+            assert torch.equal(torch.ones(3, 64) @ expected, y.grad)
+
+    in_threads(read)
+
+
+def test_threads_write_to_their_rows() -> None:
+    """No update of one row is lost to another: there is no load, change and store."""
+    w = offloaded(torch.zeros(64, 32))
+
+    def write(number: int) -> None:
+        for _ in range(100):
+            w[number * 8 : number * 8 + 8].add_(1)
+
+    in_threads(write)
+    assert_equal(torch.full((64, 32), 100.0), w)
+    assert_equal(torch.full((64, 32), 100.0), safetensors.torch.load_file(w.offload_path)["w"])
+
+
+def test_threads_see_whole_values() -> None:
+    """While four replace the value, four see one of the values, never a mixture."""
+    w = offloaded(torch.zeros(256, 32))
+
+    def act(number: int) -> None:
+        for turn in range(30):
+            if number % 2:
+                w.update_values(torch.full((256, 32), float(number * 100 + turn)))
+            else:
+                seen = w.materialize()
+                assert torch.equal(seen, torch.full_like(seen, seen[0, 0].item()))
+
+    in_threads(act)
+
+
+def test_threads_write_a_checkpoint_once(tmp_path: Path, plain: torch.Tensor) -> None:
+    """The first writes of eight threads make one copy, which has them all."""
+    path = tmp_path / "checkpoint.safetensors"
+    safetensors.torch.save_file({"w": plain}, path)
+    before = path.read_bytes()
+    w = OffloadedTensor.from_file(path, "w", offload_dir=tmp_path / "ours")
+    in_threads(lambda number: w[number].zero_())
+    plain[:8] = 0
+
+    assert_equal(plain, w)
+    assert before == path.read_bytes()
+
+
+# What is passed
+
+
+def test_a_reference_is_passed_and_no_data() -> None:
+    """Some hundred bytes, for whatever size."""
+    small, large = offloaded(torch.ones(2)), OffloadedTensor.empty((1024, 1024), name="w")
+
+    assert abs(len(ForkingPickler.dumps(large)) - len(ForkingPickler.dumps(small))) < 64
+    assert len(ForkingPickler.dumps(large)) < 2048
+
+
+def test_what_a_tensor_is_passes_too(plain: torch.Tensor) -> None:
+    """Being a parameter, requiring grad, the cut, lazy bits, the name."""
+    parameter = passed(nn.Parameter(offloaded(plain)))
+    view = passed(offloaded(plain).t()[1:, ::2])
+    lazy = passed(offloaded(torch.randn(3, dtype=torch.complex64)).conj())
+    frozen = passed(nn.Parameter(offloaded(plain, "layer.weight"), requires_grad=False))
+
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.requires_grad
+    assert offload.is_offloaded(view)
+    assert (plain.t()[1:, ::2].shape, plain.t()[1:, ::2].stride()) == (view.shape, view.stride())
+    assert lazy.is_conj()
+    assert ("layer.weight", False) == (frozen.name, frozen.requires_grad)
+
+
+def test_tensors_over_one_value_stay_so(plain: torch.Tensor) -> None:
+    """Passed together or one by one; and a tensor that comes back is over the value that it left from."""
+    w = offloaded(plain)
+    first, row = passed([w, w[0]])
+    again = passed(w)
+    row.zero_()
+
+    assert first._handle is row._handle is again._handle is w._handle
+    assert 0 == w[0].abs().sum()
+
+
+def test_a_non_leaf_is_not_passed(plain: torch.Tensor) -> None:
+    """As in torch: its graph can't go."""
+    w = nn.Parameter(offloaded(plain))
+
+    with pytest.raises(RuntimeError, match="detach"):
+        ForkingPickler.dumps(w[0])
+
+
+def test_a_file_that_is_gone_meanwhile_is_an_error(plain: torch.Tensor) -> None:
+    """Which names the path: who sends a temporary tensor has to keep it."""
+    data = bytes(ForkingPickler.dumps(offloaded(plain)))
+
+    with pytest.raises(MissingFileError, match=r"w\.safetensors"):
+        pickle.loads(data)
+
+
+def test_a_checkpoint_that_changed_meanwhile_is_an_error(tmp_path: Path, plain: torch.Tensor) -> None:
+    """Not other numbers."""
+    path = tmp_path / "checkpoint.safetensors"
+    safetensors.torch.save_file({"w": plain}, path)
+    data = bytes(ForkingPickler.dumps(OffloadedTensor.from_file(path)))
+    assert_equal(plain, pickle.loads(data))
+    safetensors.torch.save_file({"w": plain + 1}, path)
+
+    with pytest.raises(ChangedFileError, match=r"'w'.*checkpoint\.safetensors"):
+        pickle.loads(data)
+
+
+def test_a_value_of_another_shape_meanwhile_is_an_error(plain: torch.Tensor) -> None:
+    """The cut that was passed is of the old one."""
+    w = offloaded(plain)
+    data = bytes(ForkingPickler.dumps(w[0]))
+    w.update_values(torch.ones(3), strict_shape=False)
+
+    with pytest.raises(ChangedFileError, match="pass it again"):
+        pickle.loads(data)
+
+
+# Processes
+
+
+def _check_values(w: OffloadedTensor, expected: torch.Tensor) -> None:
+    assert offload.is_offloaded(w)
+    assert_equal(expected, w)
+    assert_equal(expected[3:5], w[3:5])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_reads_what_it_gets(way: str, plain: torch.Tensor) -> None:
+    """Through a queue; from a private folder."""
+    run_in_process(way, _check_values, offloaded(plain), plain)
+
+
+def _change(w: OffloadedTensor, how: str) -> None:
+    if how == "in place":
+        w[0].fill_(7)
+        w.add_(1)
+    elif how == "replaced":
+        w.update_values(w + 1)
+    gc.collect()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("named", [False, True], ids=["private", "named"])
+def test_writes_of_a_process_are_seen_here(way: str, named: bool, plain: torch.Tensor, tmp_path: Path) -> None:
+    """In-place ones and atomic ones; the file stays when the process ends."""
+    w = offloaded(plain, "w", tmp_path if named else None)
+    row = w[0]
+    run_in_process(way, _change, w, "in place")
+    plain[0] = 7
+    plain += 1
+    assert_equal(plain, w)
+    assert_equal(plain[0], row)
+
+    run_in_process(way, _change, w, "replaced")
+    assert_equal(plain + 1, w)
+    assert_equal(plain[0] + 1, row)
+    assert w.offload_path.exists()
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+def test_writes_of_a_forked_child_are_seen_here(change: str, plain: torch.Tensor) -> None:
+    """Of the tensor that it inherited; it ends with the file still there."""
+    w = offloaded(plain)
+
+    assert in_fork(lambda: _change(w, change))
+    if change == "in place":
+        plain[0] = 7
+    assert_equal(plain + 1, w)
+
+
+def test_a_forked_child_drops_its_copies_and_leaves_the_file(plain: torch.Tensor) -> None:
+    """Also one that made tensors of its own, and ends as processes do."""
+    w = offloaded(plain)
+    process = torch.multiprocessing.get_context("fork").Process(target=_make_and_drop, args=([w],))
+    process.start()
+    process.join(60)
+
+    assert 0 == process.exitcode
+    assert_equal(plain, w)
+    assert [w.offload_path.name] == [path.name for path in w.offload_dir.iterdir() if path.is_file()]
+
+
+def _make_and_drop(tensors: list[OffloadedTensor]) -> None:
+    own = offloaded(torch.ones(3), "w")
+    assert own.offload_path != tensors[0].offload_path
+    tensors.clear()
+    gc.collect()
+
+
+def _train(model: nn.Module, x: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert offload.is_offloaded(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_trains_a_module_on_disk(way: str) -> None:
+    """Its steps are in the files (Hogwild)."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.ones(2, 4)
+    expected = nn.Linear(4, 3)
+    expected.load_state_dict(model.state_dict())
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, OffloadedTensor.from_original_tensor(parameter, name))
+    run_in_process(way, _train, model, x)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    expected(x).sum().backward()
+    optimizer.step()
+
+    assert_equal(expected.weight.detach(), model.weight.detach())
+    assert_equal(expected.bias.detach(), model.bias.detach())
+
+
+# Data loaders
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    """The rows of an offloaded table."""
+
+    def __init__(self, table: OffloadedTensor) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        assert offload.is_offloaded(self.table)
+        return self.table[row]
+
+
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
+    """With workers of both kinds and without; batches are plain."""
+    loader = DataLoader(
+        Rows(offloaded(plain)), batch_size=16, num_workers=0 if way is None else 2, multiprocessing_context=way
+    )
+    batches = list(loader)
+
+    assert all(type(batch) is torch.Tensor for batch in batches)
+    assert_equal(plain, torch.cat(batches))
+
+
+def test_a_tensor_dataset_may_be_on_disk(plain: torch.Tensor) -> None:
+    """As any tensor."""
+    labels = torch.arange(64)
+    loader = DataLoader(TensorDataset(offloaded(plain), offloaded(labels, "labels")), batch_size=32, num_workers=1)
+    rows, numbers = zip(*loader, strict=True)
+
+    assert_equal(plain, torch.cat(rows))
+    assert_equal(labels, torch.cat(numbers))
+
+
+def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor) -> None:
+    """Views of a table that this process keeps come back as views of it."""
+    w = offloaded(plain)
+    loader = DataLoader(Rows(w), batch_size=None, num_workers=1)
+    rows = list(loader)
+
+    assert all(offload.is_offloaded(row) and row.offload_path == w.offload_path for row in rows)
+    assert_equal(plain, torch.stack(rows))
+
+
+def test_nothing_is_left_of_a_process(tmp_path: Path) -> None:
+    """Its private folder goes with it, whatever it still holds."""
+    note = tmp_path / "note"
+    run_in_process("fork", _leave, note)
+
+    assert note.read_text().endswith(".safetensors")
+    assert not Path(note.read_text()).parent.exists()
+
+
+def _leave(note: Path) -> None:
+    w = offloaded(torch.ones(3))
+    w.itself = w  # no reference count will free it
+    note.write_text(str(w.offload_path))
