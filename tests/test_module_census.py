@@ -1,0 +1,247 @@
+"""Every module of torch does with offloaded parameters and buffers what it does with plain ones, bit for bit.
+
+Over torch's own module database. A module without parameters and buffers is given offloaded inputs instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+from offload import OffloadedTensor
+from tests import op_census as census
+
+SAMPLES = 4  # per module, dtype and mode; the database has up to some hundreds
+MODULES = {module.name: module for module in module_db}
+FIRST_DTYPE = torch.float32
+SECOND_DTYPES = (torch.complex64, torch.bfloat16, torch.float64)
+
+
+# Modules and modes that fail without gradients, and why. An entry that passes fails.
+_LINEAR = "in inference mode `linear` of a strided input runs on guests that do not require grad: other last bits"
+EXPECTED_FAILURES = {
+    ("nn.Transformer", "train"): _LINEAR,
+    ("nn.Transformer", "eval"): _LINEAR,
+    ("nn.TransformerDecoderLayer", "train"): _LINEAR,
+    ("nn.TransformerDecoderLayer", "eval"): _LINEAR,
+    ("nn.TransformerEncoderLayer", "train"): _LINEAR,
+}
+MODULES_AND_MODES = [
+    pytest.param(
+        name,
+        mode == "train",
+        id=f"{name}-{mode}",
+        marks=[
+            pytest.mark.xfail(reason=reason, strict=True)
+            for entry, reason in EXPECTED_FAILURES.items()
+            if entry == (name, mode)
+        ],
+    )
+    for name in MODULES
+    for mode in ("train", "eval")
+]
+
+
+class Case(NamedTuple):
+    """A module as torch makes it, the same with its tensors offloaded, and arguments for each."""
+
+    plain: nn.Module
+    offloaded: nn.Module
+    plain_arguments: Any
+    arguments: Any
+
+
+def cases(name: str, dtype: torch.dtype, *, training: bool) -> Iterator[Case]:
+    info = MODULES[name]
+    torch.manual_seed(0)
+    options = {"device": "cpu", "dtype": dtype, "requires_grad": True, "training": training}
+    found = list(info.module_inputs_func(info, **options))
+    for sample in spread(found, f"{name} {dtype} {training}"):
+        plain = made(info, sample.constructor_input, dtype).train(training)
+        arguments = (sample.forward_input.args, sample.forward_input.kwargs)
+        if info.is_lazy:
+            attempt(plain, copied(arguments))  # a lazy parameter has no values before the first call
+        with_offloaded_tensors = offload_tensors(copy.deepcopy(plain))
+        offloaded_arguments = copied(arguments) if tensors_of(plain) else copied(arguments, census.offloaded)
+        yield Case(plain, with_offloaded_tensors, copied(arguments), offloaded_arguments)
+
+
+def spread(found: list[Any], seed: str) -> list[Any]:
+    return census.spread(found, seed, most=SAMPLES)
+
+
+def made(info: Any, constructor: Any, dtype: torch.dtype) -> nn.Module:
+    """The module, its parameters in `dtype` where its constructor takes one."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return info.module_cls(*constructor.args, **constructor.kwargs, dtype=dtype, device="cpu")
+        except TypeError:
+            return info.module_cls(*constructor.args, **constructor.kwargs).to(dtype)
+
+
+def copied(arguments: Any, change: Callable[[Any], Any] = census.dense) -> Any:
+    """Copies of the tensors; one that is passed twice stays one."""
+    copies: dict[int, Any] = {}
+    return tree_map(lambda leaf: copies.setdefault(id(leaf), change(leaf)), arguments)
+
+
+def offload_tensors(module: nn.Module) -> nn.Module:
+    """Put offloaded parameters and buffers in the place of plain ones."""
+    for prefix, part in module.named_modules():
+        for key, parameter in list(part.named_parameters(prefix, recurse=False)):
+            stored = OffloadedTensor.from_original_tensor(parameter.detach(), key)
+            setattr(part, key.rpartition(".")[2], nn.Parameter(stored, requires_grad=parameter.requires_grad))
+        for key, buffer in list(part.named_buffers(prefix, recurse=False)):
+            part._buffers[key.rpartition(".")[2]] = OffloadedTensor.from_original_tensor(buffer, key)
+    return module
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def dtypes_of(name: str) -> list[torch.dtype]:
+    known = MODULES[name].dtypes
+    return [FIRST_DTYPE, *[dtype for dtype in SECOND_DTYPES if dtype in known][:1]]
+
+
+def attempt(module: nn.Module, arguments: Any) -> tuple[Any, Exception | None]:
+    return census.attempt(module, *arguments[0], **arguments[1])
+
+
+def succeed(module: nn.Module, arguments: Any) -> Any:
+    return census.succeed(module, *arguments[0], **arguments[1])
+
+
+def gradients(results: Any, arguments: Any) -> list[torch.Tensor | None]:
+    """Of the arguments; those of parameters are left in their `grad`."""
+    outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.manual_seed(2)
+    if outputs:
+        torch.autograd.backward(outputs, [torch.randn(leaf.shape, dtype=leaf.dtype) for leaf in outputs])
+    return [leaf.grad for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_same_tensors(plain: nn.Module, offloaded: nn.Module) -> None:
+    """Parameters and buffers are equal, and still on disk."""
+    actual = tensors_of(offloaded)
+    census.assert_same(tensors_of(plain), actual)
+    for key, tensor in actual.items():
+        assert isinstance(tensor, OffloadedTensor), f"{key} is not offloaded"
+    census.assert_stored(actual)
+
+
+def assert_same_gradients(plain: nn.Module, offloaded: nn.Module) -> None:
+    expected, actual = ([parameter.grad for parameter in module.parameters()] for module in (plain, offloaded))
+    census.assert_same(expected, actual)
+    assert not census.has_offloaded(actual)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_module_learns_on_disk_what_it_learns_in_memory(name: str, training: bool) -> None:
+    """Results, gradients, buffers, and parameters after steps of optimizers are equal."""
+    compared = 0
+    for dtype in dtypes_of(name):
+        for case in cases(name, dtype, training=training):
+            modules = (case.plain, case.offloaded)
+            before = [census.versions(tensors_of(module)) for module in modules]
+            expected, error = attempt(case.plain, case.plain_arguments)
+            if error is not None:
+                continue
+            actual = succeed(case.offloaded, case.arguments)
+            census.assert_same(expected, actual)
+            census.assert_untouched(actual, tensors_of(case.offloaded))
+            assert_same_tensors(case.plain, case.offloaded)
+            census.assert_same(gradients(expected, case.plain_arguments), gradients(actual, case.arguments))
+            assert_same_gradients(case.plain, case.offloaded)
+            for optimizer in (sgd, adamw):
+                for module in modules:
+                    optimizer(module)
+                assert_same_tensors(case.plain, case.offloaded)
+            moves = [census.moves(then, tensors_of(module)) for then, module in zip(before, modules, strict=True)]
+            assert moves[0] == moves[1], "versions have not moved alike"
+            compared += 1
+
+    assert compared
+
+
+def sgd(module: nn.Module) -> None:
+    parameters = list(module.parameters())
+    if parameters:
+        torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01).step()
+
+
+def adamw(module: nn.Module) -> None:
+    parameters = list(module.parameters())
+    if parameters:
+        torch.optim.AdamW(parameters, lr=0.1).step()
+
+
+@pytest.mark.parametrize(("name", "training"), MODULES_AND_MODES)
+def test_module_runs_on_disk_as_in_memory_without_gradients(name: str, training: bool) -> None:
+    """Under `no_grad`, and in inference mode."""
+    compared = 0
+    for dtype in dtypes_of(name):
+        for case in cases(name, dtype, training=training):
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    expected, error = attempt(case.plain, case.plain_arguments)
+                    if error is not None:
+                        continue
+                    actual = succeed(case.offloaded, case.arguments)
+                    census.assert_same(expected, actual)
+                    census.assert_same(tensors_of(case.plain), tensors_of(case.offloaded))
+                    compared += 1
+
+    assert compared
+
+
+def cases_with_tensors(name: str) -> list[Case]:
+    found = [case for case in cases(name, FIRST_DTYPE, training=False) if tensors_of(case.plain)][:2]
+    if not found:
+        pytest.skip("has no parameters and no buffers")
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_that_is_cast_stays_on_disk(name: str) -> None:
+    """`double` and `half` give the values of a plain cast; parameters are the same objects, still offloaded."""
+    for case in cases_with_tensors(name):
+        parameters = list(case.offloaded.parameters())
+        for cast in (nn.Module.double, nn.Module.half):
+            cast(case.plain)
+            cast(case.offloaded)
+
+            census.assert_same(tensors_of(case.plain), tensors_of(case.offloaded))
+            for before, now in zip(parameters, case.offloaded.parameters(), strict=True):
+                assert before is now
+                assert isinstance(now, OffloadedTensor)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_state_dict_of_a_module_goes_round(name: str) -> None:
+    """The state of either module is loaded by the other."""
+    for case in cases_with_tensors(name):
+        with torch.no_grad():
+            for tensor in tensors_of(case.plain).values():
+                tensor.add_(1)
+        other = tensors_of(copy.deepcopy(case.plain))
+
+        assert "<All keys matched successfully>" == str(case.offloaded.load_state_dict(case.plain.state_dict()))
+        assert_same_tensors(case.plain, case.offloaded)
+        with torch.no_grad():
+            for tensor in tensors_of(case.plain).values():
+                tensor.zero_()
+        assert "<All keys matched successfully>" == str(case.plain.load_state_dict(case.offloaded.state_dict()))
+        census.assert_same(other, tensors_of(case.plain))

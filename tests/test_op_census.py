@@ -1,0 +1,194 @@
+"""Every op that a plain tensor passes, an offloaded one passes with equal bits: over torch's own op database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal import common_methods_invocations as database
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests import op_census as census
+from tests.op_census import Count, Sample
+
+OPS = {op.full_name: op for op in database.op_db if op.supported_dtypes("cpu")}
+FOREACH_OPS = {
+    op.full_name: op
+    for name in dir(database)
+    if name.startswith("foreach_") and name.endswith("_op_db")
+    for op in getattr(database, name)
+}
+
+FIRST_DTYPE = torch.float32
+SECOND_DTYPES = (torch.complex64, torch.int64, torch.bfloat16, torch.float64, torch.bool)
+
+CHECKS = census.CALLS | census.GRADIENTS
+
+# Gradients for which torch, where it sees a tensor subclass, takes a formula that sums in another order (2.13). They
+# are close; an entry that is equal bit for bit over all the samples goes.
+VALUES_CLOSE: dict[tuple[str, str], str] = {
+    ("masked_fill", "trainable"): "the value's gradient is a sum over a product with the mask, not over a selection",
+    ("masked_fill", "frozen"): "the value's gradient is a sum over a product with the mask, not over a selection",
+    ("prod", "trainable"): "the gradient beside zeros is made of cumulative products, not of a quotient",
+    ("masked.prod", "trainable"): "the gradient beside zeros is made of cumulative products, not of a quotient",
+    ("matmul", "frozen"): "a batch of one is squeezed away: `mm` instead of `bmm`",
+}
+
+_MAYBE_VIEWS = (
+    "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "broadcast_tensors", "byte", "cartesian_prod",
+    "cdouble", "cfloat", "char", "conj_physical", "double", "float", "half", "histogramdd", "int", "long",
+    "meshgrid.list_of_tensors", "meshgrid.variadic_tensors", "nn.functional.alpha_dropout", "nn.functional.dropout",
+    "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.feature_alpha_dropout.with_train",
+    "nn.functional.feature_alpha_dropout.without_train", "short", "to", "unsafe_chunk",
+)  # fmt: skip
+_ALIAS = (
+    "in inference mode ops that may give a view (`to`, `reshape`...) reach the rules whole, and are taken for views"
+)
+_CONJ = "composite ops on a lazily conjugated tensor run where lazy conjugation is not understood: wrong values"
+
+# Op and check that fail, and why. An entry that passes goes.
+EXPECTED_FAILURES: dict[tuple[str, str], str] = {
+    **{(name, "inference"): _ALIAS for name in _MAYBE_VIEWS},
+    **{(name, "inference"): _CONJ for name in ("fft.hfft", "fft.hfft2", "fft.hfftn", "linalg.vecdot")},
+    **{(name, check): _CONJ for name in ("linalg.lstsq", "linalg.lstsq.grad_oriented") for check in census.GRADIENTS},
+    ("nn.functional.scaled_dot_product_attention", "forward"): "guests do not require grad as the arguments do",
+    ("lu", "out"): "gives a list where the tuple `out` was passed",
+}
+
+# Ops that take no tensor: there is nothing to compare but their `out`.
+FACTORIES = (
+    "arange", "broadcast_shapes", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace",
+    "ones", "randint", "randn", "scalar_tensor", "tril_indices", "triu_indices", "zeros",
+    *(name for name in OPS if name.startswith("signal.windows.")),
+)  # fmt: skip
+
+# Op and check in which plain torch runs, and no offloaded tensor can take part.
+NOTHING_TO_COMPARE = {(name, check) for name in FACTORIES for check in ("forward", "inference")}
+
+
+def dtypes_of(op: Any) -> list[torch.dtype]:
+    """The first that it is tried in, and one more where it knows one."""
+    known = op.supported_dtypes("cpu")
+    first = FIRST_DTYPE if FIRST_DTYPE in known else min(known, key=str)
+    return [first, *[dtype for dtype in SECOND_DTYPES if dtype in known and dtype != first][:1]]
+
+
+def trials(op: Any) -> Iterator[tuple[str, torch.dtype, list[Sample]]]:
+    """The checks of an op in each dtype, with all the samples that there are."""
+    for dtype in dtypes_of(op):
+        samples = census.all_samples(op, dtype, requires_grad=False)
+        yield from ((check, dtype, samples) for check in ("inference", "inplace", "out"))
+        if dtype in op.supported_backward_dtypes("cpu"):
+            samples = census.all_samples(op, dtype, requires_grad=True)
+            yield from ((check, dtype, samples) for check in census.GRADIENTS)
+        yield "forward", dtype, samples  # where that can be, of tensors that require grad
+
+
+def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> Count:
+    """Run a check; where values are close only, over all samples, with that measure.
+
+    Raises:
+        Exception: of the op, or an AssertionError.
+    """
+    if (op.full_name, check) in VALUES_CLOSE:
+        return census.GRADIENTS[check](op, samples, census.close)
+    with census.memory_filled(op):
+        return CHECKS[check](op, census.spread(samples, f"{op.full_name} {dtype} {check}"))
+
+
+def faults(op: Any) -> Iterator[str]:
+    """What is wrong with an op, or with what the tables say of it."""
+    failed, uneven = set(), set()
+    for check, dtype, samples in trials(op):
+        entry = (op.full_name, check)
+        try:
+            count = compare(op, check, dtype, samples)
+        except Exception as error:
+            failed.add(entry)
+            if entry not in EXPECTED_FAILURES:
+                yield f"{check}, {dtype}: {type(error).__name__}: {error}"
+        else:
+            if count.plain and not count.compared and entry not in NOTHING_TO_COMPARE:
+                yield f"{check}, {dtype}: plain torch runs, and nothing was compared"
+            if count.compared and entry in NOTHING_TO_COMPARE:
+                yield f"{check}, {dtype}: {count.compared} calls were compared: take it off NOTHING_TO_COMPARE"
+        if entry in VALUES_CLOSE and not equal_bits(op, check, samples):
+            uneven.add(entry)
+    for check in CHECKS:
+        entry = (op.full_name, check)
+        if entry in EXPECTED_FAILURES and entry not in failed:
+            yield f"{check} passes: take it off EXPECTED_FAILURES"
+        if entry in VALUES_CLOSE and entry not in uneven:
+            yield f"{check} is equal bit for bit: take it off VALUES_CLOSE"
+
+
+def equal_bits(op: Any, check: str, samples: list[Sample]) -> bool:
+    try:
+        census.GRADIENTS[check](op, samples)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_gives_on_offloaded_tensors_what_it_gives_on_plain_ones(name: str) -> None:
+    """Forward, in inference mode, in place, with `out=`; gradients of trainable tensors, and beside frozen ones."""
+    found = list(faults(OPS[name]))
+
+    assert not found, "\n".join(found)
+
+
+_VERSIONS = pytest.mark.xfail(reason="versions of tensors in a list do not move", strict=True)
+
+
+@pytest.mark.parametrize("name", FOREACH_OPS)
+@pytest.mark.parametrize("check", ["forward", pytest.param("inplace", marks=_VERSIONS)])
+def test_foreach_op_gives_on_lists_of_offloaded_tensors_what_it_gives_on_plain_ones(name: str, check: str) -> None:
+    """Optimizers step through whole lists of parameters."""
+    op = FOREACH_OPS[name]
+    if (check == "forward" and not op.supports_out) or (check == "inplace" and op.has_no_in_place):
+        pytest.skip("torch has no such variant")
+    samples = census.all_samples(op, FIRST_DTYPE, requires_grad=False)
+
+    count = CHECKS[check](op, census.spread(samples, f"{name} {check}"))
+
+    assert count.plain == count.compared > 0
+
+
+@pytest.mark.parametrize("name", sorted(census.OUT_OF_BOUNDS))
+def test_torch_itself_writes_outside_of_a_transposed_out(name: str) -> None:
+    """Why such an `out` is not tried: with the op mended, this fails, and the op goes off the list."""
+    op = OPS[name]
+    written = []
+    for sample in census.all_samples(op, FIRST_DTYPE, requires_grad=False):
+        fences: list[torch.Tensor] = []
+        outs = tree_map(lambda result: fenced_and_transposed(result, fences), sample.passed_to(op))  # noqa: B023
+        census.attempt(sample.passed_to, op, out=outs)
+        written += [fence for fence in fences if (fence != 1).any()]
+
+    assert written
+
+
+def fenced_and_transposed(result: torch.Tensor, fences: list[torch.Tensor]) -> torch.Tensor:
+    """Room for `result` with its first and last dimensions exchanged in memory, between two fences of ones."""
+    like = census._transposed(result).plain
+    room, width = max(like.numel(), 1), 4096
+    memory = torch.ones(room + 2 * width, dtype=like.dtype)
+    fences += [memory[:width], memory[width + room :]]
+    return memory.as_strided(like.shape, like.stride(), width)
+
+
+@pytest.mark.parametrize("name", sorted(census.GARBAGE_OUT))
+def test_torch_itself_leaves_garbage_in_out(name: str) -> None:
+    """Why these values are not compared: with the op mended, this fails, and the op goes off the list."""
+    op = OPS[name]
+    wrong = []
+    for sample in census.all_samples(op, FIRST_DTYPE, requires_grad=False):
+        result = sample.passed_to(op)
+        out = torch.zeros_like(result)
+        census.attempt(sample.passed_to, op, out=out)
+        wrong += [leaf for leaf in tree_leaves(out) if not torch.equal(leaf, result)]
+
+    assert wrong
