@@ -34,6 +34,7 @@ from offload.errors import (
     StaleViewError,
     UnsupportedOpError,
 )
+from offload.tensor.tables import FUNCTIONS
 from offload.tensor.wrapper import wrap
 from tests.processes import in_fork, run_script
 
@@ -743,6 +744,8 @@ def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
     assert 1 == w._version == moved._version
     torch.autograd.graph.increment_version(moved)
     assert 2 == w._version
+    for move in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+        assert offload.ops.move_with_version is FUNCTIONS[move]
 
 
 @with_another_device

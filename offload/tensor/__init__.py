@@ -13,6 +13,7 @@ How an op is carried out, in this order:
 | module | what |
 | --- | --- |
 | `wrapper` | the class `OffloadedTensor` |
+| `arguments` | what users hand in, checked |
 | `cuts` | how a view is cut from its value |
 | `tables` | 1: the rules that ops have of their own; filled by `offload.ops` |
 | `rules` | 2 and 3: what follows from an op's schema |

@@ -40,9 +40,10 @@ class SeenFromOutside(torch.Tensor):
         """The value as an array over the file; read-only where the file is not ours to write."""
         if self._target != CPU and not force:
             raise TypeError(f"can't convert {self._target} device type tensor to numpy: use .cpu() first")
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            guest = self._on_cpu()
-        array = guest.requires_grad_(self.requires_grad and not force).numpy(force=force)
+        graph = torch.is_grad_enabled()
+        asks_for_grad = self.requires_grad and not force
+        with plain_world(), torch.set_grad_enabled(graph):
+            array = self._on_cpu().requires_grad_(asks_for_grad).numpy(force=force)
         if not self._file_handle().owned:
             array.flags.writeable = False
         return array
@@ -57,19 +58,19 @@ class SeenFromOutside(torch.Tensor):
 
     def tolist(self) -> Any:
         """The value as nested lists of Python numbers."""
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with plain_world():
             return self._on_cpu().tolist()
 
     def __dlpack__(self, **options: Any) -> Any:
         if self.requires_grad:
             raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with plain_world():
             shared = self._target != CPU or self._file_handle().owned
             plain: torch.Tensor = self._guest if shared else self._on_cpu().clone()  # type: ignore[attr-defined]
             return plain.__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        with DisableTorchFunctionSubclass():
+        with plain_world():
             return torch.empty(0, device=self._target).__dlpack_device__()
 
     # Text
@@ -123,8 +124,7 @@ class SeenFromOutside(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
-        with DisableTorchFunctionSubclass(), torch.no_grad():
-            plain = self._on_cpu()
+        plain = self._on_cpu()
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
         else:

@@ -200,14 +200,18 @@ def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As `write`, but the values may come later: they have to come into the mapped file itself."""
-    for place, name in written_arguments(func):
-        for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(name)):
-            if type(tensor) is OffloadedTensor and tensor._target != CPU:
-                raise UnsupportedOpError(
-                    f"{func} can't receive into {tensor.name!r}, which computes on {tensor._target}: "
-                    "receive into a plain tensor, then copy_ it or call update_values"
-                )
-    return write(func, args, kwargs)
+    received = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
+    tensors = [tensor for tensor in tensors_in(*received) if type(tensor) is OffloadedTensor]
+    for tensor in tensors:
+        if tensor._target != CPU:
+            raise UnsupportedOpError(
+                f"{func} can't receive into {tensor.name!r}, which computes on {tensor._target}: "
+                "receive into a plain tensor, then copy_ it or call update_values"
+            )
+    results = write(func, args, kwargs)
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+    return results
 
 
 @registrar(FUNCTIONS, OUT)

@@ -23,6 +23,7 @@ from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewErro
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
+from offload.tensor.arguments import only_key, refuse_unstorable
 from offload.tensor.cuts import cut, sent_to, whole_twin, with_bits_of
 from offload.tensor.outside import CPU, SeenFromOutside
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
@@ -81,7 +82,7 @@ class OffloadedTensor(SeenFromOutside):
         Raises:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError, UnsupportedOpError (not a dense tensor)
         """
-        _refuse_unstorable(tensor, name)
+        refuse_unstorable(tensor, name)
         stored = wrap_handle(Handle.create(guest_of(tensor.detach()), name, offload_dir), tensor.device)
         _log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
         return _dressed_as(stored, tensor)
@@ -107,7 +108,7 @@ class OffloadedTensor(SeenFromOutside):
             MissingFileError, CorruptFileError, KeyError
         """
         file = TensorFile.open(path)
-        return wrap_handle(Handle.reference(file, _only_key(file, key), offload_dir), checked_device(device))
+        return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), checked_device(device))
 
     @classmethod
     def empty(
@@ -316,7 +317,8 @@ class OffloadedTensor(SeenFromOutside):
 
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
-        return value_on_cpu(self).detach()
+        with plain_world():  # a fake mode would make a fake tensor
+            return value_on_cpu(self).detach()
 
 
 # Making wrappers
@@ -412,34 +414,11 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     wrapper._generation = other._generation
 
 
-def _only_key(file: TensorFile, key: str | None) -> str:
-    if key is not None:
-        return key
-    if "name" in file.notes:
-        return str(file.notes["name"])
-    if len(file.entries) != 1:
-        some = ", ".join(sorted(file.entries)[:5])
-        raise KeyError(f"{file.path} holds {len(file.entries)} tensors ({some}...): say which one with key=")
-    return next(iter(file.entries))
-
-
 def _refuse_for(stored: OffloadedTensor, values: torch.Tensor) -> None:
     """Refuse what can't become the value of `stored`, before anything is written."""
-    _refuse_unstorable(values, stored._file_handle().name)
+    refuse_unstorable(values, stored._file_handle().name)
     if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
         raise RuntimeError("data set to a tensor that requires gradients must be floating point or complex dtype")
-
-
-def _refuse_unstorable(tensor: object, name: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
-    if tensor.is_meta:
-        raise UnsupportedOpError(f"{name!r} is on the meta device: it has no values to write")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise UnsupportedOpError(
-            f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
-            f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
-        )
 
 
 # Guests: what ops compute with
@@ -455,9 +434,6 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not OffloadedTensor:
         return tensor
-    if modes_are_on():  # a fake mode would make a fake guest
-        with plain_world():
-            return sent_to(value_on_cpu(tensor), tensor._target)
     return sent_to(value_on_cpu(tensor), tensor._target)
 
 

@@ -1,0 +1,37 @@
+"""What users hand in, looked at before anything is done with it.
+
+Always true:
+- an error names the tensor or the file, and what would do
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.errors import UnsupportedOpError
+from offload.storage.file import TensorFile
+
+
+def only_key(file: TensorFile, key: str | None) -> str:
+    """`key`, or that of the one value of `file`."""
+    if key is not None:
+        return key
+    if "name" in file.notes:
+        return str(file.notes["name"])
+    if len(file.entries) != 1:
+        some = ", ".join(sorted(file.entries)[:5])
+        raise KeyError(f"{file.path} holds {len(file.entries)} tensors ({some}...): say which one with key=")
+    return next(iter(file.entries))
+
+
+def refuse_unstorable(tensor: object, name: str) -> None:
+    """Refuse what has no dense value to store."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
+    if tensor.is_meta:
+        raise UnsupportedOpError(f"{name!r} is on the meta device: it has no values to write")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedOpError(
+            f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
+            f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
+        )
