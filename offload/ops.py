@@ -84,7 +84,7 @@ def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
     torch.Tensor.__radd__, torch.Tensor.__rmul__,
     # These take another branch, with other last bits, when an argument is of a subclass (torch 2.13):
-    torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.lstsq, torch.linalg.matrix_norm,
+    torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
     torch.linalg.norm, torch.linalg.svdvals,
 )  # fmt: skip
 def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -95,13 +95,37 @@ def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     with torch._C.DisableTorchFunctionSubclass():
         if torch._C._len_torch_dispatch_stack() or records_graph(args, kwargs):
             return func(*args, **kwargs)
-        memo = {id(arg): guest_of(arg).detach().requires_grad_() for arg in args if _asks_for_grad(arg)}
+        memo = _guests_that_ask_for_grad(*args, *kwargs.values())
         return func(*guests_of(args, memo), **named_guests(kwargs, memo))
 
 
-def _asks_for_grad(arg: Any) -> bool:
-    """Whether a guest must too: `matmul` picks its kernel by that (torch 2.13), also where no graph is recorded."""
-    return type(arg) is OffloadedTensor and arg.requires_grad
+@overrides(
+    torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse, torch.linalg.lstsq, torch.linalg.vecdot,
+    torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn,
+)  # fmt: skip
+def read_resolved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A lazily conjugated argument is resolved first: torch would, and then exclude what these need (torch 2.13)."""
+    return read_directly(func, [_resolved(arg) for arg in args], kwargs)
+
+
+def _resolved(arg: Any) -> Any:
+    return arg.clone() if type(arg) is OffloadedTensor and arg.is_conj() else arg
+
+
+def _guests_that_ask_for_grad(*args: Any) -> dict[int, torch.Tensor]:
+    """By id, guests of those that do: `matmul` and others pick a kernel by that, also where there is no graph."""
+    return {
+        id(arg): guest_of(arg).detach().requires_grad_()
+        for arg in args
+        if type(arg) is OffloadedTensor and arg.requires_grad
+    }
+
+
+@implements(aten._fused_sdp_choice.default)
+def choose_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Chooses by whether its arguments ask for grad, which guests do not."""
+    memo = _guests_that_ask_for_grad(*args, *kwargs.values())
+    return call(func, guests_of(args, memo), named_guests(kwargs, memo))
 
 
 @overrides(F.embedding)

@@ -36,26 +36,8 @@ VALUES_CLOSE: dict[tuple[str, str], str] = {
     ("matmul", "frozen"): "a batch of one is squeezed away: `mm` instead of `bmm`",
 }
 
-_MAYBE_VIEWS = (
-    "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "broadcast_tensors", "byte", "cartesian_prod",
-    "cdouble", "cfloat", "char", "conj_physical", "double", "float", "half", "histogramdd", "int", "long",
-    "meshgrid.list_of_tensors", "meshgrid.variadic_tensors", "nn.functional.alpha_dropout", "nn.functional.dropout",
-    "nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.feature_alpha_dropout.with_train",
-    "nn.functional.feature_alpha_dropout.without_train", "short", "to", "unsafe_chunk",
-)  # fmt: skip
-_ALIAS = (
-    "in inference mode ops that may give a view (`to`, `reshape`...) reach the rules whole, and are taken for views"
-)
-_CONJ = "composite ops on a lazily conjugated tensor run where lazy conjugation is not understood: wrong values"
-
 # Op and check that fail, and why. An entry that passes goes.
-EXPECTED_FAILURES: dict[tuple[str, str], str] = {
-    **{(name, "inference"): _ALIAS for name in _MAYBE_VIEWS},
-    **{(name, "inference"): _CONJ for name in ("fft.hfft", "fft.hfft2", "fft.hfftn", "linalg.vecdot")},
-    **{(name, check): _CONJ for name in ("linalg.lstsq", "linalg.lstsq.grad_oriented") for check in census.GRADIENTS},
-    ("nn.functional.scaled_dot_product_attention", "forward"): "guests do not require grad as the arguments do",
-    ("lu", "out"): "gives a list where the tuple `out` was passed",
-}
+EXPECTED_FAILURES: dict[tuple[str, str], str] = {}
 
 # Ops that take no tensor: there is nothing to compare but their `out`.
 FACTORIES = (
@@ -140,11 +122,8 @@ def test_op_gives_on_offloaded_tensors_what_it_gives_on_plain_ones(name: str) ->
     assert not found, "\n".join(found)
 
 
-_VERSIONS = pytest.mark.xfail(reason="versions of tensors in a list do not move", strict=True)
-
-
 @pytest.mark.parametrize("name", FOREACH_OPS)
-@pytest.mark.parametrize("check", ["forward", pytest.param("inplace", marks=_VERSIONS)])
+@pytest.mark.parametrize("check", ["forward", "inplace"])
 def test_foreach_op_gives_on_lists_of_offloaded_tensors_what_it_gives_on_plain_ones(name: str, check: str) -> None:
     """Optimizers step through whole lists of parameters."""
     op = FOREACH_OPS[name]

@@ -73,11 +73,27 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
 def rule_of(func: Any, *_: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
         return read
+    if _is_composite(func):
+        return _decompose
     if written_arguments(func):
         if func.namespace == "c10d":
             return _communicate
         return _write_inplace_view if torch.Tag.inplace_view in func.tags else write
     return _view if func.is_view or func in _UNANNOTATED_VIEWS else read
+
+
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether an op is only made of others. In inference mode such ops come here whole."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
+def _decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The ops that it is made of each find their rule: the schema of `to` or `reshape` may, or may not, give a view.
+
+    `func.decompose` would take decompositions in Python where there are some, with other last bits.
+    """
+    return call(func._op_dk, (torch._C.DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
 @cache
@@ -191,11 +207,19 @@ def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run on guests over the writable file; what the schema returns as mutated is the argument itself."""
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     results = write_into(changed, lambda guests, named: call(func, guests, named), args, kwargs)
+    _count_writes_to_lists(changed)
     returned = _returned_arguments(func)
     if not isinstance(results, (tuple, list)) or len(returned) == 1:
         return results if not returned or returned[0] is None else changed[returned[0]]
     pairs = zip(returned, results, strict=True)
     return tuple(result if place is None else changed[place] for place, result in pairs)
+
+
+def _count_writes_to_lists(changed: Iterable[Any]) -> None:
+    """The dispatcher moves the version of an argument, but not those of the tensors in a list."""
+    for tensors in changed:
+        if isinstance(tensors, (list, tuple)) and not torch.is_inference_mode_enabled():
+            torch.autograd.graph.increment_version([tensor for tensor in tensors if type(tensor) is OffloadedTensor])
 
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -228,7 +252,7 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 torch.autograd.graph.increment_version(tensor)
     if results is None or isinstance(results, torch.Tensor):
         return None if results is None else out
-    return type(results)(outs) if type(results) in (tuple, list) else results.__class__(outs)
+    return out if type(results) in (tuple, list) else type(results)(outs)
 
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
