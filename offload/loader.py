@@ -22,7 +22,8 @@ from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_devic
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.progress import progress
 from offload.storage.handle import Handle
-from offload.tensor.wrapper import OffloadedTensor, checked_device, is_offloaded, wrap_handle
+from offload.tensor.arguments import checked_device
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import plain_world
 from offload.tensor import inner  # noqa: F401  (registers its rule)
+from offload.tensor.arguments import checked_device
 from offload.tensor.cuts import sent_to
 from offload.tensor.outside import CPU
 from offload.tensor.rules import (
@@ -34,7 +35,6 @@ from offload.tensor.traced import Traced
 from offload.tensor.wrapper import (
     OffloadedTensor,
     become,
-    checked_device,
     current_twin,
     guest_of,
     redress,

@@ -1258,3 +1258,20 @@ def test_hash_and_eq_are_those_of_tensors(plain: torch.Tensor) -> None:
     assert 2 == len({w, other, w})
     assert (w == other).all()
     assert type(w == other) is torch.Tensor
+
+
+def test_values_of_dtypes_that_torch_can_not_copy_come_back() -> None:
+    """torch has no copy kernel for these: their bytes are copied."""
+    bits = torch.arange(4, dtype=torch.uint8)
+
+    back = OffloadedTensor.from_original_tensor(bits.view(torch.uint4), "bits").materialize()
+
+    assert torch.uint4 == back.dtype
+    assert torch.equal(bits, back.view(torch.uint8))
+
+
+def test_sizes_may_be_of_any_integer_type() -> None:
+    """numpy's, say."""
+    import numpy
+
+    assert (3, 2) == tuple(OffloadedTensor.empty((numpy.int64(3), 2), name="sized").shape)

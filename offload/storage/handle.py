@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -317,6 +318,8 @@ class Handle:
                 copy_entries(self.file, keys, path, notes, settled=not self.owned, durable=durable)
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # the private folder went as a whole; modules go now
+            return
         _MAPPED.pop(id(self), None)
         if getattr(self, "_pid", 0) == os.getpid():
             discard(self.file.path)

@@ -10,6 +10,7 @@ import torch
 
 from offload.errors import UnsupportedOpError
 from offload.storage.file import TensorFile
+from offload.storage.handle import plain_world
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
@@ -35,3 +36,13 @@ def refuse_unstorable(tensor: object, name: str) -> None:
             f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
             f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
         )
+
+
+def checked_device(device: torch.device | str | int) -> torch.device:
+    """The device with its index, as torch reports it.
+
+    Raises:
+        RuntimeError, AssertionError: torch's own, if there is no such device here.
+    """
+    with plain_world():
+        return torch.empty(0, device=device).device

@@ -11,12 +11,21 @@ from typing import Any
 
 import torch
 
+from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout
 from offload.storage.subclasses import is_subclass_value
 
 
 def whole_twin(layout: Layout) -> torch.Tensor:
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+
+
+def twin_of(handle: Handle) -> torch.Tensor:
+    """The meta tensor that stands for the whole value; it is not to be changed."""
+    if handle.twin is None:
+        with plain_world():
+            handle.twin = whole_twin(handle.layout)
+    return handle.twin
 
 
 def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
@@ -29,6 +38,13 @@ def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
         guest = torch.empty(0, dtype=twin.dtype, device=base.device)
         guest.set_(base.untyped_storage(), twin.storage_offset(), twin.shape, twin.stride())
     return with_bits_of(guest, twin) if twin.is_conj() or twin.is_neg() else guest
+
+
+def copied(guest: torch.Tensor) -> torch.Tensor:
+    """An independent tensor of the same value; of bytes, as torch has no copy kernel for some 1-byte dtypes (2.13)."""
+    if guest.itemsize == 1 and not is_subclass_value(guest):
+        return guest.view(torch.uint8).clone().view(guest.dtype)
+    return guest.clone()
 
 
 def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:

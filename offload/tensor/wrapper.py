@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,8 +24,8 @@ from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewErro
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
-from offload.tensor.arguments import only_key, refuse_unstorable
-from offload.tensor.cuts import cut, sent_to, whole_twin, with_bits_of
+from offload.tensor.arguments import checked_device, only_key, refuse_unstorable
+from offload.tensor.cuts import copied, cut, sent_to, twin_of, with_bits_of
 from offload.tensor.outside import CPU, SeenFromOutside
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
 from offload.tensor.traced import Traced
@@ -131,7 +132,7 @@ class OffloadedTensor(SeenFromOutside):
         Raises:
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
         """
-        sizes = tuple(shape)
+        sizes = tuple(operator.index(size) for size in shape)
         layout = Layout(dtype or torch.get_default_dtype(), sizes, contiguous_stride(sizes))
         return wrap_handle(Handle.allocate(layout, name, offload_dir), checked_device(device))
 
@@ -210,7 +211,7 @@ class OffloadedTensor(SeenFromOutside):
         """A plain, independent tensor with this value, on the target device."""
         with DisableTorchFunctionSubclass(), torch.no_grad():
             guest = guest_of(self)
-            return guest if guest.device != CPU else guest.clone()
+            return guest if guest.device != CPU else copied(guest)
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""
@@ -351,14 +352,6 @@ def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
         return wrap(handle, twin_of(handle), target)
 
 
-def twin_of(handle: Handle) -> torch.Tensor:
-    """The meta tensor that stands for the whole value; it is not to be changed."""
-    if handle.twin is None:
-        with plain_world():
-            handle.twin = whole_twin(handle.layout)
-    return handle.twin
-
-
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
     """An offloaded tensor that stands for a tensor of a compiler's."""
     return wrap(Traced(inner), inner, inner.device)
@@ -372,16 +365,6 @@ def is_offloaded(x: object) -> bool:
         False
     """
     return type(x) is OffloadedTensor
-
-
-def checked_device(device: torch.device | str | int) -> torch.device:
-    """The device with its index, as torch reports it.
-
-    Raises:
-        RuntimeError, AssertionError: torch's own, if there is no such device here.
-    """
-    with plain_world():
-        return torch.empty(0, device=device).device
 
 
 def dressed(stored: OffloadedTensor, *, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
