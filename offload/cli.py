@@ -40,11 +40,14 @@ def generate(options: argparse.Namespace) -> None:
     """Print what a language model on disk makes of a prompt, token by token."""
     import torch
     from transformers import TextStreamer
+    from transformers.utils.logging import disable_progress_bar
 
     from offload.device_map import ON_DISK
     from offload.integrations.hub import folder_of
     from offload.integrations.transformers import from_pretrained
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     folder = folder_of(options.model, revision=options.revision) if options.revision else folder_of(options.model)
     tokenizer = _tokenizer(folder)
     device_map = f"{ON_DISK}:{options.device}" if options.device else ON_DISK

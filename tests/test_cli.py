@@ -75,6 +75,7 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert expected == done.stdout.strip()
+    assert "Loading" not in done.stderr
 
 
 def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

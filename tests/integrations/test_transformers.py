@@ -137,6 +137,23 @@ def test_a_missing_shard_is_named(llama_folder: Path, tmp_path: Path) -> None:
     assert any(name in str(caught.value) for name in names)
 
 
+def test_a_name_on_the_hub_is_found_in_the_local_cache(
+    llama_folder: Path, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    """Without a network, in the layout in which huggingface_hub keeps what it has fetched."""
+    import shutil
+
+    stored = tmp_path / "models--someone--a-llama"
+    shutil.copytree(llama_folder, stored / "snapshots" / ("a" * 40))
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("a" * 40)
+
+    model = offload.from_pretrained("someone/a-llama", cache_dir=tmp_path, local_files_only=True)
+
+    assert "someone/a-llama" == model.config.name_or_path
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(llama_folder)(tokens).logits, model(tokens).logits)
+
+
 def test_neither_a_folder_nor_on_the_hub(tmp_path: Path) -> None:
     for name in ("nobody/nothing-like-this", str(tmp_path / "nowhere")):
         with pytest.raises(CheckpointError, match=r"nothing-like-this|nowhere"):
