@@ -15,8 +15,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class Trial:
     loaded_bytes: int
     tokens: list[int]
     trace: list[tuple[float, int]] = field(repr=False, default_factory=list)
+
+
+def typical(trials: list[Trial]) -> Trial:
+    """The medians of several trials of one arm; the trace is that of the first."""
+    numbers = [name for name, value in asdict(trials[0]).items() if isinstance(value, (int, float))]
+    return replace(trials[0], **{name: median(getattr(trial, name) for trial in trials) for name in numbers})
 
 
 class MemoryTrace:

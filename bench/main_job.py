@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from bench.arms import ARMS, Trial, run_apart
+from bench.arms import ARMS, Trial, run_apart, typical
 from bench.models import cache_folder, llama, minilm
 
 SENTENCES = (
@@ -35,6 +36,7 @@ SENTENCES = (
     "He forgot his umbrella and got soaked.",
 )
 TOKENS = 16
+ROUNDS = 3  # interleaved; the report gives medians
 console = Console(highlight=False)
 
 
@@ -94,9 +96,10 @@ def generate(folder: Path, prompt: list[int], *, text_of: str | None) -> list[Tr
     """The same tokens from each way of loading."""
     for shard in folder.glob("*.safetensors"):
         shard.read_bytes()  # into the page cache, for all alike
-    trials = [run_apart(arm, folder, prompt, TOKENS) for arm in ARMS]
-    for trial in trials:
-        _require(trial.tokens == trials[0].tokens, f"tokens of {trial.arm}")
+    rounds = [[run_apart(arm, folder, prompt, TOKENS) for arm in ARMS] for _ in range(ROUNDS)]
+    for trial in chain.from_iterable(rounds):
+        _require(trial.tokens == rounds[0][0].tokens, f"tokens of {trial.arm}")
+    trials = [typical(list(same_arm)) for same_arm in zip(*rounds, strict=True)]
     console.print(f"{TOKENS} tokens equal with everything on disk, in memory and with accelerate: {trials[0].tokens}")
     if text_of:
         from transformers import AutoTokenizer
