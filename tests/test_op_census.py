@@ -33,7 +33,18 @@ VALUES_CLOSE: dict[tuple[str, str], str] = {
     ("masked_fill", "frozen"): "the value's gradient is a sum over a product with the mask, not over a selection",
     ("prod", "trainable"): "the gradient beside zeros is made of cumulative products, not of a quotient",
     ("masked.prod", "trainable"): "the gradient beside zeros is made of cumulative products, not of a quotient",
+    ("cumprod", "trainable"): "the gradient is made of cumulative products that autograd can follow",
     ("matmul", "frozen"): "a batch of one is squeezed away: `mm` instead of `bmm`",
+}
+
+# Their differences are few: on another machine there may be none.
+SELDOM_UNEQUAL = {("cumprod", "trainable")}
+
+# How many samples are compared of ops that have been wrong for a few of theirs, and of one that takes seconds.
+SAMPLES = {
+    **dict.fromkeys(["linalg.pinv", "linalg.lstsq", "linalg.vecdot", "pinverse"], 24),
+    **dict.fromkeys(["fft.hfft", "fft.hfft2", "fft.hfftn"], 24),
+    "grid_sampler_3d": 2,
 }
 
 # Op and check that fail, and why. An entry that passes goes.
@@ -61,7 +72,7 @@ def trials(op: Any) -> Iterator[tuple[str, torch.dtype, list[Sample]]]:
     """The checks of an op in each dtype, with all the samples that there are."""
     for dtype in dtypes_of(op):
         samples = census.all_samples(op, dtype, requires_grad=False)
-        yield from ((check, dtype, samples) for check in ("inference", "inplace", "out"))
+        yield from ((check, dtype, samples) for check in ("inference", "inplace", "inference inplace", "out"))
         if dtype in op.supported_backward_dtypes("cpu"):
             samples = census.all_samples(op, dtype, requires_grad=True)
             yield from ((check, dtype, samples) for check in census.GRADIENTS)
@@ -76,8 +87,9 @@ def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> C
     """
     if (op.full_name, check) in VALUES_CLOSE:
         return census.GRADIENTS[check](op, samples, census.close)
+    most = SAMPLES.get(op.full_name, census.SAMPLES)
     with census.memory_filled(op):
-        return CHECKS[check](op, census.spread(samples, f"{op.full_name} {dtype} {check}"))
+        return CHECKS[check](op, census.spread(samples, f"{op.full_name} {dtype} {check}", most=most))
 
 
 def faults(op: Any) -> Iterator[str]:
@@ -96,7 +108,7 @@ def faults(op: Any) -> Iterator[str]:
                 yield f"{check}, {dtype}: plain torch runs, and nothing was compared"
             if count.compared and entry in NOTHING_TO_COMPARE:
                 yield f"{check}, {dtype}: {count.compared} calls were compared: take it off NOTHING_TO_COMPARE"
-        if entry in VALUES_CLOSE and not equal_bits(op, check, samples):
+        if entry in SELDOM_UNEQUAL or (entry in VALUES_CLOSE and not equal_bits(op, check, samples)):
             uneven.add(entry)
     for check in CHECKS:
         entry = (op.full_name, check)
@@ -116,7 +128,7 @@ def equal_bits(op: Any, check: str, samples: list[Sample]) -> bool:
 
 @pytest.mark.parametrize("name", OPS)
 def test_op_gives_on_offloaded_tensors_what_it_gives_on_plain_ones(name: str) -> None:
-    """Forward, in inference mode, in place, with `out=`; gradients of trainable tensors, and beside frozen ones."""
+    """Forward, in place, with `out=`, in inference mode; gradients of trainable tensors, and beside frozen ones."""
     found = list(faults(OPS[name]))
 
     assert not found, "\n".join(found)
