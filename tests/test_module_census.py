@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from offload import OffloadedTensor
 from tests import op_census as census
 
-SAMPLES = 3  # per module, dtype and mode; the database has up to some hundreds
+SAMPLES = 4  # per module, dtype and mode; the database has up to some hundreds
 MODULES = {module.name: module for module in module_db}
 FIRST_DTYPE = torch.float32
 SECOND_DTYPES = (torch.complex64, torch.bfloat16, torch.float64)
