@@ -240,3 +240,18 @@ def test_load_file_gives_what_safetensors_gives_but_on_disk(checkpoint: Path) ->
     assert expected.keys() == tensors.keys()
     assert all(offload.is_offloaded(tensor) for tensor in tensors.values())
     assert all(torch.equal(expected[name], tensors[name].materialize()) for name in expected)
+
+
+def test_running_statistics_in_a_checkpoint_are_updated_in_a_file_of_their_own(net: Net, checkpoint: Path) -> None:
+    """The schema of batch norm does not say that it writes them: nothing may go to a private mapping alone."""
+    before = checkpoint.read_bytes()
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_buffers=True)
+    x = torch.randn(8, 8)
+
+    net.train()(x)
+    loaded.train()(x)
+
+    stored = OffloadedTensor.from_file(loaded.norm.running_mean.offload_path)
+    assert checkpoint != loaded.norm.running_mean.offload_path
+    assert torch.equal(net.norm.running_mean, stored.materialize())
+    assert before == checkpoint.read_bytes()
