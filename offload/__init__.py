@@ -10,12 +10,15 @@
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
 | move a model that is in memory to disk | `disk_offload` |
+| say how much stays in memory | `set_max_memory`, `keep_resident`, `evict`, `set_read_ahead` |
+| see what is in memory | `memory_summary` |
 | open a safetensors file | `load_file` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
 
 from offload import ops as _ops  # noqa: F401  fills the tables of rules
+from offload.budget import evict, keep_resident, memory_summary, set_max_memory, set_read_ahead
 from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
@@ -38,13 +41,18 @@ __all__ = [
     "OffloadError",
     "OffloadedTensor",
     "disk_offload",
+    "evict",
     "from_pretrained",
     "init_empty_weights",
     "is_offloaded",
+    "keep_resident",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
     "materialize",
+    "memory_summary",
     "register_subclass",
+    "set_max_memory",
+    "set_read_ahead",
 ]
 __version__ = "0.1.0"

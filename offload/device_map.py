@@ -37,7 +37,7 @@ def infer_device_map(
     model: nn.Module,
     word: str,
     *,
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: Mapping[int | str, Any] | float | str | None,
     no_split_module_classes: list[str] | None,
     dtype: torch.dtype | None,
 ) -> dict[str, Any]:
@@ -49,10 +49,15 @@ def infer_device_map(
         max_memory: bytes, or "8GiB", by device, which the weights there may take; None for what is free.
         no_split_module_classes: classes that stay on one device; None for those that the model itself names.
         dtype: of the weights once loaded.
+
+    Raises:
+        DeviceMapError: `max_memory` does not name devices.
     """
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
+    if max_memory is not None and not isinstance(max_memory, Mapping):
+        raise DeviceMapError(f"device_map={word!r} needs max_memory by device, as {{'cpu': {max_memory!r}}}")
     if no_split_module_classes is None:
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}

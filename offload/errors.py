@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "ChangedFileError",
     "CheckpointError",
     "CorruptFileError",
@@ -32,6 +33,10 @@ class OffloadError(Exception):
 
 class UnsupportedOpError(OffloadError, NotImplementedError):
     """An op that cannot be honoured on an offloaded tensor."""
+
+
+class BudgetError(OffloadError, ValueError):
+    """More is to stay in memory than may."""
 
 
 class MissingFileError(OffloadError, FileNotFoundError):

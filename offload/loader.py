@@ -17,10 +17,13 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from offload.budget import Amount, pool_for
 from offload.checkpoint import Checkpoint, StoredValue, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
+from offload.prefetch import expect
 from offload.progress import progress
+from offload.residency import SMALL, Pool
 from offload.storage.handle import Handle
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
@@ -61,7 +64,8 @@ def load_checkpoint_and_dispatch(
     *,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Amount | Mapping[int | str, Amount] | None = None,
+    read_ahead: Amount | bool | None = None,
     no_split_module_classes: list[str] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
@@ -75,7 +79,10 @@ def load_checkpoint_and_dispatch(
         offload_dir: where values go that are converted or later written to; None for a private folder.
         dtype: of the floating-point values; None for that of the model's tensors. Others are converted once, to disk.
         strict: missing, unexpected and mismatched keys are errors.
-        max_memory, no_split_module_classes: for an automatic device map, as in accelerate.
+        max_memory: what of the values on disk may stay in memory between ops, for this model (`offload.set_max_memory`
+            for all); with an automatic device map, what may be placed on each device, as in accelerate.
+        read_ahead: see `offload.set_read_ahead`, for this model.
+        no_split_module_classes: for an automatic device map, as in accelerate.
         offload_buffers: whether buffers of modules on disk are on disk too; else they are on the executing device.
         skip_keys: for a map over several devices: keyword arguments of forward that are not moved.
 
@@ -86,6 +93,7 @@ def load_checkpoint_and_dispatch(
         MissingFileError, CorruptFileError, CheckpointError, DeviceMapError
         MetaTensorError: tensors are left without data; the message names them.
     """
+    pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     if isinstance(device_map, str) and device_map in AUTOMATIC:
         device_map = infer_device_map(
             model, device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype
@@ -96,6 +104,7 @@ def load_checkpoint_and_dispatch(
     placed = places(_names(model), device_map)
     place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
     refuse_meta(model, placed, report)
+    expect_reads(model, pool)
     connect_devices(model, device_map, placed, skip_keys)
     return model
 
@@ -175,6 +184,7 @@ def disk_offload(
         slot.name: Place(True, device or slot.tensor.device) for slot in tensor_slots(model, persistent_only=False)
     }
     place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
+    expect_reads(model)
     return model
 
 
@@ -245,6 +255,31 @@ def place_tensors(
         if not slot.tensor.is_meta and place.device.type != "meta":
             on_disk = place.on_disk and (slot.is_parameter or offload_buffers)
             slot.fill(_placed(slot, on_disk, place.device, offload_dir))
+
+
+def expect_reads(model: nn.Module, pool: Pool | None = None) -> None:
+    """Say in which order the values on disk are likely to be read: block by block, in each the small ones first.
+
+    Of embeddings rows are picked, and of stacks of matrices (experts) some: they are not read as wholes.
+    """
+    handles: dict[int, Handle] = {}
+    for block in _blocks(model):
+        modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        members = [member for module in modules for member in (*module._parameters.values(), *module._buffers.values())]
+        stored = [member for member in members if type(member) is OffloadedTensor and member.dim() != 3]
+        for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
+            handles.setdefault(id(tensor._handle), tensor._file_handle())
+    expect(handles.values(), pool)
+
+
+def _blocks(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """A module's parts in their order; what stands in a list is a block with all that is in it."""
+    yield [module]
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (list(block.modules()) for block in child)
+        else:
+            yield from _blocks(child)
 
 
 def refuse_meta(model: nn.Module, placed: Mapping[str, Place], report: LoadReport) -> None:

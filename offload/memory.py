@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,12 @@ import psutil
 _STATUS = Path("/proc/self/status")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b|b|)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
 _UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
 
 
@@ -36,6 +43,30 @@ def available_bytes() -> int:
     free = int(psutil.virtual_memory().available)
     room = cgroup_room()
     return free if room is None else min(free, room)
+
+
+def as_bytes(amount: int | float | str, whole: int) -> int:
+    """A number of bytes as people write it.
+
+    Args:
+        amount: an integer; a string such as "8GiB", "500MB" or "4096"; or a float up to 1, a fraction of `whole`.
+
+    Raises:
+        ValueError: it is none of these, or negative.
+
+    Example:
+        >>> as_bytes("1.5KiB", 0), as_bytes(0.5, 1000), as_bytes(12, 0)
+        (1536, 500, 12)
+    """
+    if isinstance(amount, float) and 0 <= amount <= 1:
+        return int(amount * whole)
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+        return amount
+    found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    if found is None:
+        raise ValueError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
+    number, unit = found.groups()
+    return int(float(number) * _UNITS[unit.lower()])
 
 
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:

@@ -37,9 +37,10 @@ from offload.tensor.wrapper import (
     become,
     current_twin,
     guest_of,
+    mapped_value,
+    modes_are_on,
     redress,
     store,
-    value_on_cpu,
     wrap,
 )
 
@@ -93,7 +94,7 @@ def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     Only for functions that neither write nor give views.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if torch._C._len_torch_dispatch_stack() or records_graph(args, kwargs):
+        if modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
         memo = _guests_that_ask_for_grad(*args, *kwargs.values())
         return func(*guests_of(args, memo), **named_guests(kwargs, memo))
@@ -130,12 +131,14 @@ def choose_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 @overrides(F.embedding)
 def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `read_directly`, but for a table that it writes to (`max_norm`), or that is sent elsewhere row by row."""
+    """As `read_directly`, but rows are read, not the table; not where it writes to that (`max_norm`)."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
-    if len(args) <= 3 and kwargs.get("max_norm") is None and table.device == CPU:
-        return read_directly(func, args, kwargs)
+    writes = len(args) > 3 or kwargs.get("max_norm") is not None
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        if writes or not _is_picked_here(table) or modes_are_on() or records_graph(args, kwargs):
+            return func(*args, **kwargs)
+        memo = {id(table): mapped_value(table)}
+        return func(*guests_of(args, memo), **named_guests(kwargs, memo))
 
 
 # What only needs to know the tensor, not its value
@@ -219,14 +222,21 @@ def compare_kinds(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 @implements(aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default)
 def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Elsewhere than on the CPU, only what is picked is sent, not the whole table."""
+    """Only what is picked is read, not the whole table, and elsewhere than on the CPU only that is sent."""
     table, *picks = args
-    if not _has_file(table) or table._target == CPU or table._handle.is_subclass:
+    if not _has_file(table) or table._handle.is_subclass:
         return read(func, args, kwargs)
+    if table._target == CPU:
+        here = {id(table): mapped_value(table)}
+        return call(func, guests_of(args, here), named_guests(kwargs, here))
     memo: dict[int, torch.Tensor] = {}
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
-    return sent_to(call(func, [value_on_cpu(table), *picks], named), table._target)
+    return sent_to(call(func, [mapped_value(table), *picks], named), table._target)
+
+
+def _is_picked_here(table: Any) -> bool:
+    return _has_file(table) and table._target == CPU and not table._handle.is_subclass
 
 
 def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from offload.budget import Amount, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
-from offload.loader import LoadReport, connect_devices, place_tensors, refuse_meta, tensor_slots
+from offload.loader import LoadReport, connect_devices, expect_reads, place_tensors, refuse_meta, tensor_slots
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
@@ -36,7 +37,8 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     config: Any = None,
     offload_buffers: bool = False,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Amount | Mapping[int | str, Amount] | None = None,
+    read_ahead: Amount | bool | None = None,
     output_loading_info: bool = False,
     **options: Any,
 ) -> Any:
@@ -50,7 +52,7 @@ def from_pretrained(
         dtype: of the floating-point weights; None or "auto" for the one in the model's configuration.
         config: a configuration to use in place of the checkpoint's.
         offload_buffers: whether buffers are on disk too.
-        max_memory: for an automatic device map, as in accelerate.
+        max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
         output_loading_info: also return transformers' report.
         options: for the hub (revision, token, cache_dir, local_files_only), and for the class's own `from_pretrained`.
 
@@ -63,6 +65,7 @@ def from_pretrained(
     """
     import transformers
 
+    pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
     if config is None:
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -81,6 +84,7 @@ def from_pretrained(
     _refuse_other_model(model, info, source)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     _place(model, device_map, offload_dir, offload_buffers=offload_buffers, max_memory=max_memory)
+    expect_reads(model, pool)
     return (model, info) if output_loading_info else model
 
 

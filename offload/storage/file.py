@@ -127,7 +127,7 @@ class TensorFile:
 
         Raises: as `descriptor`.
         """
-        whole = self._whole(shared)
+        whole = self.mapped(shared=shared)
         part: torch.UntypedStorage = whole[entry.start : entry.start + entry.layout.nbytes]
         return part
 
@@ -135,7 +135,11 @@ class TensorFile:
         """Let go of the mapping; storages that were handed out keep theirs."""
         self._private = self._shared = None
 
-    def _whole(self, shared: bool) -> torch.UntypedStorage:
+    def mapped(self, *, shared: bool) -> torch.UntypedStorage:
+        """The whole file, mapped once.
+
+        Raises: as `descriptor`.
+        """
         mapped = self._shared if shared else self._private
         if mapped is None:
             fd = self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)
@@ -212,9 +216,15 @@ def _map(fd: int, path: Path, size: int, *, shared: bool) -> torch.UntypedStorag
     if address is None or address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, f"can't be mapped ({os.strerror(code)})", str(path))
-    buffer = _view_memory(address, size, _WRITABLE)  # not a ctypes array: that makes a class for each size
+    buffer = view_memory(address, size)
     weakref.finalize(buffer, _munmap, address, size).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
+
+
+def view_memory(address: int, size: int) -> memoryview:
+    """Writable memory as a buffer; a ctypes array would make a class for each size."""
+    buffer: memoryview = _view_memory(address, size, _WRITABLE)
+    return buffer
 
 
 def _libc_mmap() -> tuple[Callable[..., int | None] | None, Callable[..., int]]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offload.errors import ChangedFileError, ForeignFileError, OffloadError, WriteError
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, discard, named_folder, release
-from offload.storage.header import Layout
+from offload.storage.header import Entry, Layout
 from offload.storage.locks import ForkSafeLock
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
 from offload.storage.write import copy_entries, layout_of, write_empty, write_values
@@ -36,9 +37,12 @@ class Handle:
         name: the tensor's name; its key in the file.
         folder: the user's folder that writes go to; None for a private one.
         layout: shape, dtype and strides of the whole value.
+        extent: where the value is in its file: the first byte, and how many.
         generation: counts changes of `layout`, so that views can tell that they are stale.
         owned: whether `file` is ours to write.
         twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
+        ranges: what is known of its bytes in memory, by start and length; kept for those who read ahead.
+        pool: the memory budget that it is under; None for that of the process.
     """
 
     __slots__ = (
@@ -46,12 +50,15 @@ class Handle:
         "_base",
         "_lock",
         "_pid",
+        "extent",
         "file",
         "folder",
         "generation",
         "layout",
         "name",
         "owned",
+        "pool",
+        "ranges",
         "recipe",
         "twin",
     )
@@ -63,6 +70,8 @@ class Handle:
         self.owned = False
         self._base: torch.Tensor | None = None
         self._lock = ForkSafeLock()
+        self.ranges: dict[tuple[int, int], Any] = {}
+        self.pool: Any = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
 
     @classmethod
@@ -268,7 +277,11 @@ class Handle:
             self.twin: torch.Tensor | None = None
         self.layout: Layout = layout
         self.file = file
+        self.extent = _extent(file.entries.values() if recipe else [file.entry(self.name)])
         self._base = None
+        for known in self.ranges.values():
+            known.calm_until = 0.0  # who holds on to one asks again
+        self.ranges = {}
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
@@ -362,6 +375,11 @@ def _layout_for(tensor: torch.Tensor) -> Layout:
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
     with plain_world():
         return layout_of(tensor)
+
+
+def _extent(entries: Iterable[Entry]) -> tuple[int, int]:
+    start = min(entry.start for entry in entries)
+    return start, max(entry.start + entry.layout.nbytes for entry in entries) - start
 
 
 def _mapped(file: TensorFile, key: str, *, shared: bool) -> torch.Tensor:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -21,11 +22,14 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewError, UnsupportedOpError
+from offload.prefetch import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
+from offload.storage.pages import Range
 from offload.tensor.arguments import checked_device, only_key, refuse_unstorable
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, with_bits_of
+from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
 from offload.tensor.traced import Traced
@@ -55,6 +59,7 @@ class OffloadedTensor(SeenFromOutside):
     """
 
     _generation: int
+    _range: Range | None = None  # what is known of its bytes in memory
 
     @staticmethod
     def __new__(cls: type[OffloadedTensor], tensor: torch.Tensor, requires_grad: bool = False) -> OffloadedTensor:
@@ -319,7 +324,7 @@ class OffloadedTensor(SeenFromOutside):
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
         with plain_world():  # a fake mode would make a fake tensor
-            return value_on_cpu(self).detach()
+            return mapped_value(self).detach()
 
 
 # Making wrappers
@@ -354,7 +359,9 @@ def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
     """An offloaded tensor that stands for a tensor of a compiler's."""
-    return wrap(Traced(inner), inner, inner.device)
+    wrapper = wrap(Traced(inner), inner, inner.device)
+    wrapper._range = UNTRACKED
+    return wrapper
 
 
 def is_offloaded(x: object) -> bool:
@@ -395,6 +402,7 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     wrapper._twin = other._twin
     wrapper._target = other._target
     wrapper._generation = other._generation
+    wrapper._range = other._range
 
 
 def _refuse_for(stored: OffloadedTensor, values: torch.Tensor) -> None:
@@ -422,6 +430,15 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """As `guest_of`, but where the file is mapped, whatever the target device."""
+    value = mapped_value(tensor)
+    known = tensor._range
+    if known is None or known.calm_until < monotonic():
+        tensor._range = brought_in(tensor._file_handle(), tensor._twin)
+    return value
+
+
+def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
+    """As `value_on_cpu`, but not brought into memory: for those that read a part of it, or write to it."""
     handle, twin = tensor._handle, current_twin(tensor)
     base = handle.base()
     if twin is not handle.twin and handle.recipe is None:
@@ -429,7 +446,7 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     if not handle.owned and base._version > _AS_MAPPED and handle.recipe is None:
         # Compiled code stored into the mapping, which is only memory where the file is not ours.
         tensor._file_handle().replace(handle.base())
-        return value_on_cpu(tensor)
+        return mapped_value(tensor)
     return base
 
 

@@ -1,0 +1,226 @@
+"""How much memory values on disk may take, as users say it, and what became of it.
+
+Always true:
+- a setting holds for the process, or until the `with` that made it ends
+- what is in memory is asked of the kernel, not kept in books
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offload.errors import BudgetError
+from offload.memory import as_bytes, available_bytes
+from offload.prefetch import POOL, Counts, Tracked, changing, counts, tracked
+from offload.residency import WINDOW, Pool, Value
+from offload.tensor.wrapper import OffloadedTensor
+
+Amount: TypeAlias = "int | float | str"
+
+
+class Setting:
+    """A setting that was made; as a context manager, it is taken back at the end."""
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> Setting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo()
+
+
+def set_max_memory(max_memory: Amount | Mapping[int | str, Amount] | None) -> Setting:
+    """Say how much of the values on disk may stay in memory between ops; the rest is read again for each use.
+
+    Without it, values stay while there is memory that nothing else needs. It is never exceeded by what stays; beside it
+    there is what is in use or read ahead (`set_read_ahead`).
+
+    Args:
+        max_memory: bytes, "8GiB", a fraction (0.5) of the memory that is available now, or a dictionary from "cpu" to
+            one of them; None for no limit but what is available.
+
+    Returns:
+        A context manager that takes the setting back; without `with`, it holds.
+
+    Raises:
+        ValueError: no amount of memory, or of a device that it can't be set for.
+
+    Example:
+        >>> with set_max_memory("4GiB"):
+        ...     pass  # run the model
+    """
+    before = POOL.max_memory
+    _limit(POOL, _cpu_share(max_memory))
+    return Setting(lambda: _limit(POOL, before))
+
+
+def set_read_ahead(window: Amount | bool) -> Setting:
+    """Say how many bytes may be in memory for being read ahead, in use, or just used.
+
+    Args:
+        window: bytes, "256MiB", or a fraction of the memory that is available now. False reads nothing ahead, True as
+            much as by default (128 MiB). A value that is larger than the window is read ahead alone.
+
+    Returns, raises: as `set_max_memory`.
+    """
+    before = POOL.window
+    POOL.window = _window_of(window)
+
+    def undo() -> None:
+        POOL.window = before
+
+    return Setting(undo)
+
+
+def keep_resident(*what: Any) -> None:
+    """Have values stay in memory once they are read, whatever else streams.
+
+    Args:
+        what: offloaded tensors, modules, or lists and dicts of them.
+
+    Raises:
+        BudgetError: they do not fit in the budget; nothing is changed.
+
+    Example:
+        >>> w = OffloadedTensor.zeros((2, 2), name="w")
+        >>> keep_resident(w)
+    """
+    values = _values_in(what)
+    with changing() as leaving:
+        for pool in {value.pool for value in values}:
+            leaving.extend(pool.reconsider(anew=True))
+            pinned = {value for value in pool.values() if value.pinned} | {v for v in values if v.pool is pool}
+            size = sum(value.nbytes for value in pinned)
+            if size > pool.room:
+                raise BudgetError(f"{size} bytes can't stay in memory: the budget is {pool.room}. Raise max_memory.")
+        for value in values:
+            value.pinned = True
+        for pool in {value.pool for value in values}:
+            leaving.extend(pool.reconsider(anew=True))
+
+
+def evict(*what: Any) -> None:
+    """Drop values from memory, and no longer have them stay. The next read brings them back.
+
+    Args:
+        what: as `keep_resident`.
+    """
+    values = _values_in(what)
+    with changing() as leaving:
+        for value in values:
+            value.pinned = False
+        for pool in {value.pool for value in values}:
+            leaving.extend(pool.reconsider(anew=True))
+        leaving.extend(values)
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """What the values on disk that were read, or are expected to be, take of memory. In bytes.
+
+    Attributes:
+        budget: what may stay.
+        values: of all of them.
+        kept: of those that are to stay.
+        resident: in memory now, as the kernel counts it.
+        counts: reads since the process began.
+    """
+
+    budget: int
+    values: int
+    kept: int
+    resident: int
+    counts: Counts
+
+    def __str__(self) -> str:
+        rows = {
+            "budget": _in_mib(self.budget),
+            "values": _in_mib(self.values),
+            "  to stay": _in_mib(self.kept),
+            "  to stream": _in_mib(self.values - self.kept),
+            "resident now": _in_mib(self.resident),
+            "read from disk": _in_mib(self.counts.bytes_read),
+            "reads: found in memory": str(self.counts.found),
+            "reads: read ahead": str(self.counts.ahead),
+            "reads: waited for": str(self.counts.missed),
+            "read ahead for nothing": str(self.counts.wasted),
+            "waited": f"{self.counts.waited:.2f} s",
+        }
+        return "\n".join(f"{label:<24}{value:>14}" for label, value in rows.items())
+
+
+def memory_summary() -> MemorySummary:
+    """What is in memory, and what was read; prints as a table.
+
+    A read of what was in memory less than a second ago is not counted.
+
+    Example:
+        >>> memory_summary().counts.wasted >= 0
+        True
+    """
+    with changing() as leaving:
+        leaving.extend(POOL.reconsider(anew=True))
+        values = [value for pool in Pool.all() for value in pool.values()]
+        budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
+    return MemorySummary(
+        budget=budget,
+        values=sum(value.nbytes for value in values),
+        kept=sum(value.nbytes for value in values if value.kept),
+        resident=sum(value.cached_bytes() for value in values),
+        counts=counts(),
+    )
+
+
+def pool_for(max_memory: Amount | Mapping[int | str, Amount] | None, read_ahead: Amount | bool | None) -> Pool | None:
+    """A budget of their own for the values of one model; None if neither is given.
+
+    Args:
+        max_memory: as `set_max_memory`.
+        read_ahead: as `set_read_ahead`; None for the default.
+    """
+    if max_memory is None and read_ahead is None:
+        return None
+    return Pool(_cpu_share(max_memory), WINDOW if read_ahead is None else _window_of(read_ahead))
+
+
+def _cpu_share(max_memory: Amount | Mapping[int | str, Amount] | None) -> int | None:
+    """The budget in main memory, in bytes."""
+    if isinstance(max_memory, Mapping):
+        others = [device for device in max_memory if device != "cpu"]
+        if others:
+            raise ValueError(f"max_memory: {others[0]!r} is not a device that a budget can be set for; 'cpu' is")
+        max_memory = max_memory.get("cpu")
+    return None if max_memory is None else as_bytes(max_memory, available_bytes())
+
+
+def _window_of(window: Amount | bool) -> int:
+    """The window in bytes."""
+    if isinstance(window, bool):
+        return WINDOW if window else 0
+    return as_bytes(window, available_bytes())
+
+
+def _limit(pool: Pool, max_memory: int | None) -> None:
+    with changing() as leaving:
+        pool.max_memory = max_memory
+        leaving.extend(pool.reconsider(anew=True))
+
+
+def _values_in(what: Iterable[Any]) -> list[Value]:
+    parts: list[Any] = []
+    for leaf in tree_leaves(what):
+        parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
+    handles = {tensor._file_handle() for tensor in parts if type(tensor) is OffloadedTensor}
+    values = [tracked(handle, *handle.extent) for handle in handles]
+    return [value for value in values if isinstance(value, Tracked)]
+
+
+def _in_mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.1f} MiB"

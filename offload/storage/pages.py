@@ -1,0 +1,186 @@
+"""The pages of a mapped file: which are in memory, bring them in, let them go.
+
+Always true:
+- nothing here changes what a read gives, only when the disk is read for it
+- memory that was stored into is never dropped
+- where the system has no call for it, pages are read by touching them, and the system drops them as it likes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import weakref
+
+import numpy as np
+import torch
+
+from offload.errors import CorruptFileError
+from offload.storage.file import TensorFile, view_memory
+
+PAGE = mmap.PAGESIZE
+_SAMPLES = 8  # pages that are asked for, of many
+_ASKED_WHOLE = 1 << 20  # bytes up to which every page is asked for
+_MADV_WILLNEED, _MADV_PAGEOUT, _MADV_POPULATE_READ = 3, 21, 22  # Linux 2.4, 5.4, 5.14
+
+
+class Range:
+    """Bytes of a mapped file that are read as one. It keeps neither the file nor its mapping.
+
+    Attributes:
+        nbytes: how many.
+        calm_until: until when (`time.monotonic`) they are taken to be in memory without asking.
+    """
+
+    __slots__ = ("__weakref__", "_file", "_may_ask", "_shared", "_start", "calm_until", "nbytes")
+
+    def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
+        self._file = weakref.ref(file)
+        self._start = start
+        self._shared = shared
+        self._may_ask: bool | None = None
+        self.nbytes = nbytes
+        self.calm_until = 0.0
+
+    @classmethod
+    def nowhere(cls) -> Range:
+        """One that nothing is known of, and that is not to be brought in."""
+        nothing = cls.__new__(cls)
+        nothing.nbytes = 0
+        nothing.calm_until = float("inf")
+        return nothing
+
+    def is_cached(self) -> bool:
+        """Whether it is in memory, as far as the kernel tells. False for a file that is gone."""
+        file, mapped = self._file(), self._mapped()
+        if file is None or mapped is None:
+            return False
+        if self._may_ask is None:
+            self._may_ask = os.access(file.path, os.W_OK)  # of other files the kernel says that all is in memory
+        return self._may_ask and are_cached(mapped.data_ptr() + self._start, self.nbytes)
+
+    def cached_bytes(self) -> int:
+        """How much of it is in memory, in whole pages."""
+        mapped = self._mapped()
+        return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
+
+    def announce(self) -> None:
+        """Have the system begin to read it."""
+        mapped = self._mapped()
+        if mapped is not None:
+            announce(mapped.data_ptr() + self._start, self.nbytes)
+
+    def bring_in(self) -> None:
+        """Read it from the disk, if it is not in memory.
+
+        Raises:
+            CorruptFileError: the disk did not give it.
+        """
+        mapped = self._mapped()
+        if mapped is None:
+            return
+        try:
+            bring_in(mapped.data_ptr() + self._start, self.nbytes)
+        except OSError as error:
+            file = self._file()
+            path = file.path if file else "a file"
+            raise CorruptFileError(f"{path} can't be read: {error.strerror}") from error
+
+    def let_go(self) -> None:
+        """Drop it from memory; the next read brings it back."""
+        self.calm_until = 0.0
+        mapped = self._mapped()
+        if mapped is not None:
+            let_go(mapped.data_ptr() + self._start, self.nbytes)
+
+    def _mapped(self) -> torch.UntypedStorage | None:
+        file = self._file()
+        return None if file is None else file.mapped(shared=self._shared)
+
+
+def are_cached(address: int, nbytes: int) -> bool:
+    """Whether a mapped range is in memory: of a large one, some pages are asked for.
+
+    True where the system can't tell.
+    """
+    if _libc is None or nbytes == 0:
+        return True
+    first, length = _whole_pages(address, nbytes)
+    if length <= _ASKED_WHOLE:
+        return _count(first, length) * PAGE == length
+    step = (length // PAGE - 1) // (_SAMPLES - 1) * PAGE
+    return all(_count(first + place * step, PAGE) for place in range(_SAMPLES))
+
+
+def cached_bytes(address: int, nbytes: int) -> int:
+    """How much of a mapped range is in memory, in whole pages. All of it where the system can't tell."""
+    first, length = _whole_pages(address, nbytes)
+    return _count(first, length) * PAGE if _libc is not None else length
+
+
+def announce(address: int, nbytes: int) -> None:
+    """Have the system begin to read a mapped range, and go on."""
+    if _libc is not None:
+        _libc.madvise(*_whole_pages(address, nbytes), _MADV_WILLNEED)
+
+
+def bring_in(address: int, nbytes: int) -> None:
+    """Read a mapped range from the disk, if it is not in memory, and wait for it. Other threads run meanwhile.
+
+    Raises:
+        OSError: the disk did not give it.
+    """
+    if nbytes == 0:
+        return
+    first, length = _whole_pages(address, nbytes)
+    if _libc is None or _libc.madvise(first, length, _MADV_POPULATE_READ):
+        code = ctypes.get_errno() if _libc is not None else errno.ENOSYS
+        if code == errno.EFAULT:
+            raise OSError(errno.EIO, "the disk did not give what was asked for")
+        _touch(address, nbytes)
+
+
+def let_go(address: int, nbytes: int) -> None:
+    """Drop the pages that lie in a mapped range as a whole, unless they are dirty or used by others too."""
+    first = -(-address // PAGE) * PAGE
+    length = (address + nbytes) // PAGE * PAGE - first
+    if _libc is not None and length > 0:
+        _libc.madvise(first, length, _MADV_PAGEOUT)
+
+
+def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """The pages that a range touches: address and length."""
+    first = address // PAGE * PAGE
+    return first, -(-(address + nbytes - first) // PAGE) * PAGE
+
+
+def _count(first: int, length: int) -> int:
+    """How many of these pages are in memory."""
+    if length == PAGE:
+        one = _ONE_PAGE()
+        return one[0] & 1 if _libc.mincore(first, length, one) == 0 else 1  # type: ignore[union-attr]
+    pages = np.empty(length // PAGE, dtype=np.uint8)
+    if _libc.mincore(first, length, pages.ctypes.data):  # type: ignore[union-attr]
+        return len(pages)
+    return int(np.count_nonzero(pages & 1))
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Read a byte of each page."""
+    np.frombuffer(view_memory(address, nbytes), dtype=np.uint8)[::PAGE].sum()
+
+
+def _libc_calls() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return libc
+
+
+_libc = _libc_calls()
+_ONE_PAGE = ctypes.c_ubyte * 1

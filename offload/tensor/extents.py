@@ -1,0 +1,46 @@
+"""Which bytes of its file a tensor reads.
+
+Always true:
+- what is small, and not known to be read soon, is left to the mapping; so is a view that is scattered over much more
+  than it reads
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import torch
+
+from offload.prefetch import UNTRACKED, Tracked, arrive, tracked
+from offload.residency import SMALL
+from offload.storage.handle import Handle
+from offload.storage.pages import Range
+
+_MOST_SCATTERED = 2  # times as many bytes as are read
+
+
+def brought_in(handle: Handle, twin: torch.Tensor) -> Range:
+    """What a view cut as `twin` reads, now in memory.
+
+    Raises:
+        CorruptFileError: the disk did not give it.
+    """
+    found = _range_of(handle, twin)
+    if found.calm_until < monotonic() and isinstance(found, Tracked):
+        arrive(found)
+    return found
+
+
+def _range_of(handle: Handle, twin: torch.Tensor) -> Range:
+    nbytes = twin.numel() * twin.itemsize
+    start, most = handle.extent
+    whole: Range | None = handle.ranges.get(handle.extent)
+    if handle.recipe is not None or nbytes >= most:
+        return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
+    if whole is not None and whole.calm_until >= monotonic():
+        return whole
+    steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
+    span = (1 + int(steps)) * twin.itemsize
+    if nbytes <= SMALL or span > _MOST_SCATTERED * nbytes:
+        return UNTRACKED
+    return tracked(handle, start + int(twin.storage_offset()) * twin.itemsize, span)
