@@ -428,6 +428,11 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     return sent_to(value_on_cpu(tensor), tensor._target)
 
 
+def guest_to_write(tensor: OffloadedTensor) -> torch.Tensor:
+    """As `guest_of`, for an op that may not need the old value: it is not brought in."""
+    return sent_to(mapped_value(tensor), tensor._target)
+
+
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """As `guest_of`, but where the file is mapped, whatever the target device."""
     value = mapped_value(tensor)
