@@ -78,10 +78,11 @@ class Tracked(Value):
     def follower(self, before: Tracked | None) -> Tracked | None:
         """What is expected after `before`, then this one; None if that is anybody's guess."""
         found = self.followers.get(id(before))
-        if found is None:
-            return self.seeded() if self.seeded is not None and not self.branches else None
-        reference, is_sure = found
-        return reference() if is_sure else None
+        if found is None and not self.branches:
+            if self.seeded is not None:
+                return self.seeded()
+            found = next(reversed(self.followers.values()), None)
+        return found[0]() if found is not None and found[1] else None
 
     def learn(self, before: Tracked | None, following: Tracked) -> None:
         """After `before`, then this one, came `following`."""
@@ -175,8 +176,11 @@ class Stream:
         else:
             self.in_flight += value.nbytes
         self._used.append(value)
-        while len(self._used) > 1 and sum(used.nbytes for used in self._used) > value.pool.window // 4:
+        while len(self._used) > 1 and self._used_bytes() > self._engine.share(value) // 4:
             self._drop(self._used.popleft())
+
+    def _used_bytes(self) -> int:
+        return sum(value.nbytes for value in self._used)
 
     def _forget(self, count: int) -> None:
         """The next `count` values were not asked for after all."""
@@ -202,7 +206,7 @@ class Stream:
             if following is None or following is self._last or following in self._ahead:
                 break
             if following.calm_until < now:
-                if not self._engine.has_room(following):
+                if not self._engine.has_room(following, self):
                     break
                 self._ahead[following] = self._moves + len(self._ahead)
                 self.in_flight += following.nbytes
@@ -286,16 +290,21 @@ class Engine:
         self._leaving.append(value)
         self._wake()
 
-    def has_room(self, value: Tracked) -> bool:
-        """Whether the window of its pool takes `value`; where nothing is ahead, it takes any."""
-        window = value.pool.window
-        if window and self._in_flight() + value.nbytes > window:
+    def has_room(self, value: Tracked, stream: Stream) -> bool:
+        """Whether the window takes `value` for a thread; where nothing is ahead of any, it takes a larger one too."""
+        if value.pool.window == 0:
+            return False
+        if not self._fits(value, stream) and len(self._streams) > 1:
             self._reap()
-        fits = self._in_flight() + value.nbytes <= window
-        return window > 0 and (fits or not any(stream.is_ahead for stream in self._streams))
+        return self._fits(value, stream) or not any(other.is_ahead for other in self._streams)
 
-    def _in_flight(self) -> int:
-        return sum(stream.in_flight for stream in self._streams)
+    def _fits(self, value: Tracked, stream: Stream) -> bool:
+        in_flight = sum(stream.in_flight for stream in self._streams) + sum(value.nbytes for value in self._leaving)
+        return stream.in_flight + value.nbytes <= self.share(value) and in_flight + value.nbytes <= value.pool.window
+
+    def share(self, value: Tracked) -> int:
+        """The part of the window that is for one thread."""
+        return value.pool.window // max(len(self._streams), 1)
 
     def _reap(self) -> None:
         """Take their part of the window from threads that have ended, or read no more."""
