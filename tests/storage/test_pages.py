@@ -1,0 +1,163 @@
+"""Pages of mapped files: which are in memory, as the kernel says, and that nothing is lost by dropping them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offload.errors import CorruptFileError
+from offload.storage import pages
+from offload.storage.file import TensorFile
+from offload.storage.pages import Range
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel what is in memory")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def values() -> torch.Tensor:
+    return torch.arange(MIB, dtype=torch.float32)  # 4 MiB
+
+
+@pytest.fixture
+def file(tmp_path: Path, values: torch.Tensor) -> TensorFile:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": values}, path)
+    make_cold(path)
+    return TensorFile.open(path)
+
+
+def make_cold(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def whole(file: TensorFile, *, shared: bool = False) -> Range:
+    entry = file.entry("w")
+    return Range(file, entry.start, entry.layout.nbytes, shared=shared)
+
+
+def mapped(file: TensorFile, *, shared: bool = False) -> torch.Tensor:
+    entry = file.entry("w")
+    return torch.empty(0).set_(file.storage(entry, shared=shared), 0, entry.layout.shape)
+
+
+def test_a_range_is_brought_in_and_let_go(file, values):
+    found = whole(file)
+    cold = found.is_cached(), found.cached_bytes()
+    found.bring_in()
+    warm = found.is_cached(), found.cached_bytes()
+    found.let_go()
+
+    assert (False, 0) == cold
+    assert (True, 4 * MIB) == warm
+    assert found.cached_bytes() < 64 << 10
+    assert torch.equal(values, mapped(file))
+
+
+def test_a_range_that_is_partly_there_is_not_there(file):
+    found = whole(file)
+    found.bring_in()
+    Range(file, 2 * MIB, MIB, shared=False).let_go()
+
+    assert not found.is_cached()
+    assert 2 * MIB < found.cached_bytes() < 4 * MIB
+
+
+def test_neighbours_on_the_same_page_stay(file):
+    """What is let go are the pages that are all its own."""
+    whole(file).bring_in()
+    Range(file, 100, 4096, shared=False).let_go()
+
+    assert whole(file).is_cached()
+
+
+def test_what_was_stored_into_a_private_mapping_is_not_lost(file, values):
+    """Compiled code does: such pages are memory, and their only copy."""
+    tensor = mapped(file)
+    tensor[5] = -1
+    whole(file).let_go()
+
+    assert -1 == tensor[5]
+    assert torch.equal(values[6:], tensor[6:])
+
+
+def test_what_was_stored_into_a_shared_mapping_is_not_lost(file, values):
+    tensor = mapped(file, shared=True)
+    tensor.neg_()
+    whole(file, shared=True).let_go()
+
+    assert torch.equal(-values, tensor)
+
+
+def test_a_range_does_not_keep_its_file(file, tmp_path):
+    found = whole(file)
+    del file
+
+    assert not found.is_cached()
+    assert 0 == found.cached_bytes()
+    found.bring_in()
+    found.let_go()
+
+
+def test_a_file_that_was_cut_is_an_error_and_not_a_signal(file):
+    """A plain read of the mapping would end the process."""
+    found = whole(file)
+    mapped(file)
+    os.truncate(file.path, 4096)
+
+    with pytest.raises(CorruptFileError, match=str(file.path)):
+        found.bring_in()
+
+
+def test_without_the_call_pages_are_touched(file, monkeypatch):
+    """Kernels before 5.14 do not know it."""
+    monkeypatch.setattr(pages, "_MADV_POPULATE_READ", 12345)
+    found = whole(file)
+    found.bring_in()
+
+    assert found.is_cached()
+
+
+def test_where_the_system_tells_nothing_reads_are_left_to_it(file, monkeypatch):
+    monkeypatch.setattr(pages, "_libc", None)
+    found = whole(file)
+
+    found.announce()
+    found.bring_in()
+    found.let_go()
+
+    assert found.is_cached()
+    assert 4 * MIB <= found.cached_bytes()
+
+
+def test_of_a_file_that_may_not_be_asked_about_nothing_is_taken_for_granted(file, monkeypatch):
+    """To others than those who may write it, the kernel says that all of a file is in memory."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    found = whole(file)
+    found.bring_in()
+
+    assert not found.is_cached()
+
+
+def test_an_announced_range_comes_in_by_itself(file):
+    found = whole(file)
+    found.announce()
+    found.bring_in()
+
+    assert found.is_cached()
+
+
+def test_an_empty_range_is_there(file):
+    nothing = Range(file, 4096, 0, shared=False)
+    nothing.bring_in()
+    nothing.let_go()
+
+    assert nothing.is_cached()

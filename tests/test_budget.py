@@ -1,0 +1,279 @@
+"""Budgets, on real files: what stays, what is dropped, and that values are right whatever is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import offload
+from offload import ON_DISK, OffloadedTensor
+from offload.errors import BudgetError
+from offload.prefetch import POOL, counts
+
+MIB = 1 << 20
+LAYERS = 12
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel what is in memory")
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    with offload.set_max_memory(None), offload.set_read_ahead(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 layers of 1 MiB."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("budget") / "model.safetensors"
+    save_file(network().state_dict(), path)
+    return path
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(LAYERS)])
+
+
+def in_memory(path: Path) -> nn.Module:
+    model = network()
+    model.load_state_dict(offload.materialize(offload.load_file(path)))
+    return model
+
+
+def on_disk(path: Path, **options: object) -> nn.Module:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    with offload.init_empty_weights():
+        model = network()
+    return offload.load_checkpoint_and_dispatch(model, path, device_map=ON_DISK, **options)  # type: ignore[arg-type]
+
+
+@needs_linux
+@pytest.mark.parametrize("budget", [0, "4MiB", 6 * MIB, "1GiB"])
+def test_results_are_the_same_within_any_budget(checkpoint, budget):
+    x = torch.randn(3, 512)
+    expected = in_memory(checkpoint)(x)
+    model = on_disk(checkpoint)
+    with offload.set_max_memory(budget), offload.set_read_ahead("3MiB"), torch.no_grad():
+        results = [model(x) for _ in range(3)]
+
+    for result in results:
+        assert torch.equal(expected, result)
+
+
+@needs_linux
+def test_what_stays_is_within_the_budget_and_the_rest_is_dropped(checkpoint):
+    model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(3, 512))
+    before = counts().bytes_read
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(3, 512))
+
+    pool = next(model.parameters())._handle.pool  # type: ignore[attr-defined]
+    resident = sum(value.cached_bytes() for value in pool.values())
+    assert resident <= 6 * MIB + 2 * MIB + LAYERS * 4096
+    read = (counts().bytes_read - before) / 4
+    assert 5 * MIB < read <= 1.1 * (LAYERS - 6 + 1) * MIB
+
+
+@needs_linux
+def test_a_model_that_fits_is_read_once(checkpoint):
+    model = on_disk(checkpoint)
+    before = counts()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(3, 512))
+
+    after = counts()
+    assert after.bytes_read - before.bytes_read <= 12.1 * MIB
+    assert after.ahead - before.ahead >= LAYERS
+    assert after.missed - before.missed <= 2
+
+
+@needs_linux
+def test_a_write_is_seen_whatever_is_dropped(checkpoint, tmp_path):
+    """In place, and whole; before, between and after dropping."""
+    w = OffloadedTensor.from_original_tensor(torch.zeros(512, 512), "w", tmp_path)
+    expected = torch.zeros(512, 512)
+    with offload.set_max_memory(0), torch.no_grad():
+        for number in range(1, 5):
+            offload.evict(w)
+            w.add_(number)
+            expected.add_(number)
+            assert torch.equal(expected, w.materialize())
+            w.update_values(expected.mul_(2))
+            assert expected.sum() == w.sum()
+            w[3:5] = 7
+            expected[3:5] = 7
+            offload.evict(w)
+            assert torch.equal(expected[2:6], w[2:6].clone())
+
+
+@needs_linux
+def test_evicted_values_leave_memory_and_come_back(checkpoint):
+    model = on_disk(checkpoint)
+    x = torch.randn(3, 512)
+    with torch.no_grad():
+        expected = model(x)
+        full = offload.memory_summary().resident
+        offload.evict(model)
+        empty = offload.memory_summary().resident
+
+        assert full - empty >= LAYERS * MIB * 0.95
+        assert torch.equal(expected, model(x))
+
+
+@needs_linux
+def test_pinned_values_stay_under_a_budget_that_would_not_keep_them(checkpoint):
+    model = on_disk(checkpoint, max_memory="3MiB", read_ahead="2MiB")
+    last = list(model)[-1]
+    offload.keep_resident(last)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(3, 512))
+
+    value = last.weight._handle.ranges[last.weight._handle.extent]
+    assert value.kept
+    assert value.is_cached()
+    offload.evict(last)
+    assert not value.pinned
+    assert value.cached_bytes() < MIB // 8
+
+
+def test_more_than_the_budget_cannot_be_pinned(checkpoint):
+    model = on_disk(checkpoint, max_memory="3MiB")
+
+    with pytest.raises(BudgetError, match="12.* bytes can't stay in memory: the budget is 3145728. Raise max_memory"):
+        offload.keep_resident(model)
+
+    assert not any(value.pinned for value in next(model.parameters())._handle.pool.values())  # type: ignore[attr-defined]
+
+
+def test_a_setting_ends_with_its_with_and_else_stays():
+    with offload.set_max_memory("1GiB"), offload.set_read_ahead("1MiB"):
+        assert (1 << 30, MIB) == (POOL.max_memory, POOL.window)
+        with offload.set_max_memory({"cpu": 5}):
+            assert 5 == POOL.max_memory
+        assert 1 << 30 == POOL.max_memory
+    assert (None, 128 * MIB) == (POOL.max_memory, POOL.window)
+
+    offload.set_max_memory(7)
+    assert 7 == POOL.max_memory
+
+
+def test_a_setting_is_taken_back_after_an_exception():
+    with pytest.raises(KeyError), offload.set_max_memory("1GiB"):
+        raise KeyError
+
+    assert POOL.max_memory is None
+
+
+@pytest.mark.parametrize(
+    ("amount", "words"),
+    [
+        ("many", "'many' is not an amount of memory: use bytes"),
+        (-1, "-1 is not an amount"),
+        (1.5, "1.5 is not an amount"),
+        (True, "True is not an amount"),
+        ({"gpu": 1}, "'gpu' is not a device that a budget can be set for"),
+    ],
+)
+def test_what_is_no_budget_is_refused(amount, words):
+    with pytest.raises(ValueError, match=words):
+        offload.set_max_memory(amount)
+
+
+def test_a_fraction_is_of_what_is_available():
+    with offload.set_max_memory(0.5):
+        assert POOL.max_memory is not None
+        assert 0 < POOL.max_memory < 1 << 50
+
+
+@needs_linux
+def test_the_summary_tells_what_is_where(checkpoint):
+    model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
+    before = offload.memory_summary()
+    with torch.no_grad():
+        model(torch.randn(3, 512))
+    summary = offload.memory_summary()
+
+    assert summary.counts.bytes_read - before.counts.bytes_read >= 11 * MIB
+    assert 5 * MIB <= summary.kept <= summary.values
+    lines = str(summary).splitlines()
+    assert ["budget", "values", "  to stay", "  to stream", "resident now"] == [
+        line[:24].rstrip() for line in lines[:5]
+    ]
+    assert all(line == lines[0] or len(line) == len(lines[0]) for line in lines)
+
+
+@needs_linux
+def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
+    """Parts of one stored value are brought in, and dropped, by themselves."""
+    path = tmp_path / "experts.safetensors"
+    save_file({"experts": torch.randn(16, 512, 512)}, path)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    experts = OffloadedTensor.from_file(path)
+    expected = {index: experts._on_cpu()[index].clone() for index in (3, 9)}
+    offload.evict(experts)
+    before = counts().bytes_read
+
+    x = torch.randn(2, 512)
+    for index in (3, 9, 3):
+        assert torch.equal(F.linear(x, expected[index]), F.linear(x, experts[index]))
+
+    assert 2 * MIB == counts().bytes_read - before
+
+
+@needs_linux
+def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
+    """Right results in all of them, while their values come and go."""
+    x = torch.randn(3, 512)
+    expected = in_memory(checkpoint)(x)
+    models = [on_disk(checkpoint) for _ in range(8)]
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                if not torch.equal(expected, models[number](x)):
+                    wrong.append(number)
+
+    with offload.set_max_memory("8MiB"), offload.set_read_ahead("8MiB"):
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert [] == wrong
+
+
+@needs_linux
+def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
+    """Backward reads in the other order, and what it needs may have been dropped."""
+    x = torch.randn(3, 512)
+    plain, model = in_memory(checkpoint), on_disk(checkpoint, max_memory="2MiB", read_ahead="2MiB")
+    for _ in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            one(x).square().mean().backward()
+
+    for left, right in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
