@@ -256,7 +256,17 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether autograd follows a call with these arguments."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args, *kwargs.values()))
+    return torch.is_grad_enabled() and (_ask_for_grad(args) or _ask_for_grad(kwargs.values()))
+
+
+def _ask_for_grad(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (tuple, list)) and _ask_for_grad(value):
+            return True
+    return False
 
 
 def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
