@@ -132,10 +132,10 @@ def choose_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As `read_directly`, but for a table that it writes to (`max_norm`), or that is sent elsewhere row by row."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
-    if len(args) <= 3 and kwargs.get("max_norm") is None and table.device == CPU:
-        return read_directly(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        if len(args) > 3 or kwargs.get("max_norm") is not None or table.device != CPU:
+            return func(*args, **kwargs)
+    return read_directly(func, args, kwargs)
 
 
 # What only needs to know the tensor, not its value
