@@ -40,6 +40,7 @@ def main() -> None:
         "w.exp()": lambda w: w.exp(),
         "F.embedding(rows, w)": lambda w: F.embedding(rows, w),
         "w.t()": lambda w: w.t(),
+        "w.neg_()": lambda w: w.neg_(),
     }
     with torch.no_grad():
         for name, op in ops.items():

@@ -239,6 +239,15 @@ def test_11_lazy_conjugation_and_negation_are_understood(op: Any) -> None:
     assert_equal(op(matrix), op(offloaded(matrix)))
 
 
+@pytest.mark.parametrize("op", [torch.ops.aten.pinverse, torch.ops.aten.linalg_pinv, torch.ops.aten.fft_hfft])
+def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op: Any) -> None:
+    """In inference mode these come to Python dispatch whole, and conjugate inside."""
+    matrix = torch.randn(5, 3, dtype=torch.complex64)
+
+    with torch.inference_mode():
+        assert_equal(op(matrix), op(offloaded(matrix)))
+
+
 def test_12_tensor_split_by_an_offloaded_tensor(plain: torch.Tensor) -> None:
     """It reads the indices in memory, under every dispatcher."""
     where = torch.tensor([1, 4])

@@ -150,16 +150,15 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     Below Python dispatch these keys are excluded, and composite kernels that rely on them give wrong values.
     """
-    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY_KEYS
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+    with _keys_kept():
+        for key in _LAZY_KEYS:
+            _exclude(key, False)
         return func(*args, **kwargs)
 
 
-_LAZY_KEYS = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ZeroTensor)
-)
+_LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_keys_kept = torch._C._PreserveDispatchKeyGuard
 
 
 def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +257,17 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether autograd follows a call with these arguments."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args, *kwargs.values()))
+    return torch.is_grad_enabled() and (_ask_for_grad(args) or _ask_for_grad(kwargs.values()))
+
+
+def _ask_for_grad(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (tuple, list)) and _ask_for_grad(value):
+            return True
+    return False
 
 
 def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
