@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from offload import memory
-from offload.memory import anonymous_bytes, available_bytes, cgroup_room
+from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
 from tests.processes import run_script
 
 MANY = """
@@ -162,3 +163,24 @@ def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allow
 
     assert 4096 == available_bytes()
     assert 0 < free <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_off_in_the_block_and_then_as_it_was(was_on: bool) -> None:
+    def look_and_raise() -> None:
+        with uncollected():
+            seen.append(gc.isenabled())
+            raise KeyError
+
+    seen: list[bool] = []
+    try:
+        if not was_on:
+            gc.disable()
+        with pytest.raises(KeyError):
+            look_and_raise()
+        after = gc.isenabled()
+    finally:
+        gc.enable()
+
+    assert [False] == seen
+    assert was_on == after
