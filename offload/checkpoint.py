@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from offload.errors import CheckpointError, MissingFileError
+from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import Layout
 
@@ -69,6 +70,7 @@ class Checkpoint(Mapping[str, StoredValue]):
         return sum(value.nbytes for value in self.values())
 
 
+@uncollected()
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """A `.safetensors` file, a `*.index.json`, a folder with either, or an offload folder.
 

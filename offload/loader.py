@@ -16,17 +16,18 @@ from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, pool_for
-from offload.checkpoint import Checkpoint, StoredValue, open_checkpoint
+from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
-from offload.prefetch import expect
+from offload.memory import uncollected
+from offload.order import expect_reads
 from offload.progress import progress
-from offload.residency import SMALL, Pool
 from offload.storage.handle import Handle
 from offload.tensor.arguments import checked_device
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
@@ -98,12 +99,13 @@ def load_checkpoint_and_dispatch(
         device_map = infer_device_map(
             model, device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype
         )
-    report = load_checkpoint_in_model(
-        model, checkpoint, device_map, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
+    slots = _tied_slots(model)
+    placed = places(_names(slots), device_map)
+    report = _load(
+        model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
-    placed = places(_names(model), device_map)
-    place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
-    refuse_meta(model, placed, report)
+    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
+    refuse_meta(slots, placed, report)
     expect_reads(model, pool)
     connect_devices(model, device_map, placed, skip_keys)
     return model
@@ -126,31 +128,11 @@ def load_checkpoint_in_model(
     Returns:
         What did not match.
     """
-    tie_weights = getattr(model, "tie_weights", None)  # transformers
-    if callable(tie_weights):
-        tie_weights()
-    source = open_checkpoint(checkpoint)
-    slots = tensor_slots(model)
-    placed = places([slot.name for slot in slots], device_map)
-    report = _compare(slots, source)
-    if strict and (report.missing_keys or report.unexpected_keys or report.mismatched_keys):
-        raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
-    if slots and not any(name in source for slot in slots for name in slot.names):
-        raise CheckpointError(
-            f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
-        )
-    skipped = {name for name, _, _ in report.mismatched_keys}
-    for slot in progress(slots, "loading"):
-        key = _key_of(slot, source)
-        place = placed[slot.name]
-        if key is None or key in skipped or place.device.type == "meta":
-            continue
-        on_disk = place.on_disk and (slot.is_parameter or offload_buffers)
-        stored = _referenced(source, key, place.device, offload_dir)
-        slot.fill(_converted(stored, _dtype_for(slot.tensor, dtype), on_disk=on_disk))
-    if report.missing_keys or report.unexpected_keys or report.mismatched_keys:
-        _log.warning("%s: %s", source.path, report)
-    return report
+    slots = [slot for slot in _tied_slots(model) if slot.keys]
+    placed = places(_names(slots), device_map)
+    return _load(
+        model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
+    )
 
 
 def disk_offload(
@@ -176,14 +158,12 @@ def disk_offload(
         WriteError, ForeignFileError, NameInUseError
     """
     slots = tensor_slots(model)
-    empty = [slot.name for slot in slots if slot.tensor.is_meta]
+    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
     device = None if execution_device is None else checked_device(execution_device)
-    placed = {
-        slot.name: Place(True, device or slot.tensor.device) for slot in tensor_slots(model, persistent_only=False)
-    }
-    place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
+    placed = {slot.name: Place(True, device or slot.tensor.device) for slot in slots}
+    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     expect_reads(model)
     return model
 
@@ -203,89 +183,100 @@ def load_file(
     """
     target = checked_device(device)
     source = open_checkpoint(path)
-    return {name: _referenced(source, name, target, offload_dir) for name in source}
+    return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))
 
 
 # A model's tensors
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Slot:
-    """A distinct tensor of a model, under all the names that it has there."""
+    """A distinct tensor of a model, under all the names that it has there.
 
-    names: list[str]
-    owners: list[tuple[dict[str, torch.Tensor | None], str]]
+    Attributes:
+        names: all of them.
+        keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
+        owners: where it is kept: the module's dictionary, and the name in it.
+    """
+
     tensor: torch.Tensor
     is_parameter: bool
+    names: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Put a tensor in all its places."""
+        """Put a tensor in all its places; a new one, which nobody else holds."""
         if tensor is self.tensor:
             return
-        if self.is_parameter and not isinstance(tensor, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
+        with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
+            if self.is_parameter and not isinstance(tensor, nn.Parameter):
+                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
         for members, name in self.owners:
             members[name] = tensor
+        self.tensor = tensor
 
 
-def tensor_slots(model: nn.Module, *, persistent_only: bool = True) -> list[Slot]:
+@uncollected()
+def tensor_slots(model: nn.Module) -> list[Slot]:
     """The parameters and buffers of a model, each once."""
     slots: dict[int, Slot] = {}
     for prefix, module in model.named_modules():
         for members, is_parameter in ((module._parameters, True), (module._buffers, False)):
             for name, tensor in members.items():
-                if tensor is None or (persistent_only and name in module._non_persistent_buffers_set):
+                if tensor is None:
                     continue
-                slot = slots.setdefault(id(tensor), Slot([], [], tensor, is_parameter))
-                slot.names.append(f"{prefix}.{name}" if prefix else name)
+                slot = slots.get(id(tensor))
+                if slot is None:
+                    slot = slots[id(tensor)] = Slot(tensor, is_parameter)
+                full_name = f"{prefix}.{name}" if prefix else name
+                slot.names.append(full_name)
                 slot.owners.append((members, name))
+                if name not in module._non_persistent_buffers_set:
+                    slot.keys.append(full_name)
     return list(slots.values())
 
 
+@uncollected()
+def referenced(
+    source: Checkpoint, wanted: Iterable[tuple[str, torch.device]], offload_dir: PathLike | None
+) -> list[OffloadedTensor]:
+    """Tensors, by name and target device, in their checkpoint.
+
+    In an offload folder that is `offload_dir` itself they are open to be written.
+    """
+    to_write = source.is_offload_folder and offload_dir is not None and os.path.abspath(offload_dir) == str(source.path)
+    handles = []
+    for name, device in wanted:
+        value = source[name]
+        handle = (
+            Handle.adopt(value.file, value.key) if to_write else Handle.reference(value.file, value.key, offload_dir)
+        )
+        handles.append((handle, device))
+    return wrap_handles(handles)
+
+
 def place_tensors(
-    model: nn.Module, placed: Mapping[str, Place], offload_dir: PathLike | None = None, *, offload_buffers: bool = False
+    slots: Iterable[Slot],
+    placed: Mapping[str, Place],
+    offload_dir: PathLike | None = None,
+    *,
+    offload_buffers: bool = False,
 ) -> None:
     """Bring every tensor that has data to its place, one by one; what is there already stays as it is."""
-    for slot in progress(tensor_slots(model, persistent_only=False), "placing"):
-        place = placed[slot.name]
-        if not slot.tensor.is_meta and place.device.type != "meta":
-            on_disk = place.on_disk and (slot.is_parameter or offload_buffers)
-            slot.fill(_placed(slot, on_disk, place.device, offload_dir))
+    for slot in progress(slots, "placing"):
+        place = _place_of(slot, placed, offload_buffers=offload_buffers)
+        if place.device.type != "meta" and not _is_meta(slot.tensor) and not _is_at(slot.tensor, place):
+            slot.fill(_moved(slot, place, offload_dir))
 
 
-def expect_reads(model: nn.Module, pool: Pool | None = None) -> None:
-    """Say in which order the values on disk are likely to be read: block by block, in each the small ones first.
-
-    Of embeddings rows are picked, and of stacks of matrices (experts) some: they are not read as wholes.
-    """
-    handles: dict[int, Handle] = {}
-    for block in _blocks(model):
-        modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-        members = [member for module in modules for member in (*module._parameters.values(), *module._buffers.values())]
-        stored = [member for member in members if type(member) is OffloadedTensor and member.dim() != 3]
-        for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
-            handles.setdefault(id(tensor._handle), tensor._file_handle())
-    expect(handles.values(), pool)
-
-
-def _blocks(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """A module's parts in their order; what stands in a list is a block with all that is in it."""
-    yield [module]
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from (list(block.modules()) for block in child)
-        else:
-            yield from _blocks(child)
-
-
-def refuse_meta(model: nn.Module, placed: Mapping[str, Place], report: LoadReport) -> None:
+def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:
     """Raises `MetaTensorError` for tensors that should have data and have none."""
-    slots = tensor_slots(model, persistent_only=False)
-    empty = [slot.name for slot in slots if slot.tensor.is_meta and placed[slot.name].device.type != "meta"]
+    empty = [slot.name for slot in slots if _is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
     if empty:
         raise MetaTensorError(
             f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
@@ -323,44 +314,91 @@ def _move_activations(model: nn.Module, modules: Mapping[str, Place], *, skip_ke
             )
 
 
-def _names(model: nn.Module) -> Iterator[str]:
-    for slot in tensor_slots(model, persistent_only=False):
+def _tied_slots(model: nn.Module) -> list[Slot]:
+    tie_weights = getattr(model, "tie_weights", None)  # transformers
+    if callable(tie_weights):
+        tie_weights()
+    return tensor_slots(model)
+
+
+def _names(slots: Iterable[Slot]) -> Iterator[str]:
+    for slot in slots:
         yield from slot.names
 
 
-def _compare(slots: Iterable[Slot], source: Checkpoint) -> LoadReport:
+def _load(
+    model: nn.Module,
+    slots: Iterable[Slot],
+    checkpoint: PathLike,
+    placed: Mapping[str, Place],
+    offload_dir: PathLike | None,
+    *,
+    dtype: torch.dtype | None,
+    strict: bool,
+    offload_buffers: bool,
+) -> LoadReport:
+    """Fill the slots that the checkpoint has values for, if it fits at all."""
+    source = open_checkpoint(checkpoint)
+    keyed = [(slot, next((key for key in slot.keys if key in source), None)) for slot in slots if slot.keys]
+    report = _compare(keyed, source)
+    differs = bool(report.missing_keys or report.unexpected_keys or report.mismatched_keys)
+    if strict and differs:
+        raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
+    if keyed and all(key is None for _, key in keyed):
+        raise CheckpointError(
+            f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
+        )
+    _fill(_wanted(keyed, placed, report, offload_buffers=offload_buffers), source, offload_dir, dtype)
+    if differs:
+        _log.warning("%s: %s", source.path, report)
+    return report
+
+
+def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
     report = LoadReport()
-    expected = set()
-    for slot in slots:
-        expected.update(slot.names)
-        key = _key_of(slot, source)
+    expected: set[str] = set()
+    for slot, key in keyed:
+        expected.update(slot.keys)
         if key is None:
-            report.missing_keys.append(slot.name)
+            report.missing_keys.append(slot.keys[0])
             continue
         layout = source[key].layout
-        ours = tuple(slot.tensor.shape)
-        if layout is not None and layout.shape != ours:
-            report.mismatched_keys.append((key, layout.shape, ours))
+        if layout is not None and layout.shape != slot.tensor.shape:
+            report.mismatched_keys.append((key, layout.shape, tuple(slot.tensor.shape)))
     report.unexpected_keys.extend(name for name in source if name not in expected)
     return report
 
 
-def _key_of(slot: Slot, source: Mapping[str, StoredValue]) -> str | None:
-    return next((name for name in slot.names if name in source), None)
+def _wanted(
+    keyed: Iterable[tuple[Slot, str | None]],
+    placed: Mapping[str, Place],
+    report: LoadReport,
+    *,
+    offload_buffers: bool,
+) -> list[tuple[Slot, str, Place]]:
+    """What is to be filled, from which key, and where it goes."""
+    skipped = {name for name, _, _ in report.mismatched_keys}
+    return [
+        (slot, key, _place_of(slot, placed, offload_buffers=offload_buffers))
+        for slot, key in keyed
+        if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
+    ]
 
 
-def _referenced(source: Checkpoint, name: str, device: torch.device, offload_dir: PathLike | None) -> OffloadedTensor:
-    """The tensor in its checkpoint; in an offload folder that is `offload_dir` itself, open to be written."""
-    value = source[name]
-    if source.is_offload_folder and offload_dir is not None and os.path.abspath(offload_dir) == str(source.path):
-        return wrap_handle(Handle.adopt(value.file, value.key), device)
-    return wrap_handle(Handle.reference(value.file, value.key, offload_dir), device)
+def _fill(
+    wanted: list[tuple[Slot, str, Place]], source: Checkpoint, offload_dir: PathLike | None, dtype: torch.dtype | None
+) -> None:
+    tensors = referenced(source, [(key, place.device) for _, key, place in wanted], offload_dir)
+    for (slot, _, place), stored in progress(zip(wanted, tensors, strict=True), "loading", total=len(wanted)):
+        slot.fill(_converted(stored, _dtype_for(slot.tensor, dtype), on_disk=place.on_disk))
 
 
 def _converted(stored: OffloadedTensor, dtype: torch.dtype | None, *, on_disk: bool) -> torch.Tensor:
-    cast = dtype is not None and dtype != stored.dtype and stored.is_floating_point()
+    with DisableTorchFunctionSubclass():
+        has = stored.dtype
+    cast = dtype is not None and dtype != has and has.is_floating_point
     if not on_disk:
-        return stored.materialize().to(dtype if cast else stored.dtype)
+        return stored.materialize().to(dtype if cast else has)
     if cast:
         stored.update_values(stored.to(dtype), strict_dtype=False)
     return stored
@@ -372,17 +410,41 @@ def _dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype |
     return dtype or tensor.dtype
 
 
-def _placed(slot: Slot, on_disk: bool, device: torch.device, offload_dir: PathLike | None) -> torch.Tensor:
+def _place_of(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
+    """Its place in the map; a buffer is not on disk where only parameters are."""
+    place = placed[slot.name]
+    if not place.on_disk or slot.is_parameter or offload_buffers:
+        return place
+    return Place(False, place.device)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return tensor.is_meta
+
+
+def _is_at(tensor: torch.Tensor, place: Place) -> bool:
+    with DisableTorchFunctionSubclass():
+        return is_offloaded(tensor) == place.on_disk and tensor.device == place.device
+
+
+def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
     tensor = slot.tensor
-    if on_disk and not is_offloaded(tensor):
+    if place.on_disk and not is_offloaded(tensor):
         tensor = OffloadedTensor.from_original_tensor(tensor.detach(), slot.name, offload_dir)
-    elif not on_disk and is_offloaded(tensor):
+    elif not place.on_disk and is_offloaded(tensor):
         tensor = tensor.materialize()  # type: ignore[attr-defined]
-    return tensor if tensor.device == device else tensor.detach().to(device)
+    return tensor if tensor.device == place.device else tensor.detach().to(place.device)
+
+
+def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    if is_offloaded(tensor):
+        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)  # type: ignore[arg-type]
+    return nn.Parameter(tensor, requires_grad)
 
 
 def _can_require_grad(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it is ours.
+"""How much memory there is, how much of it is ours, and when nobody need look for garbage.
 
 Always true:
 - nothing is kept: each call looks anew
@@ -7,9 +7,10 @@ Always true:
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -112,3 +113,19 @@ def _cached_in(folder: Path) -> int:
     stat = {name: int(count) for name, count in pairs}
     prefix = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below
     return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for reference cycles in the block, in any thread: for making very many objects that stay, and no cycle.
+
+    Else the collector goes over all of them, and over the model, again and again and in vain: that took half of the
+    time of loading 10,000 tensors (`python -m bench.load`).
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

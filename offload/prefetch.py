@@ -268,7 +268,7 @@ class Engine:
                 self.counts.found += 1
             return
         started = time.monotonic()
-        value.bring_in()
+        value.read()
         with self.lock:
             self.counts.missed += 1
             self.counts.bytes_read += value.nbytes
@@ -357,15 +357,16 @@ class Engine:
         return batch
 
     def _read(self, batch: list[Tracked]) -> None:
-        if len(batch) > 1:
-            for value in batch:
-                with suppress(Exception):
-                    value.announce()
+        missing = []
+        with suppress(Exception):  # the op that asks for a value meets the same error, and tells
+            missing = [value for value in batch if not value.is_cached()]
+            for value in missing if len(missing) > 1 else ():
+                value.announce()
         for value in batch:
             state, read = AWAY, 0
-            with suppress(Exception):  # the op that asks for the value meets the same error, and tells
-                if not value.is_cached():
-                    value.bring_in()
+            with suppress(Exception):
+                if value in missing:
+                    value.read()
                     read = value.nbytes
                 state = HERE
             with self.lock:

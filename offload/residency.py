@@ -46,6 +46,14 @@ class Value(Range):
         self.kept = False
         self.pinned = False
 
+    def read(self) -> None:
+        """Bring it in; where not everything stays, without its neighbours.
+
+        Raises:
+            CorruptFileError: the disk did not give it.
+        """
+        self.bring_in(exactly=not self.pool.fits)
+
 
 class Pool:
     """Values under one budget. Not thread-safe: the caller holds a lock.
@@ -74,6 +82,11 @@ class Pool:
     def room(self) -> int:
         """Bytes that may stay resident now."""
         return self._room
+
+    @property
+    def fits(self) -> bool:
+        """Whether all values may stay."""
+        return self._total <= self._room
 
     def values(self) -> list[Value]:
         """The live ones, in the order in which they came."""

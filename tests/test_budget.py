@@ -100,7 +100,7 @@ def test_a_model_that_fits_is_read_once(checkpoint):
 
     after = counts()
     assert after.bytes_read - before.bytes_read <= 12.1 * MIB
-    assert after.ahead - before.ahead >= LAYERS
+    assert after.ahead + after.found - before.ahead - before.found >= 2 * LAYERS - 2
     assert after.missed - before.missed <= 2
 
 
@@ -157,7 +157,7 @@ def test_pinned_values_stay_under_a_budget_that_would_not_keep_them(checkpoint):
 def test_more_than_the_budget_cannot_be_pinned(checkpoint):
     model = on_disk(checkpoint, max_memory="3MiB")
 
-    with pytest.raises(BudgetError, match="12.* bytes can't stay in memory: the budget is 3145728. Raise max_memory"):
+    with pytest.raises(BudgetError, match=r"12\d+ bytes can't stay in memory: the budget is 3145728"):
         offload.keep_resident(model)
 
     assert not any(value.pinned for value in next(model.parameters())._handle.pool.values())  # type: ignore[attr-defined]

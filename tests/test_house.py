@@ -28,6 +28,7 @@ FLOORS = {
     "tensor": 4,
     "ops": 5,
     "budget": 5,
+    "order": 5,
     "values": 5,
     "cache": 5,
     "loader": 6,

@@ -93,6 +93,43 @@ def test_tied_weights_stay_one_parameter(checkpoint: Path) -> None:
     assert loaded.first.weight is loaded.last.weight
 
 
+def test_a_buffer_that_is_also_kept_under_a_name_of_its_own_is_replaced_under_both(checkpoint: Path) -> None:
+    """That name is not persistent, and no checkpoint has it."""
+    model = empty_net()
+    model.register_buffer("mean", model.norm.running_mean, persistent=False)
+
+    offload.load_checkpoint_and_dispatch(model, checkpoint, strict=True)
+
+    assert model.mean is model.norm.running_mean
+    assert torch.equal(load_in_memory(checkpoint)["norm.running_mean"], model.mean)
+
+
+def test_values_of_one_shape_share_no_metadata(checkpoint: Path) -> None:
+    """What stands for their layout is made once for all of them."""
+    loaded = offload.load_file(checkpoint)
+    first, other = loaded["first.bias"], loaded["norm.bias"]
+
+    first.unsqueeze_(0)
+
+    assert (1, 8) == first.shape
+    assert (8,) == other.shape
+    assert torch.equal(load_in_memory(checkpoint)["norm.bias"], other + 0)
+
+
+def test_the_collector_does_not_go_over_a_model_while_its_tensors_are_opened(tmp_path: Path) -> None:
+    save_file({f"{n}.weight": torch.zeros(1, 1) for n in range(3000)}, tmp_path / "model.safetensors")
+    with offload.init_empty_weights():
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(3000)])
+    gc.collect()
+    before = gc.get_stats()
+
+    offload.load_checkpoint_and_dispatch(model, tmp_path)
+
+    passes = [now["collections"] - then["collections"] for now, then in zip(gc.get_stats(), before, strict=True)]
+    assert passes[1] + passes[2] <= 1
+    assert gc.isenabled()
+
+
 def test_buffers_are_loaded_and_stay_in_memory_unless_asked(net: Net, checkpoint: Path) -> None:
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint)
     on_disk = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_buffers=True)
@@ -180,8 +217,20 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_that_the_map_leaves_out_is_named(checkpoint: Path) -> None:
+    device_map = {"first": "disk", "last": "disk", "scale": "disk"}
+
     with pytest.raises(DeviceMapError, match="norm"):
-        offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map={"first": "disk", "last": "disk"})
+        offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, device_map=device_map)
+
+
+def test_a_buffer_that_the_map_leaves_out_is_named_before_anything_is_loaded(checkpoint: Path) -> None:
+    model = empty_net()
+
+    with pytest.raises(DeviceMapError, match="'scale'"):
+        offload.load_checkpoint_and_dispatch(
+            model, checkpoint, device_map=dict.fromkeys(("first", "last", "norm"), "disk")
+        )
+    assert model.norm.weight.is_meta
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:

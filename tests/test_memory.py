@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from offload import memory
-from offload.memory import anonymous_bytes, available_bytes, cgroup_room
+from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
 from tests.processes import run_script
 
 MANY = """
@@ -162,3 +163,67 @@ def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allow
 
     assert 4096 == available_bytes()
     assert 0 < free <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_off_in_the_block_and_then_as_it_was(was_on: bool) -> None:
+    def look_and_raise() -> None:
+        with uncollected():
+            seen.append(gc.isenabled())
+            raise KeyError
+
+    seen: list[bool] = []
+    try:
+        if not was_on:
+            gc.disable()
+        with pytest.raises(KeyError):
+            look_and_raise()
+        after = gc.isenabled()
+    finally:
+        gc.enable()
+
+    assert [False] == seen
+    assert was_on == after
+
+
+ROWS = """
+    import json, os, sys, torch
+    from offload import OffloadedTensor
+
+    def written():
+        with open("/proc/self/io") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+    def cold(path):  # the kernel dirties what it cached in one piece, up to 2 MiB, as one: ext4 since Linux 6.16
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+    full = OffloadedTensor.from_original_tensor(torch.zeros(4096, 4096), "full", sys.argv[1])  # 64 MiB
+    full.flush()
+    cold(full.offload_path)
+    counts = {}
+    for w in (full, OffloadedTensor.empty((4096, 4096), name="empty", offload_dir=sys.argv[1])):
+        w[:1] = 0  # what is made once, at the first write
+        w.flush()
+        before = written()
+        for row in range(256, 4096, 512):
+            w[row : row + 2] = torch.ones(2, 4096)
+        w.flush()
+        counts[w.name] = written() - before
+        assert w.sum().item() == 16 * 4096
+    print(json.dumps(counts))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="reads /proc")
+@pytest.mark.parametrize("name", ["full", "empty"])
+def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, name):
+    """Sixteen rows of 16 KiB in a value of 64 MiB; the slack is what the kernel reads around a page in one piece."""
+    rows = 16 * 4096 * 4
+
+    written = json.loads(run_script(ROWS, tmp_path))[name]
+
+    if not written:
+        pytest.skip("what goes to this file system is not counted")
+    assert rows <= written <= 4 * rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from weakref import ref
 
@@ -35,7 +34,7 @@ class Made(Tracked):
     def is_cached(self) -> bool:
         return self in self.memory.here
 
-    def bring_in(self) -> None:
+    def bring_in(self, *, exactly: bool = False) -> None:
         if self.name == "broken":
             raise OSError("the disk is broken")
         self.memory.take(self)
@@ -73,10 +72,10 @@ def memory() -> Memory:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """One of its own, whose reader ends soon after the test."""
     monkeypatch.setattr(prefetch, "_IDLE", 0.05)
-    yield Engine()
+    return Engine()
 
 
 def made(memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window: int = 4 * MIB) -> list[Made]:
@@ -329,7 +328,7 @@ def test_eight_threads_share_one_window(engine, memory):
     rest(engine)
 
     assert [] == missing
-    assert memory.most <= (16 + 8) * MIB  # and one in use by each
+    assert memory.most <= (16 + 8 + 2) * MIB  # and one in use by each, and what the reader is at
     assert engine.counts.ahead > 100
     assert 8 * 12 * 5 == engine.counts.ahead + engine.counts.missed + engine.counts.found
 

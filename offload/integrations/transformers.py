@@ -20,10 +20,17 @@ from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
-from offload.loader import LoadReport, connect_devices, expect_reads, place_tensors, refuse_meta, tensor_slots
+from offload.loader import (
+    LoadReport,
+    connect_devices,
+    place_tensors,
+    referenced,
+    refuse_meta,
+    tensor_slots,
+)
+from offload.order import expect_reads
 from offload.progress import progress
-from offload.storage.handle import Handle
-from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
@@ -112,12 +119,11 @@ def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Check
 
 def _tensors(source: Checkpoint, dtype: torch.dtype, offload_dir: Any) -> dict[str, OffloadedTensor]:
     """The checkpoint's tensors on disk, floating-point ones in `dtype`."""
-    tensors = {}
-    for name, value in progress(source.items(), "opening", total=len(source)):
-        tensor = wrap_handle(Handle.reference(value.file, value.key, offload_dir), torch.device("cpu"))
+    opened = referenced(source, [(name, torch.device("cpu")) for name in source], offload_dir)
+    tensors = dict(zip(source, opened, strict=True))
+    for tensor in progress(opened, "opening"):
         if tensor.is_floating_point() and tensor.dtype != dtype and tensor.dtype.itemsize > 1:
             tensor.update_values(tensor.to(dtype), strict_dtype=False)
-        tensors[name] = tensor
     return tensors
 
 
@@ -137,7 +143,7 @@ def _refuse_quantized(config: Any, options: Mapping[str, Any], folder: Path) -> 
 
 
 def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint) -> None:
-    names = {name for slot in tensor_slots(model) for name in slot.names}
+    names = {name for slot in tensor_slots(model) for name in slot.keys}
     if names and names <= set(info["missing_keys"]):
         report = LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
         raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")
@@ -148,8 +154,8 @@ def _place(model: Any, device_map: DeviceMap, offload_dir: Any, *, offload_buffe
         device_map = infer_device_map(
             model, device_map, max_memory=max_memory, no_split_module_classes=None, dtype=None
         )
-    names = [name for slot in tensor_slots(model, persistent_only=False) for name in slot.names]
-    placed = places(names, device_map)
-    place_tensors(model, placed, offload_dir, offload_buffers=offload_buffers)
-    refuse_meta(model, placed, LoadReport())
+    slots = tensor_slots(model)
+    placed = places([name for slot in slots for name in slot.names], device_map)
+    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
+    refuse_meta(slots, placed, LoadReport())
     connect_devices(model, device_map, placed, getattr(model, "_skip_keys_device_placement", None))

@@ -17,6 +17,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -82,6 +83,12 @@ class Header:
     def notes(self) -> Mapping[str, Any] | None:
         """What `offload` noted in a file of its own; None in a file of somebody else's."""
         return _notes(self.metadata)
+
+
+@lru_cache(maxsize=1024)
+def contiguous(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
+    """The row-major layout; the many values of a model share few of them."""
+    return Layout(dtype, shape, contiguous_stride(shape))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -260,7 +267,7 @@ def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layou
         raise CorruptFileError(f"its header has a value of shape {_short(shape)}, larger than any file")
     if "stride" in note:
         return _strided(dtype, shape, note["stride"])
-    return Layout(dtype, shape, contiguous_stride(shape))
+    return contiguous(dtype, shape)
 
 
 def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | None:

@@ -24,6 +24,8 @@ from offload.storage.file import TensorFile, view_memory
 PAGE = mmap.PAGESIZE
 _SAMPLES = 8  # pages that are asked for, of many
 _ASKED_WHOLE = 1 << 20  # bytes up to which every page is asked for
+_BLOCK = 2 << 20  # bytes that are read at a time; the kernel takes no more for an announcement than it reads ahead
+_BLOCKS = 4  # that are on their way at a time
 _MADV_WILLNEED, _MADV_PAGEOUT, _MADV_POPULATE_READ = 3, 21, 22  # Linux 2.4, 5.4, 5.14
 
 
@@ -73,8 +75,11 @@ class Range:
         if mapped is not None:
             announce(mapped.data_ptr() + self._start, self.nbytes)
 
-    def bring_in(self) -> None:
+    def bring_in(self, *, exactly: bool = False) -> None:
         """Read it from the disk, if it is not in memory.
+
+        Args:
+            exactly: and none of its neighbours, which the system may read along, as on some disks it does by megabytes.
 
         Raises:
             CorruptFileError: the disk did not give it.
@@ -83,7 +88,8 @@ class Range:
         if mapped is None:
             return
         try:
-            bring_in(mapped.data_ptr() + self._start, self.nbytes)
+            read = bring_in_exactly if exactly else bring_in
+            read(mapped.data_ptr() + self._start, self.nbytes)
         except OSError as error:
             file = self._file()
             path = file.path if file else "a file"
@@ -123,8 +129,9 @@ def cached_bytes(address: int, nbytes: int) -> int:
 
 def announce(address: int, nbytes: int) -> None:
     """Have the system begin to read a mapped range, and go on."""
-    if _libc is not None:
-        _libc.madvise(*_whole_pages(address, nbytes), _MADV_WILLNEED)
+    if _libc is not None and nbytes > 0:
+        for start in range(0, nbytes, _BLOCK):
+            _libc.madvise(*_whole_pages(address + start, min(nbytes - start, _BLOCK)), _MADV_WILLNEED)
 
 
 def bring_in(address: int, nbytes: int) -> None:
@@ -141,6 +148,19 @@ def bring_in(address: int, nbytes: int) -> None:
         if code == errno.EFAULT:
             raise OSError(errno.EIO, "the disk did not give what was asked for")
         _touch(address, nbytes)
+
+
+def bring_in_exactly(address: int, nbytes: int) -> None:
+    """As `bring_in`, block by block, each announced while those before it are on their way.
+
+    Raises: as `bring_in`.
+    """
+    announce(address, min(nbytes, _BLOCK * _BLOCKS))
+    for start in range(0, nbytes, _BLOCK):
+        coming = start + _BLOCK * _BLOCKS
+        if coming < nbytes:
+            announce(address + coming, min(nbytes - coming, _BLOCK))
+        bring_in(address + start, min(nbytes - start, _BLOCK))
 
 
 def let_go(address: int, nbytes: int) -> None:

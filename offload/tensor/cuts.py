@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from offload.storage.header import Layout
 from offload.storage.subclasses import is_subclass_value
 
 
+@lru_cache(maxsize=1024)
 def whole_twin(layout: Layout) -> torch.Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    """The meta tensor that stands for a whole value, shared by values of the same layout; it is not to be changed."""
+    with plain_world():
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
 def twin_of(handle: Handle) -> torch.Tensor:
-    """The meta tensor that stands for the whole value; it is not to be changed."""
+    """The twin of the whole value."""
     if handle.twin is None:
-        with plain_world():
-            handle.twin = whole_twin(handle.layout)
+        handle.twin = whole_twin(handle.layout)
     return handle.twin
 
 

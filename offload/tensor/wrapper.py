@@ -353,8 +353,14 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
 
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over the whole value of `handle`."""
+    [wrapper] = wrap_handles([(handle, target)])
+    return wrapper
+
+
+def wrap_handles(handles: Iterable[tuple[Handle, torch.device]]) -> list[OffloadedTensor]:
+    """As `wrap_handle`, of many: the modes are left once."""
     with plain_world():
-        return wrap(handle, twin_of(handle), target)
+        return [wrap(handle, twin_of(handle), target) for handle, target in handles]
 
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
