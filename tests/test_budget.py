@@ -100,8 +100,9 @@ def test_a_model_that_fits_is_read_once(checkpoint):
 
     after = counts()
     assert after.bytes_read - before.bytes_read <= 12.1 * MIB
-    assert after.ahead + after.found - before.ahead - before.found >= 2 * LAYERS - 2
-    assert after.missed - before.missed <= 2
+    assert after.ahead > before.ahead
+    reads = after.ahead + after.found + after.missed - before.ahead - before.found - before.missed
+    assert reads <= 3 * LAYERS  # each value once, and large ones again after a second
 
 
 @needs_linux
