@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import tempfile
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from offload import memory
 from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
@@ -68,6 +71,56 @@ def test_ten_thousand_tensors_under_a_limit_of_256_descriptors_leave_nothing(qui
     assert found["grown"]["objects"] < 5_000  # half an object a tensor
     assert found["grown"]["anonymous"] < 24 << 20  # the interpreter keeps some of what it had for itself
     assert [] == os.listdir(quick_folder)
+
+
+PEAK = """
+    import json, sys, torch, offload
+    from torch import nn
+
+    path, layers, size, budget, window = sys.argv[1], *map(int, sys.argv[2:])
+
+    def network(count, width):
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+
+    def field(name):
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        warm = offload.disk_offload(network(2, 512))  # what is imported and allocated once
+        warm(torch.ones(1, 512)), warm(torch.ones(1, 512))
+        offload.memory_summary()
+        with offload.init_empty_weights():
+            model = network(layers, size)
+        before = field("VmRSS")
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")  # starts VmHWM, the peak of what is resident, anew
+        offload.load_checkpoint_and_dispatch(model, path, max_memory=budget, read_ahead=window)
+        x = torch.ones(1, size)
+        results = [model(x).sum().item() for _ in range(4)]
+    read = offload.memory_summary().counts.bytes_read
+    print(json.dumps(dict(peak=field("VmHWM") - before, results=results, read=read)))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the kernel does not tell peaks")
+def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
+    """Four passes over 12 layers of 16 MiB, in all three times the budget: resident pages of any kind."""
+    layers, size, budget, window = 12, 2048, 64 << 20, 48 << 20
+    path = tmp_path / "model.safetensors"
+    weights = {f"{layer}.weight": torch.eye(size).mul_(layer + 1) for layer in range(layers)}
+    save_file(weights, path)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+    found = json.loads(run_script(PEAK, path, layers, size, budget, window))
+
+    assert [math.factorial(layers) * size] * 4 == found["results"]
+    assert found["peak"] <= budget + window + (32 << 20)
+    assert found["read"] >= layers * (16 << 20)
 
 
 # Measuring
