@@ -57,8 +57,8 @@ def _figures_at(factor: float, scale: Scale, scratch: Path) -> list[Figure]:
     folder, files = scale.model(), files_in(scale.model())
     size = bytes_of_a_pass(folder)
     budget = int(size / factor)
-    arms = {arm: partial(_in_group, arm, folder, scratch, budget, scale.tokens) for arm in WAYS}
-    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, scale.tokens)
+    arms = {arm: partial(_in_group, arm, folder, scratch, budget, scale.capped_tokens) for arm in WAYS}
+    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, scale.capped_tokens)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
     done = in_turn({_COMPUTING: computing, **arms}, scale.rounds, absent(PACKAGES))

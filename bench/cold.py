@@ -46,7 +46,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     needed = bytes_of_a_pass(folder) / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     done = in_turn({READING: reading(folder, needed), COMPUTING: computing, **trials}, scale.rounds, absent(PACKAGES))
     first, *_ = scale.prompts
-    cases = [f"cold, first pass: {first} token", *(f"cold, later: {count} tokens" for count in scale.prompts)]
+    cases = [f"cold, first pass: prompt of {first}", *(f"cold, later: prompt of {count}" for count in scale.prompts)]
     return figures_of(cases, done)
 
 

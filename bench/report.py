@@ -84,12 +84,11 @@ def _draw_figure(axes: Any, figure: Figure) -> None:
     bars = axes.barh(list(medians), list(medians.values()), color=["C0" if arm == OURS else "C7" for arm in medians])
     axes.bar_label(bars, [_value([value], figure.unit) for value in medians.values()], padding=3)
     if figure.limit:
-        axes.axvline(median(figure.limit), color="C3", linestyle="--", label=figure.limit_name)
-        axes.legend(loc="lower right")
+        axes.axvline(median(figure.limit), color="C3", linestyle="--")
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_title(figure.case, loc="left", fontsize="medium")
-    axes.set_xlabel(figure.unit)
+    axes.set_xlabel(f"{figure.unit}; dashed: {figure.limit_name}" if figure.limit else figure.unit)
 
 
 def draw_memory(traces: Mapping[str, Trace], title: str, path: Path) -> Path:

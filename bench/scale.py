@@ -21,7 +21,8 @@ class Scale:
         model: makes the checkpoint of a language model.
         rounds: how often each arm runs.
         pairs: tokens that are decoded in turn in one process.
-        tokens: tokens that a trial decodes.
+        tokens: tokens that a warm trial decodes.
+        capped_tokens: tokens that a capped one does.
         prompts: tokens in a cold pass.
         factors: how many times the budget a model is.
         calls: of an op, for one time of it.
@@ -36,6 +37,7 @@ class Scale:
     rounds: int
     pairs: int
     tokens: int
+    capped_tokens: int
     prompts: tuple[int, ...]
     factors: tuple[float, ...]
     calls: int
@@ -51,9 +53,10 @@ FULL = Scale(
     rounds=3,
     pairs=60,
     tokens=8,
+    capped_tokens=3,
     prompts=(1, 16, 256),
     factors=(1.5, 3.0),
-    calls=1000,
+    calls=300,
     load_tensors=10_000,
     small_tensors=4_000,
     value_rows=4096,
@@ -65,6 +68,7 @@ TOY = Scale(
     rounds=1,
     pairs=3,
     tokens=2,
+    capped_tokens=2,
     prompts=(1, 4),
     factors=(3.0,),
     calls=10,
