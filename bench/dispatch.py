@@ -36,19 +36,19 @@ _PEERS_OF_OPS = {"torch_to_nnef": "torch_to_nnef"}
 class Bare(torch.Tensor):
     """The least that a wrapper subclass can do."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
 
     @staticmethod
     def __new__(cls: type[Bare], inner: torch.Tensor) -> Bare:
         self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        self.inner = inner
+        self.held = inner
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*(arg.inner if type(arg) is cls else arg for arg in args), **(kwargs or {}))
+        return func(*(arg.held if type(arg) is cls else arg for arg in args), **(kwargs or {}))
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
