@@ -27,6 +27,7 @@ format: .venv/.installed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# make bench [ARGS="--quick --only cold,capped"]
 bench: .venv/.installed
 	$(PY) -m bench $(ARGS)
 

@@ -1,1 +1,14 @@
-"""Measurements: against peers, and against the physical limit."""
+"""Measurements: against peers, and against the physical limit.
+
+| file | what it holds |
+| --- | --- |
+| `__main__` | the command: `python -m bench` |
+| `dispatch` `load` `decode` `generate` `cold` `capped` `update` `small` | the cases |
+| `main_job` | the main job on real input: `make run` |
+| `peers` | the ways to have a model on disk that are compared |
+| `models` `scale` | what is measured, and at which size |
+| `limits` | what the machine can do at most |
+| `rounds` | each arm in turn, and the figures that come of it |
+| `apart` `page_cache` `memory_cap` `process` | a trial's surroundings |
+| `report` `machine` | the table, the JSON, the charts |
+"""

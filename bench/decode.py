@@ -1,65 +1,59 @@
-"""Warm decoding with everything on disk against the same model in memory, token by token, interleaved.
+"""Warm decoding with everything on disk against the same model in memory, token by token, in turn.
 
-Both models are in one process, over the same files in the page cache; each pair decodes the same token with one and
-then with the other (the order alternates). What is printed is the median of the ratios of pairs.
-
-    python -m bench.decode [--pairs 60]
+Always true:
+- both models are in one process, over the same files in the page cache: this is the finest of the comparisons
+- the two decode the same token, one right after the other, and the order alternates
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.arms import in_memory, offloaded
-from bench.models import llama
+from bench.apart import run_apart
+from bench.generate import PROMPT
+from bench.page_cache import files_in, warm
+from bench.peers import IN_MEMORY, OURS, WAYS
+from bench.rounds import Figure, Rounds, in_turn
+from bench.scale import Scale
+
+_WARM_UP = 3
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--pairs", type=int, default=60)
-    options.add_argument("--gigabytes", type=float, default=1.0)
-    chosen = options.parse_args()
-    folder = llama(chosen.gigabytes)
-    arms = {"in memory": Decoder(in_memory(folder)), "offload": Decoder(offloaded(folder))}
-    ratios = []
-    for pair in range(-3, chosen.pairs):
-        order = list(arms) if pair % 2 else list(reversed(arms))
-        seconds = {arm: arms[arm].step() for arm in order}
-        if pair >= 0:
-            ratios.append(seconds["offload"] / seconds["in memory"])
-    ratios.sort()
-    figures = {
-        "pairs": len(ratios),
-        "median": median(ratios),
-        "low": ratios[len(ratios) // 10],
-        "high": ratios[-len(ratios) // 10],
-    }
-    print(json.dumps({"time per token, offload / in memory": figures}))
+def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """The time of a token."""
+    folder = scale.model()
+    warm(files_in(folder))
+    done = run_apart(steps, folder, scratch, scale.pairs)
+    limit = done.take(IN_MEMORY)
+    return [Figure("decode: a token, in one process", "s", done.results, limit, IN_MEMORY, done.missing)]
+
+
+def steps(folder: Path, scratch: Path, pairs: int) -> Rounds[float]:
+    """Seconds of every token after the first few, for both."""
+    decoders = {arm: Decoder(WAYS[arm].load(folder, scratch)) for arm in (IN_MEMORY, OURS)}
+    done = in_turn({arm: decoder.step for arm, decoder in decoders.items()}, _WARM_UP + pairs, {})
+    done.results = {arm: seconds[_WARM_UP:] for arm, seconds in done.results.items()}
+    return done
 
 
 class Decoder:
-    """One model, its cache of keys and values, and its last token."""
+    """One model, its cache of keys and values, and the tokens so far."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         with torch.inference_mode():
-            done = model(torch.arange(1, 9)[None], use_cache=True)
-        self._cache, self._token = done.past_key_values, done.logits[:, -1:].argmax(-1)
+            done = model(torch.tensor([PROMPT]), use_cache=True)
+        self._cache = done.past_key_values
+        self.tokens = [int(done.logits[0, -1].argmax())]
 
     def step(self) -> float:
         """Decode one token; gives the seconds it took."""
         start = time.perf_counter()
         with torch.inference_mode():
-            done = self._model(self._token, past_key_values=self._cache, use_cache=True)
-            self._token = done.logits[:, -1:].argmax(-1)
+            done = self._model(torch.tensor([self.tokens[-1:]]), past_key_values=self._cache, use_cache=True)
+            self.tokens.append(int(done.logits[0, -1].argmax()))
         return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    main()

@@ -1,54 +1,132 @@
 """What dispatch adds to an op, in microseconds: an offloaded argument against the plain tensor it stands for.
 
-Tensors are tiny, so that the op itself takes next to nothing. Each figure is the median over rounds of the difference
-of the two times, which are taken in turn.
-
-    python -m bench.dispatch
+Always true:
+- tensors are tiny, so that the op itself takes next to nothing
+- a value is the difference of two times that were taken one after the other
+- the limit is a tensor subclass that only unwraps its argument and calls the op
+- a tensor that is a mapping and no more, such as tensordict's, has nothing to dispatch: it is the plain tensor here
 """
 
 from __future__ import annotations
 
+import tempfile
 import timeit
 from collections.abc import Callable
-from statistics import median
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
 
-from offload import OffloadedTensor
+import offload
+from bench.apart import run_apart
+from bench.peers import IN_MEMORY, OURS, PACKAGES, WAYS, absent
+from bench.rounds import Figure, in_turn
+from bench.scale import Scale
 
 Op = Callable[[torch.Tensor], object]
+LIMIT = "a bare subclass"
+_ROUNDS = 15
+_PEERS_OF_OPS = {"torch_to_nnef": "torch_to_nnef"}
 
 
-def overhead(op: Op, plain: torch.Tensor, offloaded: torch.Tensor, *, rounds: int = 15, calls: int = 2000) -> float:
-    """Microseconds that `op` takes longer with the offloaded tensor."""
-    differences = []
-    for _ in range(rounds):
-        base = timeit.timeit(lambda: op(plain), number=calls)
-        differences.append((timeit.timeit(lambda: op(offloaded), number=calls) - base) / calls * 1e6)
-    return median(differences)
+class Bare(torch.Tensor):
+    """The least that a wrapper subclass can do."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Bare], inner: torch.Tensor) -> Bare:
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        self.held = inner
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.held if type(arg) is cls else arg for arg in args), **(kwargs or {}))
 
 
-def main() -> None:
+def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """A figure an op, and one for a module."""
+    return run_apart(_figures, scale.calls, scratch)
+
+
+def _figures(calls: int, scratch: Path) -> list[Figure]:
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=scratch) as own:
+        of_ops = _figures_of_ops(calls, Path(own))
+        with torch.no_grad():
+            return [*of_ops, _figure_of_module(calls, Path(own))]
+
+
+def _figures_of_ops(calls: int, folder: Path) -> list[Figure]:
     plain = torch.randn(8, 8)
-    offloaded = OffloadedTensor.from_original_tensor(plain, "w")
-    x, followed, rows = torch.randn(1, 8), torch.randn(1, 8, requires_grad=True), torch.tensor([1])
-    ops: dict[str, Op] = {
-        "F.linear(x, w)": lambda w: F.linear(x, w),
-        "x * w": lambda w: x * w,
-        "w.exp()": lambda w: w.exp(),
-        "F.embedding(rows, w)": lambda w: F.embedding(rows, w),
-        "w.t()": lambda w: w.t(),
-        "w.neg_()": lambda w: w.neg_(),
-    }
+    missing = absent(_PEERS_OF_OPS)
+    stored = {arm: make(plain, folder) for arm, make in _STORED.items() if arm not in missing}
+
+    def figure(name: str, op: Op) -> Figure:
+        base = partial(op, plain)
+        arms = {arm: partial(overhead, partial(op, tensor), base, calls) for arm, tensor in stored.items()}
+        done = in_turn(arms, _ROUNDS, missing)
+        limit = done.take(LIMIT)
+        return Figure(f"dispatch: {name}", "µs", done.results, limit, LIMIT, done.missing)
+
     with torch.no_grad():
-        for name, op in ops.items():
-            print(f"{name:32}{overhead(op, plain, offloaded):6.1f} µs")
-    print(
-        f"{'F.linear(x, w), x requires grad':32}{overhead(lambda w: F.linear(followed, w), plain, offloaded):6.1f} µs"
-    )
+        without_graph = [figure(name, op) for name, op in _OPS.items()]
+    followed = torch.randn(1, 8, requires_grad=True)
+    return [*without_graph, figure("F.linear(x, w), x requires grad", lambda w: F.linear(followed, w))]
 
 
-if __name__ == "__main__":
-    main()
+def _figure_of_module(calls: int, folder: Path) -> Figure:
+    x, missing = torch.randn(1, 8), absent(PACKAGES)
+    modules = {arm: _filled(arm, folder) for arm in WAYS if arm not in missing}
+    base, calls = partial(modules.pop(IN_MEMORY), x), calls // 5
+    arms = {arm: partial(overhead, partial(module, x), base, calls) for arm, module in modules.items()}
+    done = in_turn(arms, _ROUNDS, missing)
+    return Figure("dispatch: nn.Linear(8, 8)(x)", "µs", done.results, [], "", done.missing)
+
+
+def overhead(op: Callable[[], object], plain: Callable[[], object], calls: int) -> float:
+    """Microseconds that a call takes longer."""
+    base = timeit.timeit(plain, number=calls)
+    return (timeit.timeit(op, number=calls) - base) / calls * 1e6
+
+
+def _filled(arm: str, folder: Path) -> nn.Module:
+    """A linear module, loaded in one of the ways; accelerate keeps the smaller one beside it in memory."""
+    own = folder / arm
+    own.mkdir()
+    save_file(_two_modules().state_dict(), own / "model.safetensors", metadata={"format": "pt"})
+    with offload.init_empty_weights():
+        model = _two_modules()
+    return WAYS[arm].fill(model, own / "model.safetensors", own)[1]
+
+
+def _two_modules() -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(2, 2), nn.Linear(8, 8)])
+
+
+def _torch_to_nnef(plain: torch.Tensor, folder: Path) -> torch.Tensor:
+    from torch_to_nnef.tensor.offload import OffloadedTensor
+
+    return OffloadedTensor.from_original_tensor(plain, "w", folder)
+
+
+_STORED: dict[str, Callable[[torch.Tensor, Path], torch.Tensor]] = {
+    LIMIT: lambda plain, _folder: Bare(plain),
+    OURS: lambda plain, _folder: offload.OffloadedTensor.from_original_tensor(plain, "w"),
+    "torch_to_nnef": _torch_to_nnef,
+}
+_X, _PICKED = torch.randn(1, 8), torch.tensor([1])
+_OPS: dict[str, Op] = {
+    "F.linear(x, w)": lambda w: F.linear(_X, w),
+    "x * w": lambda w: _X * w,
+    "w.exp()": lambda w: w.exp(),
+    "F.embedding(rows, w)": lambda w: F.embedding(_PICKED, w),
+    "w.t()": lambda w: w.t(),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from itertools import chain
 from pathlib import Path
 
@@ -18,8 +19,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from bench.arms import ARMS, Trial, run_apart, typical
+from bench.apart import run_apart
+from bench.generate import PROMPT, Trial, trial, typical
 from bench.models import cache_folder, llama, minilm
+from bench.page_cache import files_in, warm
+from bench.peers import IN_MEMORY, OURS
+from bench.report import draw_memory
 
 SENTENCES = (
     "A cat sleeps on the warm windowsill.",
@@ -37,6 +42,7 @@ SENTENCES = (
 )
 TOKENS = 16
 ROUNDS = 3  # interleaved; the report gives medians
+ARMS = (IN_MEMORY, OURS, "accelerate")
 console = Console(highlight=False)
 
 
@@ -52,7 +58,8 @@ def main() -> int:
     folder, prompt = _folder_and_prompt(chosen.model, chosen.prompt)
     trials = generate(folder, prompt, text_of=chosen.model)
     report(folder, trials)
-    console.print(f"memory over time: {draw(trials, chosen.out)}")
+    traces = {trial.arm: trial.trace for trial in trials}
+    console.print(f"memory over time: {draw_memory(traces, 'Load, then decode', chosen.out)}")
     return 0
 
 
@@ -94,11 +101,11 @@ def _embeddings(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch
 
 def generate(folder: Path, prompt: list[int], *, text_of: str | None) -> list[Trial]:
     """The same tokens from each way of loading."""
-    for shard in folder.glob("*.safetensors"):
-        shard.read_bytes()  # into the page cache, for all alike
-    rounds = [[run_apart(arm, folder, prompt, TOKENS) for arm in ARMS] for _ in range(ROUNDS)]
-    for trial in chain.from_iterable(rounds):
-        _require(trial.tokens == rounds[0][0].tokens, f"tokens of {trial.arm}")
+    warm(files_in(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        rounds = [[run_apart(trial, arm, folder, Path(scratch), prompt, TOKENS) for arm in ARMS] for _ in range(ROUNDS)]
+    for one in chain.from_iterable(rounds):
+        _require(one.tokens == rounds[0][0].tokens, f"tokens of {one.arm}")
     trials = [typical(list(same_arm)) for same_arm in zip(*rounds, strict=True)]
     console.print(f"{TOKENS} tokens equal with everything on disk, in memory and with accelerate: {trials[0].tokens}")
     if text_of:
@@ -127,26 +134,9 @@ def report(folder: Path, trials: list[Trial]) -> None:
     console.print(table)
 
 
-def draw(trials: list[Trial], path: Path) -> Path:
-    """Anonymous memory over time, a line for each way of loading."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for trial in trials:
-        axes.plot(*zip(*[(second, used / 1e6) for second, used in trial.trace], strict=True), label=trial.arm)
-    axes.set(xlabel="seconds", ylabel="anonymous memory, MB", title="Load, then decode")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path
-
-
 def _folder_and_prompt(model: str | None, prompt: str) -> tuple[Path, list[int]]:
     if model is None:
-        return llama(), list(range(1, 9))
+        return llama(), PROMPT
     from transformers import AutoTokenizer
 
     from offload.integrations.hub import folder_of

@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from offload.residency import SMALL, Pool, Value
 from offload.storage.file import TensorFile
@@ -37,6 +37,7 @@ _MOST_CONTEXTS = 16  # reads before a value that are told apart
 _BATCH = 4 << 20  # bytes of small values that are asked for at once
 _PATIENCE = 2  # reads in a row that were not expected, until what is ahead is given up
 _OVERDUE = 8  # reads that may overtake a value that is ahead
+_NEAR = 4  # values in the queue, of which one that follows in the file goes first
 _IDLE = 2.0  # seconds after which the reader ends
 _FORGET = 5.0  # seconds after which a thread that reads no more loses its part of the window
 
@@ -225,6 +226,7 @@ class Engine:
         self._streams: list[Stream] = []
         self._queue: deque[Tracked] = deque()
         self._leaving: list[Tracked] = []
+        self._taken: Tracked | None = None  # last, by the reader
         self._reader: threading.Thread | None = None
 
     def arrive(self, value: Tracked) -> None:
@@ -349,12 +351,21 @@ class Engine:
         batch: list[Tracked] = []
         size = 0
         while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
-            value = self._queue.popleft()
+            value = self._next()
             if value.state == QUEUED:
                 value.state = READ
                 batch.append(value)
                 size += value.nbytes
+                self._taken = value
         return batch
+
+    def _next(self) -> Tracked:
+        """The next in turn; before it, one that follows in the file what was read last, if it is soon due too."""
+        for value in islice(self._queue, _NEAR):
+            if self._taken is not None and value.follows(self._taken):
+                self._queue.remove(value)
+                return value
+        return self._queue.popleft()
 
     def _read(self, batch: list[Tracked]) -> None:
         missing = []

@@ -55,6 +55,10 @@ class Range:
         nothing.calm_until = float("inf")
         return nothing
 
+    def follows(self, other: Range) -> bool:
+        """Whether it comes next in the same file."""
+        return other._file is self._file and 0 <= self._start - other._start - other.nbytes < PAGE * 2
+
     def is_cached(self) -> bool:
         """Whether it is in memory, as far as the kernel tells. False for a file that is gone."""
         file, mapped = self._file(), self._mapped()

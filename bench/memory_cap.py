@@ -1,0 +1,61 @@
+"""A limit on memory for one process: a cgroup of version 1.
+
+Always true:
+- what the process had before it joined is not counted; what it takes afterwards is, cached files too
+- the group is below that of this process, and is removed at the end
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNTED = Path("/sys/fs/cgroup/memory")
+_STAT = ("total_cache", "total_rss", "total_pgpgin", "total_pgmajfault")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A memory cgroup."""
+
+    folder: Path
+
+    def join(self) -> None:
+        """Put this process into it."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def facts(self) -> dict[str, int]:
+        """The most that was used, how often the limit was met, and parts of `memory.stat`."""
+        stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        counts = {name: int((self.folder / f"memory.{name}").read_text()) for name in ("max_usage_in_bytes", "failcnt")}
+        return counts | {name: int(stat[name]) for name in _STAT if name in stat}
+
+
+@contextmanager
+def memory_cap(limit: int) -> Iterator[Group]:
+    """A group that may use so many bytes.
+
+    Raises:
+        OSError: this process may not make one.
+    """
+    group = Group(_own_folder() / f"offload-bench-{os.getpid()}")
+    try:
+        group.folder.mkdir()
+    except OSError as error:
+        raise OSError(f"no memory cgroup can be made: {error}") from error
+    try:
+        (group.folder / "memory.limit_in_bytes").write_text(str(limit))
+        yield group
+    finally:
+        group.folder.rmdir()
+
+
+def _own_folder() -> Path:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _MOUNTED / path.lstrip("/")
+    raise OSError("no memory cgroup of version 1 here")

@@ -1,0 +1,161 @@
+"""The ways to have a model on disk that are compared, and the model in memory.
+
+Always true:
+- each loads the same checkpoint in the same dtype, by the call that its own documentation shows
+- what a way writes, it writes to the scratch folder that it is given
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import offload
+
+IN_MEMORY = "in memory (mapped)"
+OURS = "offload"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to load.
+
+    Attributes:
+        package: what must be installed.
+        load: a transformers model from a folder.
+        fill: a model without values from one safetensors file.
+    """
+
+    package: str
+    load: Callable[[Path, Path], Any]
+    fill: Callable[[nn.Module, Path, Path], nn.Module]
+
+
+def absent(packages: Mapping[str, str]) -> dict[str, str]:
+    """Of arms and the packages that they need: those that cannot run, and why."""
+    return {
+        arm: f"{package} is not installed" for arm, package in packages.items() if not importlib.util.find_spec(package)
+    }
+
+
+def limit_memory(name: str, budget: int) -> None:
+    """Tell a way how much may stay in memory, where it can be told."""
+    if name == OURS:
+        offload.set_max_memory({"cpu": budget})
+
+
+def _load_in_memory(folder: Path, _scratch: Path) -> Any:
+    """transformers' default, which maps safetensors files on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def _fill_in_memory(model: nn.Module, file: Path, _scratch: Path) -> nn.Module:
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(file), assign=True)
+    return model
+
+
+def _load_offload(folder: Path, _scratch: Path) -> Any:
+    return offload.from_pretrained(folder)
+
+
+def _fill_offload(model: nn.Module, file: Path, _scratch: Path) -> nn.Module:
+    return offload.load_checkpoint_and_dispatch(model, file)
+
+
+def _load_accelerate(folder: Path, scratch: Path) -> Any:
+    return _fill_accelerate(_empty_model(folder), folder, scratch)
+
+
+def _fill_accelerate(model: nn.Module, checkpoint: Path, scratch: Path) -> nn.Module:
+    """accelerate's disk offload, which copies the weights to its own folder."""
+    from accelerate import load_checkpoint_and_dispatch
+
+    device_map = _nearly_all_on_disk(model)
+    return load_checkpoint_and_dispatch(model, str(checkpoint), device_map=device_map, offload_folder=str(scratch))
+
+
+def _load_transformers(folder: Path, scratch: Path) -> Any:
+    """Reads the checkpoint in place. The map is not "disk" alone, which transformers 5.23 takes for a torch device."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, device_map={"": "disk"}, offload_folder=str(scratch))
+
+
+def _fill_transformers(model: nn.Module, file: Path, scratch: Path) -> nn.Module:
+    """What transformers' disk map comes to: accelerate's hooks over an index of the checkpoint."""
+    from accelerate import dispatch_model
+
+    index = {
+        name: {"safetensors_file": str(file), "weight_name": name, "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in model.state_dict().items()
+    }
+    return dispatch_model(model, {"": "disk"}, offload_dir=str(scratch), offload_index=index, force_hooks=True)
+
+
+def _load_compressed_tensors(folder: Path, scratch: Path) -> Any:
+    from compressed_tensors.offload import load_offloaded_model
+    from transformers import AutoModelForCausalLM
+
+    with load_offloaded_model():
+        return AutoModelForCausalLM.from_pretrained(folder, device_map="disk", offload_folder=str(scratch))
+
+
+def _fill_compressed_tensors(model: nn.Module, file: Path, scratch: Path) -> nn.Module:
+    """Each module of a model that is in memory is offloaded, which writes a file a tensor."""
+    from compressed_tensors.offload import offload_module
+
+    _fill_in_memory(model, file, scratch)
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            offload_module(module, "cpu", "disk", offload_dir=str(scratch))
+    return model
+
+
+def _load_torch_to_nnef(folder: Path, scratch: Path) -> Any:
+    return _fill_torch_to_nnef(_empty_model(folder), folder, scratch)
+
+
+def _fill_torch_to_nnef(model: nn.Module, checkpoint: Path, scratch: Path) -> nn.Module:
+    from torch_to_nnef.tensor.offload import ON_DISK_DEVICE_MAP_KEY, t2n_load_checkpoint_and_dispatch
+
+    t2n_load_checkpoint_and_dispatch(model, checkpoint, ON_DISK_DEVICE_MAP_KEY, scratch)
+    return model
+
+
+def _empty_model(folder: Path) -> Any:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.tie_weights()
+    return model.eval()
+
+
+def _nearly_all_on_disk(model: nn.Module) -> dict[str, str]:
+    """accelerate wants one module elsewhere: the smallest."""
+    leaves = {name: module for name, module in model.named_modules() if not [*module.children()]}
+    sizes = {name: sum(parameter.numel() for parameter in module.parameters()) for name, module in leaves.items()}
+    smallest = min(filter(None, sizes.values()))
+    kept = next(name for name, size in sizes.items() if size == smallest)
+    return {name: "cpu" if name == kept or not size else "disk" for name, size in sizes.items()}
+
+
+WAYS = {
+    IN_MEMORY: Way("transformers", _load_in_memory, _fill_in_memory),
+    OURS: Way("offload", _load_offload, _fill_offload),
+    "accelerate": Way("accelerate", _load_accelerate, _fill_accelerate),
+    "transformers": Way("transformers", _load_transformers, _fill_transformers),
+    "compressed-tensors": Way("compressed_tensors", _load_compressed_tensors, _fill_compressed_tensors),
+    "torch_to_nnef": Way("torch_to_nnef", _load_torch_to_nnef, _fill_torch_to_nnef),
+}
+PACKAGES = {name: way.package for name, way in WAYS.items()}

@@ -1,0 +1,25 @@
+"""What a process that runs a trial has imported beforehand.
+
+Always true:
+- nothing is computed here: threads that an op starts would not live on in the processes that are forked
+- peers are silent: their progress bars and warnings would hide the table; what they raise is told all the same
+"""
+
+import importlib.util
+import os
+import sys
+
+sys.stderr = open(os.devnull, "w")  # noqa: SIM115  before the imports: they keep it
+
+import accelerate  # noqa: E402
+import safetensors.torch  # noqa: E402
+import transformers.models.auto.modeling_auto  # noqa: E402
+import transformers.models.llama.modeling_llama  # noqa: E402
+
+import offload  # noqa: E402
+
+__all__ = ["accelerate", "offload", "safetensors", "transformers"]
+
+for peer in ("compressed_tensors.offload", "torch_to_nnef.tensor.offload", "tensordict"):
+    if importlib.util.find_spec(peer.split(".")[0]):
+        importlib.import_module(peer)

@@ -1,0 +1,110 @@
+"""Arms measured in turn, and the figures that come of it.
+
+Always true:
+- in every round each arm runs once, and every other round in the opposite order
+- an arm that fails, or gives a wrong answer, has no figures but a reason
+- in a figure less is better; a ratio is a median over rounds, of two values of the same round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Generic, TypeVar
+
+from bench.peers import OURS
+
+T = TypeVar("T")
+Trace = list[tuple[float, int]]
+
+
+@dataclass
+class Rounds(Generic[T]):
+    """What each arm gave, a result a round; and why others gave none."""
+
+    results: dict[str, list[T]]
+    missing: dict[str, str]
+
+    def values(self, value: Callable[[T], float]) -> dict[str, list[float]]:
+        """A number of each result."""
+        return {arm: list(map(value, results)) for arm, results in self.results.items()}
+
+    def take(self, arm: str) -> list[T]:
+        """The results of an arm that is no peer, and without which there is nothing to compare with.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        if arm not in self.results:
+            raise RuntimeError(f"{arm}: {self.missing[arm]}")
+        return self.results.pop(arm)
+
+    def strike(self, answer: Callable[[T], object], expected: object, what: str) -> None:
+        """Take out the arms that did not give the expected answer."""
+        for arm in [arm for arm, results in self.results.items() if any(answer(one) != expected for one in results)]:
+            del self.results[arm]
+            self.missing[arm] = f"{what} differ from those of the model in memory"
+
+
+def in_turn(arms: Mapping[str, Callable[[], T]], rounds: int, missing: Mapping[str, str]) -> Rounds[T]:
+    """Run the arms, but those that are said to be missing."""
+    done: Rounds[T] = Rounds({arm: [] for arm in arms if arm not in missing}, dict(missing))
+    for number in range(rounds):
+        for arm in list(done.results)[:: -1 if number % 2 else 1]:
+            try:
+                done.results[arm].append(arms[arm]())
+            except Exception as error:  # whatever a peer raises is told, and does not stop the others
+                done.missing[arm] = _reason(error)
+        done.results = {arm: results for arm, results in done.results.items() if arm not in done.missing}
+    return done
+
+
+def _reason(error: Exception) -> str:
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table.
+
+    Attributes:
+        case: what was measured.
+        unit: "s", "µs" or "B".
+        values: by arm, a value a round.
+        limit: what is possible at best, a value a round; empty if there is no such thing.
+        limit_name: what the limit is.
+        missing: arms that have no values, and why.
+        facts: by arm, other numbers.
+        traces: by arm, memory in bytes over seconds.
+    """
+
+    case: str
+    unit: str
+    values: dict[str, list[float]]
+    limit: list[float]
+    limit_name: str
+    missing: dict[str, str]
+    facts: dict[str, dict[str, int]] = field(default_factory=dict)
+    traces: dict[str, Trace] = field(default_factory=dict, repr=False)
+
+    @property
+    def best_peer(self) -> str | None:
+        """The quickest of the others."""
+        peers = [arm for arm in self.values if arm != OURS]
+        return min(peers, key=lambda arm: median(self.values[arm])) if peers else None
+
+    @property
+    def ratio_to_peer(self) -> float | None:
+        """How many times as good as the best peer; None where one of the two is missing or zero."""
+        return self._times(self.values[self.best_peer]) if self.best_peer else None
+
+    @property
+    def ratio_to_limit(self) -> float | None:
+        """How much of what is possible; 1 is all."""
+        return self._times(self.limit)
+
+    def _times(self, others: list[float]) -> float | None:
+        pairs = list(zip(others, self.values.get(OURS, []), strict=False))
+        return median(other / own for other, own in pairs) if pairs and all(min(pair) > 0 for pair in pairs) else None

@@ -1,0 +1,79 @@
+"""How large what is measured is, and how often.
+
+Always true:
+- every case runs at every scale; only the toy's figures say nothing about speed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.models import llama, toy_llama
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes and counts.
+
+    Attributes:
+        model: makes the checkpoint of a language model.
+        rounds: how often each arm runs.
+        pairs: tokens that are decoded in turn in one process.
+        tokens: tokens that a warm trial decodes.
+        capped_tokens: tokens that a capped one does.
+        prompts: tokens in a cold pass.
+        factors: how many times the budget a model is.
+        calls: of an op, for one time of it.
+        load_tensors: tensors in a checkpoint of many that are tiny.
+        small_tensors: tensors of 64 KiB in a checkpoint that is read cold.
+        value_rows: rows of 16 KiB in a value that is replaced.
+        written_rows: how many of them are written in place.
+    """
+
+    name: str
+    model: Callable[[], Path]
+    rounds: int
+    pairs: int
+    tokens: int
+    capped_tokens: int
+    prompts: tuple[int, ...]
+    factors: tuple[float, ...]
+    calls: int
+    load_tensors: int
+    small_tensors: int
+    value_rows: int
+    written_rows: int
+
+
+FULL = Scale(
+    name="full",
+    model=llama,
+    rounds=3,
+    pairs=60,
+    tokens=8,
+    capped_tokens=3,
+    prompts=(1, 16, 256),
+    factors=(1.5, 3.0),
+    calls=300,
+    load_tensors=4_000,
+    small_tensors=4_000,
+    value_rows=4096,
+    written_rows=256,
+)
+TOY = Scale(
+    name="toy",
+    model=toy_llama,
+    rounds=1,
+    pairs=3,
+    tokens=2,
+    capped_tokens=2,
+    prompts=(1, 4),
+    factors=(3.0,),
+    calls=10,
+    load_tensors=20,
+    small_tensors=10,
+    value_rows=16,
+    written_rows=4,
+)

@@ -1,0 +1,170 @@
+"""The benchmarks at toy size: that they measure what they say, and leave nothing out. Never how fast."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench import memory_cap, page_cache, report
+from bench.apart import run_apart
+from bench.limits import MIB, DirectReader, write_durably
+from bench.peers import IN_MEMORY, OURS, WAYS, absent
+from bench.rounds import Figure, in_turn
+from tests.processes import ROOT
+
+CASES = ("dispatch", "load", "decode", "generate", "cold", "capped", "update", "small")
+LACKING = ("is not installed", "memory cgroup", "O_DIRECT", "stay cached")  # what another machine may not have
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "values"
+    path.write_bytes(bytes(3 * MIB + 5))
+    return path
+
+
+@pytest.fixture
+def figure():
+    values = {OURS: [2.0, 4.0, 8.0], "slow": [8.0, 8.0, 16.0], "slower": [9.0, 9.0, 90.0]}
+    return Figure("a case", "s", values, [1.0, 4.0, 2.0], "the best", {"absent": "absent is not installed"})
+
+
+def test_a_toy_run_has_every_case_and_every_arm_with_the_same_answers_or_a_reason(tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench", "--quick", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+    assert not done.returncode, done.stdout + done.stderr
+    (said,) = (tmp_path / "out").glob("*.json")
+    found = json.loads(said.read_text())
+    assert str(tmp_path) not in said.read_text()
+    assert {"processor", "cores", "memory", "kernel", "file system", "versions", "date"} <= found.keys()
+    assert found["bytes a second"]["memcpy"] > 0
+    assert set(CASES) == {figure["case"].split(":")[0].split(",")[0] for figure in found["figures"]}
+    for figure in found["figures"]:
+        _require_whole(figure)
+        assert figure["case"] in done.stdout
+    (bars, *memory) = sorted((tmp_path / "out").glob("*.png"), key=lambda path: "memory" in path.name)
+    assert memory
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (bars, *memory))
+    assert not [*(tmp_path / "cache" / "offload").glob("tmp*")]
+
+
+def _require_whole(figure):
+    assert all(any(lack in reason for lack in LACKING) for reason in figure["missing"].values()), figure
+    assert OURS in figure["values"] or figure["missing"]
+    numbers = [number for values in figure["values"].values() for number in values]
+    assert all(math.isfinite(number) for number in numbers)
+    for ratio in (figure["ratio to peer"], figure["ratio to limit"]):
+        assert ratio is None or 0 < ratio < math.inf
+
+
+def test_a_ratio_is_the_median_of_pairs_and_more_is_better(figure):
+    assert figure.best_peer == "slow"
+    assert figure.ratio_to_peer == 2
+    assert figure.ratio_to_limit == 0.5
+
+
+def test_a_ratio_with_zero_is_none():
+    assert Figure("bytes", "B", {OURS: [0.0], "other": [5.0]}, [], "", {}).ratio_to_peer is None
+
+
+def test_the_table_says_all_and_the_reasons_name_who_is_missing(figure):
+    assert ("a case", "4 s", "8 s (slow)", "2 s (the best)", "2.00", "0.50") == report.row(figure)
+    assert ["absent: no figure in a case: absent is not installed"] == report.reasons([figure])
+
+
+def test_arms_run_in_turn_and_the_order_is_reversed_every_other_round():
+    ran = []
+
+    in_turn({"a": lambda: ran.append("a"), "b": lambda: ran.append("b")}, 3, {})
+
+    assert ["a", "b", "b", "a", "a", "b"] == ran
+
+
+def test_an_arm_that_fails_has_a_reason_and_does_not_stop_the_others():
+    done = in_turn({"a": lambda: 1, "b": lambda: 1 / 0, "c": lambda: 2}, 2, {"c": "c is not installed"})
+
+    assert {"a": [1, 1]} == done.results
+    assert {"b": "ZeroDivisionError: division by zero", "c": "c is not installed"} == done.missing
+
+
+def test_an_arm_with_another_answer_has_no_figures():
+    done = in_turn({"right": lambda: 1, "wrong": lambda: 2}, 1, {})
+
+    done.strike(lambda answer: answer, 1, "tokens")
+
+    assert {"right": [1]} == done.results
+    assert "tokens differ" in done.missing["wrong"]
+
+
+def test_a_package_that_is_not_there_is_told():
+    assert {"peer": "no_such_package is not installed"} == absent({"peer": "no_such_package", OURS: "offload"})
+    assert {IN_MEMORY, OURS} <= WAYS.keys()
+
+
+def test_what_fails_in_a_process_of_its_own_is_raised_here():
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_apart(int, "x")
+
+
+def test_a_killed_process_is_an_error():
+    with pytest.raises(RuntimeError, match="killed"):
+        run_apart(os._exit, 9)
+
+
+def test_warm_files_are_cached_and_cold_files_are_not(file):
+    page_cache.warm([file])
+    assert page_cache.cached_fraction([file]) == 1
+
+    try:
+        page_cache.make_cold([file])
+    except RuntimeError:
+        pytest.skip("this file system cannot drop its cache")
+
+    assert page_cache.cached_fraction([file]) == 0
+    assert file.read_bytes() == bytes(3 * MIB + 5)
+
+
+def test_a_direct_reader_reads_to_the_end(file):
+    try:
+        assert DirectReader(2, MIB).seconds([file, file]) > 0
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+
+
+def test_a_durable_write_replaces_the_whole(file):
+    write_durably(memoryview(b"new"), file)
+
+    assert file.read_bytes() == b"new"
+    assert [file] == [*file.parent.iterdir()]
+
+
+def test_a_process_in_a_capped_group_is_counted_and_the_group_goes():
+    try:
+        with memory_cap.memory_cap(64 * MIB) as group:
+            run_apart(_take, group, 32 * MIB)
+            most = group.facts()["max_usage_in_bytes"]
+    except OSError as error:
+        pytest.skip(str(error))
+
+    assert 32 * MIB <= most <= 64 * MIB
+    assert not group.folder.exists()
+
+
+def test_a_process_that_takes_more_than_its_cap_is_killed():
+    try:
+        with memory_cap.memory_cap(32 * MIB) as group, pytest.raises(RuntimeError, match="memory cap"):
+            run_apart(_take, group, 64 * MIB)
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def _take(group, size):
+    group.join()
+    return len(bytearray(os.urandom(1)) * size)
