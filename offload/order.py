@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from offload.memory import uncollected
 from offload.prefetch import expect
 from offload.residency import SMALL, Pool
 from offload.storage.handle import Handle
 from offload.tensor.wrapper import OffloadedTensor
 
 
+@uncollected()
 def expect_reads(model: nn.Module, pool: Pool | None = None) -> None:
     """Have the values on disk of a model read ahead block by block, in each the small ones first.
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ _SAMPLES = 8  # pages that are asked for, of many
 _ASKED_WHOLE = 1 << 20  # bytes up to which every page is asked for
 _BLOCK = 2 << 20  # bytes that are read at a time; the kernel takes no more for an announcement than it reads ahead
 _BLOCKS = 4  # that are on their way at a time
-_MADV_WILLNEED, _MADV_PAGEOUT, _MADV_POPULATE_READ = 3, 21, 22  # Linux 2.4, 5.4, 5.14
+_HUGE = 2 << 20
+_MADV_NORMAL, _MADV_RANDOM, _MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_PAGEOUT, _MADV_POPULATE_READ = 0, 1, 3, 14, 21, 22
 
 
 class Range:
@@ -37,13 +39,14 @@ class Range:
         calm_until: until when (`time.monotonic`) they are taken to be in memory without asking.
     """
 
-    __slots__ = ("__weakref__", "_file", "_may_ask", "_shared", "_start", "calm_until", "nbytes")
+    __slots__ = ("__weakref__", "_advised", "_file", "_may_ask", "_shared", "_start", "calm_until", "nbytes")
 
     def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         self._file = weakref.ref(file)
         self._start = start
         self._shared = shared
         self._may_ask: bool | None = None
+        self._advised = (0, False)  # address, and whether exactly
         self.nbytes = nbytes
         self.calm_until = 0.0
 
@@ -83,7 +86,7 @@ class Range:
         """Read it from the disk, if it is not in memory.
 
         Args:
-            exactly: and none of its neighbours, which the system may read along, as on some disks it does by megabytes.
+            exactly: and little of its neighbours, which on some disks the system reads along by megabytes.
 
         Raises:
             CorruptFileError: the disk did not give it.
@@ -91,20 +94,42 @@ class Range:
         mapped = self._mapped()
         if mapped is None:
             return
+        address = mapped.data_ptr() + self._start
+        takes_care = self._ask_for_huge_pages(address, exactly=exactly)
+        read = bring_in_exactly if exactly and not takes_care else bring_in
         try:
-            read = bring_in_exactly if exactly else bring_in
-            read(mapped.data_ptr() + self._start, self.nbytes)
+            read(address, self.nbytes)
         except OSError as error:
             file = self._file()
             path = file.path if file else "a file"
             raise CorruptFileError(f"{path} can't be read: {error.strerror}") from error
 
     def let_go(self) -> None:
-        """Drop it from memory; the next read brings it back."""
+        """Drop it from memory, unless it is dirty or used by others too; the next read brings it back."""
         self.calm_until = 0.0
-        mapped = self._mapped()
-        if mapped is not None:
-            let_go(mapped.data_ptr() + self._start, self.nbytes)
+        file, mapped = self._file(), self._mapped()
+        if file is None or mapped is None:
+            return
+        let_go(mapped.data_ptr() + self._start, self.nbytes)
+        with suppress(OSError):  # what is left of huge pages at either end
+            fd = file.descriptor(settled=False)
+            try:
+                os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def _ask_for_huge_pages(self, address: int, *, exactly: bool) -> bool:
+        """Have it read in pages of 2 MiB, and with `exactly` in no others; whether the system will.
+
+        Not where it may be written to: a store makes a whole page dirty.
+        """
+        if _libc is None or not _READS_HUGE_PAGES or self._shared or self.nbytes < _HUGE:
+            return False
+        if self._advised != (address, exactly):
+            self._advised = address, exactly
+            for advice in (_MADV_HUGEPAGE, _MADV_RANDOM if exactly else _MADV_NORMAL):
+                _libc.madvise(*_whole_pages(address, self.nbytes), advice)
+        return True
 
     def _mapped(self) -> torch.UntypedStorage | None:
         file = self._file()
@@ -169,8 +194,7 @@ def bring_in_exactly(address: int, nbytes: int) -> None:
 
 def let_go(address: int, nbytes: int) -> None:
     """Drop the pages that lie in a mapped range as a whole, unless they are dirty or used by others too."""
-    first = -(-address // PAGE) * PAGE
-    length = (address + nbytes) // PAGE * PAGE - first
+    first, length = _inner_pages(address, nbytes)
     if _libc is not None and length > 0:
         _libc.madvise(first, length, _MADV_PAGEOUT)
 
@@ -179,6 +203,12 @@ def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
     """The pages that a range touches: address and length."""
     first = address // PAGE * PAGE
     return first, -(-(address + nbytes - first) // PAGE) * PAGE
+
+
+def _inner_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """The pages that lie in a range as a whole: address and length."""
+    first = -(-address // PAGE) * PAGE
+    return first, (address + nbytes) // PAGE * PAGE - first
 
 
 def _count(first: int, length: int) -> int:
@@ -208,3 +238,6 @@ def _libc_calls() -> ctypes.CDLL | None:
 
 _libc = _libc_calls()
 _ONE_PAGE = ctypes.c_ubyte * 1
+# Since Linux 5.18 a mapping that asks for huge pages is read in them, whatever the disk's read-ahead; before, a mapping
+# with random access is read in single small ones.
+_READS_HUGE_PAGES = _libc is not None and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 18)

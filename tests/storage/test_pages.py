@@ -72,15 +72,37 @@ def test_a_range_that_is_partly_there_is_not_there(file):
     assert 2 * MIB < found.cached_bytes() < 4 * MIB
 
 
-def test_a_range_can_be_read_without_its_neighbours(tmp_path):
+@pytest.mark.parametrize("huge", [True, False])
+def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge):
+    """But for what shares a page of 2 MiB with it at either end, where there are such."""
+    monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(16 * MIB)}, path)  # 64 MiB
     make_cold(path)
     file = TensorFile.open(path)
     Range(file, 20 * MIB, 9 * MIB, shared=False).bring_in(exactly=True)
 
-    assert 9 * MIB <= whole(file).cached_bytes() <= 9 * MIB + (64 << 10)
+    assert 9 * MIB <= whole(file).cached_bytes() <= 9 * MIB + (4 * MIB if huge else 64 << 10)
     assert Range(file, 20 * MIB, 9 * MIB, shared=False).is_cached()
+
+
+@pytest.mark.parametrize("huge", [True, False])
+@pytest.mark.parametrize("exactly", [True, False])
+def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch, huge, exactly):
+    """Also where it shares a page of 2 MiB with one of them."""
+    monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
+    make_cold(path)
+    file = TensorFile.open(path)
+    parts = [Range(file, 4096 + start * MIB, 7 * MIB, shared=False) for start in (1, 8, 15)]
+    for part in parts:
+        part.bring_in(exactly=exactly)
+    parts[1].let_go()
+
+    left = [part.cached_bytes() for part in parts]
+    assert (7 * MIB, 7 * MIB) == (left[0], left[2])
+    assert left[1] < MIB  // 4
 
 
 def test_neighbours_on_the_same_page_stay(file):
