@@ -37,6 +37,7 @@ _MOST_CONTEXTS = 16  # reads before a value that are told apart
 _BATCH = 4 << 20  # bytes of small values that are asked for at once
 _PATIENCE = 2  # reads in a row that were not expected, until what is ahead is given up
 _OVERDUE = 8  # reads that may overtake a value that is ahead
+_NEARLY = 0.75  # of the window: with more in flight, the order is not followed on yet
 _NEAR = 4  # values in the queue, of which one that follows in the file goes first
 _IDLE = 2.0  # seconds after which the reader ends
 _FORGET = 5.0  # seconds after which a thread that reads no more loses its part of the window
@@ -145,7 +146,8 @@ class Stream:
             if self._last is not None:
                 self._last.learn(self._before, value)
             self._before, self._last = self._last, value
-        self._read_ahead()
+        if not self._ahead or self.in_flight < _NEARLY * self._engine.share(value):
+            self._read_ahead()
 
     def give_up(self) -> None:
         """Let everything go."""
@@ -239,17 +241,22 @@ class Engine:
             stream = self._stream()
             leaving = value.pool.reconsider()
             expected = stream.expects(value)
+            here = expected and self._go_on(stream, value)
         for left in leaving:
             left.let_go()
-        found = not expected and value.is_cached()
-        with self.lock:
-            if expected or not (found and value.kept):
-                stream.move_to(value)
-            here = self._wait_for(value)
+        found = False
+        if not expected:
+            found = value.is_cached()
+            with self.lock:
+                here = self._wait_for(value) if found and value.kept else self._go_on(stream, value)
         if not here:
             self._make_sure(value, found=found)
         if value.kept:
             value.calm_until = _FOREVER if value.nbytes <= SMALL else time.monotonic() + _CALM
+
+    def _go_on(self, stream: Stream, value: Tracked) -> bool:
+        stream.move_to(value)
+        return self._wait_for(value)
 
     def _wait_for(self, value: Tracked) -> bool:
         """Wait for the reader, if it is at work on `value`; whether it has brought it."""
@@ -368,22 +375,35 @@ class Engine:
         return self._queue.popleft()
 
     def _read(self, batch: list[Tracked]) -> None:
-        missing = []
+        runs = list(_runs(batch))
+        joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
         with suppress(Exception):  # the op that asks for a value meets the same error, and tells
-            missing = [value for value in batch if not value.is_cached()]
-            for value in missing if len(missing) > 1 else ():
-                value.announce()
-        for value in batch:
+            for extent in joined if len(joined) > 1 else ():
+                extent.announce()
+        for run, extent in zip(runs, joined, strict=True):
             state, read = AWAY, 0
             with suppress(Exception):
-                if value in missing:
-                    value.read()
-                    read = value.nbytes
+                if not extent.is_cached():
+                    extent.bring_in(exactly=not run[0].pool.fits)
+                    read = extent.nbytes
                 state = HERE
             with self.lock:
-                value.state = state
+                for value in run:
+                    value.state = state
                 self.counts.bytes_read += read
                 self.lock.notify_all()
+
+
+def _runs(batch: Iterable[Tracked]) -> Iterator[list[Tracked]]:
+    """Values that lie behind one another in a file are read in one go."""
+    run: list[Tracked] = []
+    for value in batch:
+        if run and not value.follows(run[-1]):
+            yield run
+            run = []
+        run.append(value)
+    if run:
+        yield run
 
 
 # One engine a process

@@ -328,7 +328,7 @@ def test_eight_threads_share_one_window(engine, memory):
     rest(engine)
 
     assert [] == missing
-    assert memory.most <= (16 + 2 * 8) * MIB  # and one in use by each, and one on its way out
+    assert memory.most <= (16 + 2 * 8 + 4) * MIB  # one in use by each, one on its way out, and what the reader is at
     assert engine.counts.ahead > 100
     assert 8 * 12 * 5 == engine.counts.ahead + engine.counts.missed + engine.counts.found
 

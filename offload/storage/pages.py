@@ -62,6 +62,14 @@ class Range:
         """Whether it comes next in the same file."""
         return other._file is self._file and 0 <= self._start - other._start - other.nbytes < PAGE * 2
 
+    def through(self, last: Range) -> Range:
+        """From the beginning of this one to the end of `last`, in the same file."""
+        joined = Range.__new__(Range)
+        joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
+        joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
+        joined._advised = (0, False)
+        return joined
+
     def is_cached(self) -> bool:
         """Whether it is in memory, as far as the kernel tells. False for a file that is gone."""
         file, mapped = self._file(), self._mapped()
