@@ -7,10 +7,12 @@ Always true:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +23,7 @@ from offload.residency import WINDOW, Pool, Value
 from offload.tensor.wrapper import OffloadedTensor
 
 Amount: TypeAlias = "int | float | str"
+MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 
 
 class Setting:
@@ -36,15 +39,16 @@ class Setting:
         self._undo()
 
 
-def set_max_memory(max_memory: Amount | Mapping[int | str, Amount] | None) -> Setting:
+def set_max_memory(max_memory: MaxMemory) -> Setting:
     """Say how much of the values on disk may stay in memory between ops; the rest is read again for each use.
 
     Without it, values stay while there is memory that nothing else needs. It is never exceeded by what stays; beside it
     there is what is in use or read ahead (`set_read_ahead`).
 
     Args:
-        max_memory: bytes, "8GiB", a fraction (0.5) of the memory that is available now, or a dictionary from "cpu" to
-            one of them; None for no limit but what is available.
+        max_memory: bytes, "8GiB", or a fraction (0.5) of the memory that is available now; or a dictionary from "cpu"
+            and accelerators (0, "cuda:1") to one of them. None for no limit in main memory but what is available.
+            On an accelerator nothing stays unless it is named.
 
     Returns:
         A context manager that takes the setting back; without `with`, it holds.
@@ -56,9 +60,9 @@ def set_max_memory(max_memory: Amount | Mapping[int | str, Amount] | None) -> Se
         >>> with set_max_memory("4GiB"):
         ...     pass  # run the model
     """
-    before = POOL.max_memory
-    _limit(POOL, _cpu_share(max_memory))
-    return Setting(lambda: _limit(POOL, before))
+    before = POOL.max_memory, POOL.on_devices
+    _limit(*_shares(max_memory))
+    return Setting(lambda: _limit(*before))
 
 
 def set_read_ahead(window: Amount | bool) -> Setting:
@@ -66,7 +70,7 @@ def set_read_ahead(window: Amount | bool) -> Setting:
 
     Args:
         window: bytes, "256MiB", or a fraction of the memory that is available now. False reads nothing ahead, True as
-            much as by default (128 MiB). A value that is larger than the window is read ahead alone.
+            much as by default (64 MiB). A value that is larger than the window is read ahead alone.
 
     Returns, raises: as `set_max_memory`.
     """
@@ -178,7 +182,7 @@ def memory_summary() -> MemorySummary:
     )
 
 
-def pool_for(max_memory: Amount | Mapping[int | str, Amount] | None, read_ahead: Amount | bool | None) -> Pool | None:
+def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | None:
     """A budget of their own for the values of one model; None if neither is given.
 
     Args:
@@ -187,17 +191,47 @@ def pool_for(max_memory: Amount | Mapping[int | str, Amount] | None, read_ahead:
     """
     if max_memory is None and read_ahead is None:
         return None
-    return Pool(_cpu_share(max_memory), WINDOW if read_ahead is None else _window_of(read_ahead))
+    pool = Pool(window=WINDOW if read_ahead is None else _window_of(read_ahead))
+    pool.max_memory, pool.on_devices = _shares(max_memory)
+    return pool
 
 
-def _cpu_share(max_memory: Amount | Mapping[int | str, Amount] | None) -> int | None:
-    """The budget in main memory, in bytes."""
-    if isinstance(max_memory, Mapping):
-        others = [device for device in max_memory if device != "cpu"]
-        if others:
-            raise ValueError(f"max_memory: {others[0]!r} is not a device that a budget can be set for; 'cpu' is")
-        max_memory = max_memory.get("cpu")
-    return None if max_memory is None else as_bytes(max_memory, available_bytes())
+def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]]:
+    """The budget in main memory, in bytes, and those on accelerators."""
+    shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
+    on_devices = {
+        _accelerator(device): Pool(as_bytes(amount, _device_bytes(_accelerator(device))), 0, available=_no_limit)
+        for device, amount in shares.items()
+        if device != "cpu"
+    }
+    share = shares.get("cpu")
+    return None if share is None else as_bytes(share, available_bytes()), on_devices
+
+
+def _accelerator(device: int | str) -> torch.device:
+    """The device that a key of `max_memory` names."""
+    try:
+        found = torch.device(device)
+        here = torch.accelerator.device_count() if found.type == _accelerator_type() else 0
+    except RuntimeError:
+        here = 0
+    if not here or (found.index or 0) >= here:
+        raise ValueError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
+    return torch.device(found.type, found.index or 0)
+
+
+def _accelerator_type() -> str | None:
+    current = torch.accelerator.current_accelerator()
+    return None if current is None else current.type
+
+
+def _device_bytes(device: torch.device) -> int:
+    """What is free on an accelerator, for fractions of it."""
+    return int(torch.accelerator.get_memory_info(device)[0])
+
+
+def _no_limit() -> int:
+    return sys.maxsize
 
 
 def _window_of(window: Amount | bool) -> int:
@@ -207,10 +241,11 @@ def _window_of(window: Amount | bool) -> int:
     return as_bytes(window, available_bytes())
 
 
-def _limit(pool: Pool, max_memory: int | None) -> None:
+def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:
     with changing() as leaving:
-        pool.max_memory = max_memory
-        leaving.extend(pool.reconsider(anew=True))
+        leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
+        POOL.max_memory, POOL.on_devices = max_memory, on_devices
+        leaving.extend(POOL.reconsider(anew=True))
 
 
 def _values_in(what: Iterable[Any]) -> list[Value]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from offload.budget import Amount, pool_for
+from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
@@ -65,7 +65,7 @@ def load_checkpoint_and_dispatch(
     *,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-    max_memory: Amount | Mapping[int | str, Amount] | None = None,
+    max_memory: MaxMemory = None,
     read_ahead: Amount | bool | None = None,
     no_split_module_classes: list[str] | None = None,
     offload_buffers: bool = False,

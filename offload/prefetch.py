@@ -14,6 +14,7 @@ One thread reads, and drops what is done with. A value is `AWAY` (nothing is kno
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from offload.storage.handle import Handle
 from offload.storage.pages import Range
 
 AWAY, QUEUED, READ, HERE = range(4)
-_CALM = 1.0  # seconds for which a value that was in memory is taken to be there still
+_CALM = 1.0  # seconds for which, at most, a value that was in memory is taken to be there still
 _FOREVER = float("inf")
 _MOST_STEPS = 256  # that the order is followed at a time
 _MOST_PARTS = 4096  # of a value that are tracked
@@ -248,11 +249,14 @@ class Engine:
         if not expected:
             found = value.is_cached()
             with self.lock:
+                if not found and value.kept and value.calm_until > 0:  # something else needed the memory
+                    value.pool.doubt()
                 here = self._wait_for(value) if found and value.kept else self._go_on(stream, value)
         if not here:
             self._make_sure(value, found=found)
         if value.kept:
-            value.calm_until = _FOREVER if value.nbytes <= SMALL else time.monotonic() + _CALM
+            calm = _FOREVER if value.nbytes <= SMALL else _CALM * random.uniform(0.1, 1)
+            value.calm_until = time.monotonic() + calm
 
     def _go_on(self, stream: Stream, value: Tracked) -> bool:
         stream.move_to(value)

@@ -16,15 +16,17 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.pages import Range
 
 SMALL = 64 << 10  # bytes up to which a value stays once it is read
-WINDOW = 128 << 20  # bytes that stream: read ahead, in use, and not yet dropped
-_SHARE = 0.85  # of the memory that is available; the rest is for activations
+WINDOW = 64 << 20  # bytes that stream: read ahead, in use, and not yet dropped
+_SHARE = 0.85  # of the memory that is available, where no budget is set; the rest is for activations
 _LOOK_AGAIN = 2.0  # seconds after which available memory is looked at again
 _NEWS = 0.1  # by how much of itself a total or a room has to change for a new plan
 
@@ -61,11 +63,20 @@ class Pool:
     Attributes:
         max_memory: bytes that may stay resident; None for what there is room for.
         window: bytes that may be read ahead; 0 for none.
+        on_devices: budgets for what stays on accelerators.
     """
 
-    def __init__(self, max_memory: int | None = None, window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        max_memory: int | None = None,
+        window: int = WINDOW,
+        *,
+        available: Callable[[], int] | None = None,
+    ) -> None:
         self.max_memory = max_memory
         self.window = window
+        self.on_devices: dict[torch.device, Pool] = {}
+        self._available = available
         _POOLS.add(self)
         self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # by their turn
         self._total = 0
@@ -110,14 +121,21 @@ class Pool:
         room = self._room
         if anew or now - self._looked > _LOOK_AGAIN:
             self._looked = now
-            room = int(available_bytes() * _SHARE)
-            room = room if self.max_memory is None else min(room, self.max_memory)
+            available = (self._available or available_bytes)()
+            room = int(available * _SHARE)
+            if self.max_memory is not None:
+                room = max(0, min(self.max_memory, available - self.window))
         fits = self._total <= min(room, self._room)
         news = abs(room - self._room) > _NEWS * self._room or self._total - self._planned > _NEWS * self._total
         if anew or (news and not fits):
             self._room = room
             return self._plan()
         return []
+
+    def doubt(self) -> None:
+        """A value that should be in memory was not: for none of the others it is taken for granted any more."""
+        for value in self.values():
+            value.calm_until = 0.0
 
     def _plan(self) -> list[Value]:
         """Choose what stays."""

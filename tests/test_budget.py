@@ -170,7 +170,7 @@ def test_a_setting_ends_with_its_with_and_else_stays():
         with offload.set_max_memory({"cpu": 5}):
             assert 5 == POOL.max_memory
         assert 1 << 30 == POOL.max_memory
-    assert (None, 128 * MIB) == (POOL.max_memory, POOL.window)
+    assert (None, 64 * MIB) == (POOL.max_memory, POOL.window)
 
     offload.set_max_memory(7)
     assert 7 == POOL.max_memory
@@ -190,7 +190,8 @@ def test_a_setting_is_taken_back_after_an_exception():
         (-1, "-1 is not an amount"),
         (1.5, "1.5 is not an amount"),
         (True, "True is not an amount"),
-        ({"gpu": 1}, "'gpu' is not a device that a budget can be set for"),
+        ({"cuda:77": 1}, "'cuda:77' is neither 'cpu' nor an accelerator"),
+        ({"gpu": 1}, "'gpu' is neither 'cpu' nor an accelerator of this machine"),
     ],
 )
 def test_what_is_no_budget_is_refused(amount, words):

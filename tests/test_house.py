@@ -24,6 +24,7 @@ FLOORS = {
     "device_map": 1,
     "residency": 2,
     "checkpoint": 2,
+    "staging": 2,
     "prefetch": 3,
     "tensor": 4,
     "ops": 5,

@@ -270,6 +270,22 @@ def test_where_everything_fits_nothing_is_dropped_and_nobody_works(engine, memor
     assert engine._reader is None
 
 
+def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, memory):
+    """One value that is missing is enough to look for the others; small ones too."""
+    pool = Pool(16 * MIB, 4 * MIB)
+    values = [Made(name, memory, pool, SMALL if name in "bd" else MIB) for name in "abcdefgh"]
+    pool.add(seed(values))
+    read(engine, values)
+    memory.here.clear()
+    values[0].calm_until = 1e-9  # a second goes by; for the others it has not
+
+    missed = engine.counts.missed
+    read(engine, values)
+
+    assert set(values) == memory.here
+    assert engine.counts.missed - missed <= 3  # the first, and the two small ones
+
+
 def test_without_a_window_nothing_is_read_ahead(engine, memory):
     values = seed(made(memory, "abcdefgh", window=0))
 

@@ -51,7 +51,7 @@ def test_without_a_budget_what_is_available_is_one(monkeypatch: pytest.MonkeyPat
 def test_a_budget_is_never_more_than_what_is_available(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(residency, "available_bytes", lambda: 10 * MIB)
 
-    assert 8 == len(kept(values_of(Pool(15 * MIB), [MIB] * 20)))
+    assert 8 == len(kept(values_of(Pool(15 * MIB, 2 * MIB), [MIB] * 20)))
 
 
 @given(sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), max_size=40), budget=st.integers(0, 100 * MIB))

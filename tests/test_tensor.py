@@ -688,7 +688,7 @@ def _set_up_device() -> list[int]:
     def known(device: Any) -> torch.device:
         return torch.device(torch.device(device).type, 0) if "elsewhere" in str(device) else torch.device(device)
 
-    offload.tensor.wrapper.sent_to = offload.ops.sent_to = send
+    offload.tensor.wrapper.sent_to = offload.tensor.rules.sent_to = offload.ops.sent_to = send
     offload.tensor.wrapper.checked_device = offload.ops.checked_device = known
     return sent
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.budget import Amount, pool_for
+from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
@@ -44,7 +44,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     config: Any = None,
     offload_buffers: bool = False,
-    max_memory: Amount | Mapping[int | str, Amount] | None = None,
+    max_memory: MaxMemory = None,
     read_ahead: Amount | bool | None = None,
     output_loading_info: bool = False,
     **options: Any,

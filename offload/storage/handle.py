@@ -42,6 +42,7 @@ class Handle:
         owned: whether `file` is ours to write.
         twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
         ranges: what is known of its bytes in memory, by start and length; kept for those who read ahead.
+        copies: what stays of it on accelerators, by device; kept for those who send it there.
         pool: the memory budget that it is under; None for that of the process.
     """
 
@@ -50,6 +51,7 @@ class Handle:
         "_base",
         "_lock",
         "_pid",
+        "copies",
         "extent",
         "file",
         "folder",
@@ -71,6 +73,7 @@ class Handle:
         self._base: torch.Tensor | None = None
         self._lock = ForkSafeLock()
         self.ranges: dict[tuple[int, int], Any] = {}
+        self.copies: dict[torch.device, Any] = {}
         self.pool: Any = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
 
@@ -282,6 +285,7 @@ class Handle:
         for known in self.ranges.values():
             known.calm_until = 0.0  # who holds on to one asks again
         self.ranges = {}
+        self.copies = {}
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload.staging import send
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout
 from offload.storage.subclasses import is_subclass_value
@@ -57,7 +58,7 @@ def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
     if is_subclass_value(guest):
         return guest.to(target)
     span = 1 + sum((size - 1) * step for size, step in zip(guest.shape, guest.stride(), strict=True))
-    copy = guest.as_strided((max(span, 0) if guest.numel() else 0,), (1,)).to(target)
+    copy = send(guest.as_strided((max(span, 0) if guest.numel() else 0,), (1,)), target)
     return copy.as_strided(guest.shape, guest.stride(), 0)
 
 

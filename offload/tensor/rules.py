@@ -17,7 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import plain_world
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.cuts import cut, cut_like
+from offload.tensor.cuts import cut, cut_like, sent_to
 from offload.tensor.outside import CPU
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, OUT, RULES, Rule, registrar
 from offload.tensor.traced import Traced
@@ -25,7 +25,7 @@ from offload.tensor.wrapper import (
     OffloadedTensor,
     current_twin,
     guest_of,
-    guest_to_write,
+    mapped_value,
     modes_are_on,
     redress,
     store,
@@ -306,7 +306,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
         return handle.inner  # itself: a compiler finds out what is written by that
     if not handle.owned:
         handle.writable_base()
-    guest = guest_to_write(tensor)
+    guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not brought in
     return guest.detach() if handle.recipe is None else guest.clone()
 
 

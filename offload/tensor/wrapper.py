@@ -27,6 +27,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
 from offload.storage.pages import Range
+from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import checked_device, only_key, refuse_unstorable
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, with_bits_of
 from offload.tensor.extents import brought_in
@@ -431,12 +432,12 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not OffloadedTensor:
         return tensor
-    return sent_to(value_on_cpu(tensor), tensor._target)
-
-
-def guest_to_write(tensor: OffloadedTensor) -> torch.Tensor:
-    """As `guest_of`, for an op that may not need the old value: it is not brought in."""
-    return sent_to(mapped_value(tensor), tensor._target)
+    handle, target = tensor._handle, tensor._target
+    if target != CPU and type(handle) is Handle:
+        resident = resident_guest(handle, current_twin(tensor), target)
+        if resident is not None:
+            return resident
+    return sent_to(value_on_cpu(tensor), target)
 
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch
 
     left = [part.cached_bytes() for part in parts]
     assert (7 * MIB, 7 * MIB) == (left[0], left[2])
-    assert left[1] < MIB  // 4
+    assert left[1] < MIB // 4
 
 
 def test_neighbours_on_the_same_page_stay(file):

@@ -1,0 +1,89 @@
+"""Copies of values to an accelerator, through memory that is pinned once.
+
+Always true:
+- while the device reads one slot, the CPU fills the other; a slot is filled again only after its copy has ended
+- what is given is ready for the stream that is current where it was asked for, and is not waited for here
+- nothing is pinned a value; small values, and devices without streams, get a plain copy
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.storage.handle import plain_world
+from offload.storage.locks import ForkSafeLock
+
+_SLOT = 32 << 20  # bytes
+_SLOTS = 2
+_STAGED = 1 << 20  # bytes from which a value goes through the slots
+_NEEDED = ("Stream", "Event", "stream", "current_stream")  # of a device's module in torch
+
+
+def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """A copy of a one-dimensional, contiguous CPU tensor on an accelerator."""
+    nbytes = values.numel() * values.itemsize
+    staging = _staging_for(target) if nbytes >= _STAGED else None
+    if staging is None:
+        return values.to(target)
+    with plain_world():
+        return staging.send(values.detach().view(torch.uint8)).view(values.dtype)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Pinned memory, and the event that ends the last copy out of it."""
+
+    memory: torch.Tensor
+    copied: Any
+
+
+class Staging:
+    """The way to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
+        self._lock = ForkSafeLock()
+
+    def send(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of bytes on the device."""
+        with self._lock:
+            with self._module.stream(self._stream):  # memory from this stream's pool: nobody else's work is waited for
+                copy = torch.empty(len(source), dtype=torch.uint8, device=self._device)
+                for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
+                    slot = self._copy(part, place)
+            here = self._module.current_stream(self._device)
+            here.wait_event(slot.copied)
+            copy.record_stream(here)
+            return copy
+
+    def _copy(self, part: torch.Tensor, place: torch.Tensor) -> Slot:
+        slot = next(self._slots)
+        slot.copied.synchronize()
+        pinned = slot.memory[: len(part)]
+        pinned.copy_(part)
+        place.copy_(pinned, non_blocking=True)
+        slot.copied.record(self._stream)
+        return slot
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _staging_for(device: torch.device) -> Staging | None:
+    with _LOCK:
+        if device not in _STAGINGS:
+            module = torch.get_device_module(device)
+            _STAGINGS[device] = Staging(device) if all(hasattr(module, name) for name in _NEEDED) else None
+        return _STAGINGS[device]
+
+
+_LOCK = ForkSafeLock()
+_STAGINGS: dict[torch.device, Staging | None] = {}
