@@ -336,7 +336,7 @@ class Engine:
     # The reader
 
     def _wake(self) -> None:
-        if self._reader is None:
+        if self._reader is None or not self._reader.is_alive():
             reader = threading.Thread(target=self._read_on, name="offload-reader", daemon=True)
             with suppress(RuntimeError):  # the interpreter is ending: who asks for a value will read it
                 reader.start()
@@ -352,10 +352,21 @@ class Engine:
                         return
                 leaving, self._leaving = self._leaving, []
                 batch = self._take()
-            for value in leaving:
-                if value.is_leaving:
-                    value.let_go()
-            self._read(batch)
+            try:
+                for value in leaving:
+                    if value.is_leaving:
+                        value.let_go()
+                self._read(batch)
+            finally:
+                self._end(batch)
+
+    def _end(self, batch: list[Tracked]) -> None:
+        """Whatever happened, nobody is to wait for ever."""
+        with self.lock:
+            for value in batch:
+                if value.state == READ:
+                    value.state = AWAY
+            self.lock.notify_all()
 
     def _take(self) -> list[Tracked]:
         """One value, or several small ones."""

@@ -99,7 +99,10 @@ def rest(engine: Engine) -> None:
     """Wait until the reader has nothing to do."""
     while True:
         with engine.lock:
-            busy = [stream for stream in engine._streams for value in stream._ahead if value.state in (1, 2)]
+            reader = engine._reader
+            busy = [value for stream in engine._streams for value in stream._ahead if value.state in (1, 2)]
+            if reader is not None and not reader.is_alive():
+                return
             if not engine._queue and not engine._leaving and not busy:
                 return
         time.sleep(0.0005)
@@ -319,6 +322,19 @@ def test_a_value_that_the_reader_cannot_read_is_an_error_for_who_asks_for_it(eng
     engine.arrive(values[2])
 
     assert values[2].is_cached()
+
+
+def test_a_reader_that_fails_is_replaced_and_nobody_waits_for_ever(engine, memory, monkeypatch):
+    """Whatever goes wrong in it."""
+    values = seed(made(memory, "abcd"))
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    monkeypatch.setattr(engine, "_read", lambda batch: 1 / 0)
+    read(engine, values)
+    monkeypatch.undo()
+
+    read(engine, values * 2)
+
+    assert engine.counts.ahead > 0
 
 
 def test_eight_threads_share_one_window(engine, memory):

@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from offload.errors import CorruptFileError
+from offload.errors import CorruptFileError, OffloadError
 from offload.storage.file import TensorFile, view_memory
 
 PAGE = mmap.PAGESIZE
@@ -119,7 +119,7 @@ class Range:
         if file is None or mapped is None:
             return
         let_go(mapped.data_ptr() + self._start, self.nbytes)
-        with suppress(OSError):  # what is left of huge pages at either end
+        with suppress(OffloadError, OSError):  # what is left of huge pages at either end
             fd = file.descriptor(settled=False)
             try:
                 os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)
@@ -140,8 +140,11 @@ class Range:
         return True
 
     def _mapped(self) -> torch.UntypedStorage | None:
+        """None for a file that is gone, or has changed: it is for who reads the value to say so."""
         file = self._file()
-        return None if file is None else file.mapped(shared=self._shared)
+        with suppress(OffloadError, OSError):
+            return None if file is None else file.mapped(shared=self._shared)
+        return None
 
 
 def are_cached(address: int, nbytes: int) -> bool:
@@ -184,7 +187,7 @@ def bring_in(address: int, nbytes: int) -> None:
         code = ctypes.get_errno() if _libc is not None else errno.ENOSYS
         if code == errno.EFAULT:
             raise OSError(errno.EIO, "the disk did not give what was asked for")
-        _touch(address, nbytes)
+        touch(address, nbytes)
 
 
 def bring_in_exactly(address: int, nbytes: int) -> None:
@@ -230,7 +233,7 @@ def _count(first: int, length: int) -> int:
     return int(np.count_nonzero(pages & 1))
 
 
-def _touch(address: int, nbytes: int) -> None:
+def touch(address: int, nbytes: int) -> None:
     """Read a byte of each page."""
     np.frombuffer(view_memory(address, nbytes), dtype=np.uint8)[::PAGE].sum()
 
