@@ -30,7 +30,7 @@ from offload.storage.handle import Handle
 from offload.storage.pages import Range
 
 AWAY, QUEUED, READ, HERE = range(4)
-_CALM = 1.0  # seconds for which, at most, a value that was in memory is taken to be there still
+_CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
 _FOREVER = float("inf")
 _MOST_STEPS = 256  # that the order is followed at a time
 _MOST_PARTS = 4096  # of a value that are tracked

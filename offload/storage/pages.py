@@ -113,16 +113,18 @@ class Range:
             raise CorruptFileError(f"{path} can't be read: {error.strerror}") from error
 
     def let_go(self) -> None:
-        """Drop it from memory, unless it is dirty or used by others too; the next read brings it back."""
+        """Drop it from memory, written out if need be, unless others use it too; the next read brings it back."""
         self.calm_until = 0.0
         file, mapped = self._file(), self._mapped()
         if file is None or mapped is None:
             return
-        let_go(mapped.data_ptr() + self._start, self.nbytes)
-        with suppress(OffloadError, OSError):  # what is left of huge pages at either end
+        with suppress(OffloadError, OSError):
             fd = file.descriptor(settled=False)
             try:
-                os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)
+                if self._shared:
+                    write_out(fd, self._start, self.nbytes)
+                let_go(mapped.data_ptr() + self._start, self.nbytes)
+                os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # the ends of huge pages
             finally:
                 os.close(fd)
 
@@ -210,6 +212,12 @@ def let_go(address: int, nbytes: int) -> None:
         _libc.madvise(first, length, _MADV_PAGEOUT)
 
 
+def write_out(fd: int, start: int, nbytes: int) -> None:
+    """Have what is dirty of a range of a file written, and wait for it; it is not made durable by that."""
+    if _libc is not None:
+        _libc.sync_file_range(fd, start, nbytes, 7)  # before, write, after
+
+
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
     """The pages that a range touches: address and length."""
     first = address // PAGE * PAGE
@@ -243,6 +251,7 @@ def _libc_calls() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     return libc
 

@@ -128,6 +128,7 @@ def test_what_was_stored_into_a_shared_mapping_is_not_lost(file, values):
     tensor.neg_()
     whole(file, shared=True).let_go()
 
+    assert whole(file, shared=True).cached_bytes() < 64 << 10
     assert torch.equal(-values, tensor)
 
 
