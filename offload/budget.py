@@ -18,8 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from offload.errors import BudgetError
 from offload.memory import as_bytes, available_bytes
-from offload.prefetch import POOL, Counts, Tracked, changing, counts, tracked
+from offload.prefetch.engine import Counts
+from offload.prefetch.reads import POOL, changing, counts, tracked
+from offload.prefetch.tracked import Tracked
 from offload.residency import WINDOW, Pool, Value
+from offload.storage.handle import Handle
 from offload.tensor.wrapper import OffloadedTensor
 
 Amount: TypeAlias = "int | float | str"
@@ -42,8 +45,8 @@ class Setting:
 def set_max_memory(max_memory: MaxMemory) -> Setting:
     """Say how much of the values on disk may stay in memory between ops; the rest is read again for each use.
 
-    Without it, values stay while there is memory that nothing else needs. It is never exceeded by what stays; beside it
-    there is what is in use or read ahead (`set_read_ahead`).
+    Without it, values stay while there is memory that nothing else needs. Values of up to 64 KiB stay in any case.
+    Beside the budget there is what is in use or read ahead (`set_read_ahead`).
 
     Args:
         max_memory: bytes, "8GiB", or a fraction (0.5) of the memory that is available now; or a dictionary from "cpu"
@@ -122,7 +125,7 @@ def evict(*what: Any) -> None:
             value.pinned = False
         for pool in {value.pool for value in values}:
             leaving.extend(pool.reconsider(anew=True))
-        leaving.extend(values)
+        leaving.extend([*values, *(copy for handle in _handles_in(what) for copy in handle.copies.values())])
 
 
 @dataclass(frozen=True)
@@ -249,12 +252,15 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None
 
 
 def _values_in(what: Iterable[Any]) -> list[Value]:
+    values = [tracked(handle, *handle.extent) for handle in _handles_in(what)]
+    return [value for value in values if isinstance(value, Tracked)]
+
+
+def _handles_in(what: Iterable[Any]) -> set[Handle]:
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
-    handles = {tensor._file_handle() for tensor in parts if type(tensor) is OffloadedTensor}
-    values = [tracked(handle, *handle.extent) for handle in handles]
-    return [value for value in values if isinstance(value, Tracked)]
+    return {tensor._file_handle() for tensor in parts if type(tensor) is OffloadedTensor}
 
 
 def _in_mib(nbytes: int) -> str:

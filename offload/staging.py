@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,22 @@ _NEEDED = ("Stream", "Event", "stream", "current_stream")  # of a device's modul
 def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
     """A copy of a one-dimensional, contiguous CPU tensor on an accelerator."""
     nbytes = values.numel() * values.itemsize
-    staging = _staging_for(target) if nbytes >= _STAGED else None
+    is_lazy = values.is_conj() or values.is_neg()
+    staging = _staging_for(target) if nbytes >= _STAGED and not is_lazy else None
     if staging is None:
         return values.to(target)
     with plain_world():
         return staging.send(values.detach().view(torch.uint8)).view(values.dtype)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until what was sent to a device is there, for all of its streams."""
+    torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def lend(values: torch.Tensor, device: torch.device) -> None:
+    """Have memory that stays on a device not be taken for something else before the current stream is done with it."""
+    values.record_stream(torch.get_device_module(device).current_stream(device))
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ class Staging:
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
+        self._uses: deque[Any] = deque()  # events: what the values sent before were used for has ended
         self._lock = ForkSafeLock()
 
     def send(self, source: torch.Tensor) -> torch.Tensor:
@@ -59,9 +72,18 @@ class Staging:
                 for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
                     slot = self._copy(part, place)
             here = self._module.current_stream(self._device)
+            self._pace(here)
             here.wait_event(slot.copied)
             copy.record_stream(here)
             return copy
+
+    def _pace(self, here: Any) -> None:
+        """The CPU may run ahead of the device, but not by more than some values: they take memory there."""
+        use = self._module.Event()
+        use.record(here)
+        self._uses.append(use)
+        if len(self._uses) > _SLOTS:
+            self._uses.popleft().synchronize()
 
     def _copy(self, part: torch.Tensor, place: torch.Tensor) -> Slot:
         slot = next(self._slots)

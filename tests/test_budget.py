@@ -17,7 +17,7 @@ from torch import nn
 import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
-from offload.prefetch import POOL, counts
+from offload.prefetch.reads import POOL, counts
 
 MIB = 1 << 20
 LAYERS = 12

@@ -129,6 +129,7 @@ def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
 def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(64 << 20))
+    gc.collect()
     before = anonymous_bytes()
 
     mapped = np.memmap(path, dtype=np.uint8, mode="r")

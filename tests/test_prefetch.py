@@ -9,8 +9,10 @@ from weakref import ref
 
 import pytest
 
-from offload import prefetch
-from offload.prefetch import Engine, Tracked
+from offload.prefetch import engine as engines
+from offload.prefetch import reads
+from offload.prefetch.engine import Engine
+from offload.prefetch.tracked import HERE, QUEUED, READ, Tracked
 from offload.residency import SMALL, Pool
 from tests.processes import in_fork
 
@@ -30,6 +32,10 @@ class Made(Tracked):
         super().__init__(pool, memory.file, 0, nbytes, shared=False)  # type: ignore[arg-type]
         self.name = name
         self.memory = memory
+
+    @property
+    def may_ask(self) -> bool:
+        return True
 
     def is_cached(self) -> bool:
         return self in self.memory.here
@@ -74,7 +80,7 @@ def memory() -> Memory:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """One of its own, whose reader ends soon after the test."""
-    monkeypatch.setattr(prefetch, "_IDLE", 0.05)
+    monkeypatch.setattr(engines, "_IDLE", 0.05)
     return Engine()
 
 
@@ -100,7 +106,7 @@ def rest(engine: Engine) -> None:
     while True:
         with engine.lock:
             reader = engine._reader
-            busy = [value for stream in engine._streams for value in stream._ahead if value.state in (1, 2)]
+            busy = [value for stream in engine._streams for value in stream._ahead if value.state in (QUEUED, READ)]
             if reader is not None and not reader.is_alive():
                 return
             if not engine._queue and not engine._leaving and not busy:
@@ -189,7 +195,7 @@ def test_a_branch_that_settles_is_read_ahead_again(engine, memory):
     a, b, c, d = made(memory, "abcd")
     read(engine, [a, b, c, a, b, d, a, b, c, a, b, c, a, b])
 
-    assert c.state == prefetch.HERE
+    assert c.state == HERE
 
 
 def test_small_values_are_no_part_of_the_order(engine, memory):
@@ -382,11 +388,11 @@ def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memo
 def test_a_forked_child_has_an_engine_of_its_own(memory):
     """Also where the reader of its parent was at work: nobody waits for it."""
     values = seed(made(memory, "abcd"))
-    values[1].state = prefetch.READ
+    values[1].state = READ
 
     def child() -> bool:
         for value in values:
-            prefetch.arrive(value)
+            reads.arrive(value)
         return memory.here >= set(values[-2:])
 
     assert in_fork(child)

@@ -11,7 +11,7 @@ import torch
 
 import offload
 from offload import OffloadedTensor, staging
-from offload.prefetch import POOL
+from offload.prefetch.reads import POOL
 from offload.residency import Pool
 from offload.tensor import accelerated
 from offload.tensor.wrapper import guest_of
@@ -34,7 +34,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             Event.count += 1
 
         def record(self, stream: str) -> None:
-            log.append(f"{self.name} recorded on {stream}")
+            log.append(f"{self.name} recorded on {'side' if stream == 'side' else 'current'}")
 
         def synchronize(self) -> None:
             log.append(f"{self.name} waited for")
@@ -71,9 +71,26 @@ def test_a_large_value_goes_through_two_slots_in_turn(log, monkeypatch):
         "event 0 waited for", "event 0 recorded on side",
         "event 1 waited for", "event 1 recorded on side",
         "event 0 waited for", "event 0 recorded on side",
+        "event 2 recorded on current",
         "current stream waits for event 0",
         "kept for current stream",
     ] == log  # fmt: skip
+
+
+def test_the_cpu_does_not_run_ahead_of_the_device_by_more_than_some_values(log):
+    """Those that were sent and are not used yet take its memory."""
+    for _ in range(4):
+        staging.send(torch.zeros(1 << 20), CPU)
+    uses = [line.split(" recorded")[0] for line in log if line.endswith("on current")]
+
+    assert 4 == len(uses)
+    assert [f"{use} waited for" in log for use in uses] == [True, True, False, False]
+
+
+def test_a_lazily_conjugated_value_is_sent_too(log):
+    values = torch.randn(1 << 18, dtype=torch.complex64).conj()
+
+    assert torch.equal(values, staging.send(values, CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
@@ -113,6 +130,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(offload.tensor.wrapper, "sent_to", send)
     monkeypatch.setattr(accelerated, "sent_to", send)
+    monkeypatch.setattr(accelerated, "settle", lambda device: None)
+    monkeypatch.setattr(accelerated, "lend", lambda values, device: None)
     return sent
 
 
@@ -198,11 +217,19 @@ def test_a_checkpoint_that_changes_is_an_error_also_where_its_value_stays(tmp_pa
 def test_evicted_values_leave_the_device(tmp_path, sent, budget):
     w = referenced(tmp_path, "w", torch.zeros(100, 100))
     guest_of(w)
-    for value in budget.values():
-        value.let_go()
+    offload.evict(w)
     guest_of(w)
 
     assert [40_000] * 2 == sent
+
+
+def test_what_is_materialized_is_a_copy_of_its_own(tmp_path, sent, budget):
+    """What is done to it does not change what stays on the device."""
+    w = referenced(tmp_path, "w", torch.ones(100, 100))
+    guest_of(w)
+    w.materialize().zero_()
+
+    assert guest_of(w).eq(1).all()
 
 
 @needs_gpu

@@ -44,12 +44,13 @@ class Identity:
 class TensorFile:
     """An opened safetensors file. Use `TensorFile.open`; one object serves all the tensors of a file."""
 
-    __slots__ = ("__weakref__", "_private", "_shared", "header", "identity", "path")
+    __slots__ = ("__weakref__", "_private", "_shared", "header", "identity", "lost_writes", "path")
 
     def __init__(self, path: Path, identity: Identity, header: Header) -> None:
         self.path = path
         self.identity = identity
         self.header = header
+        self.lost_writes = False  # whether the disk did not take something that was stored into a mapping
         self._private: torch.UntypedStorage | None = None
         self._shared: torch.UntypedStorage | None = None
 
@@ -140,17 +141,26 @@ class TensorFile:
 
         Raises: as `descriptor`.
         """
-        mapped = self._shared if shared else self._private
-        if mapped is None:
-            fd = self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)
-            try:
-                mapped = _map(fd, self.path, self.identity.size, shared=shared)
-            finally:
-                os.close(fd)
-            if shared:
-                self._shared = mapped
-            else:
-                self._private = mapped
+        mapped = self.mapping(shared=shared)
+        if mapped is not None:
+            return mapped
+        with _LOCK:  # two mappings would keep each other's pages in memory
+            return self.mapping(shared=shared) or self._make_mapping(shared=shared)
+
+    def mapping(self, *, shared: bool) -> torch.UntypedStorage | None:
+        """The whole file, if it is mapped already."""
+        return self._shared if shared else self._private
+
+    def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
+        fd = self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)
+        try:
+            mapped = _map(fd, self.path, self.identity.size, shared=shared)
+        finally:
+            os.close(fd)
+        if shared:
+            self._shared = mapped
+        else:
+            self._private = mapped
         return mapped
 
     def _changed(self) -> ChangedFileError:

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import weakref
@@ -206,6 +207,9 @@ class Handle:
                 raise WriteError(error.errno, reason, str(self.path)) from error
             finally:
                 os.close(fd)
+            if self.file.lost_writes:
+                reason = "something that was written did not reach the disk: write it again, elsewhere"
+                raise WriteError(errno.EIO, reason, str(self.path))
 
     def duplicate(self) -> Handle:
         """An independent copy in a private folder, made from file to file.
@@ -282,9 +286,9 @@ class Handle:
         self.file = file
         self.extent = _extent(file.entries.values() if recipe else [file.entry(self.name)])
         self._base = None
-        for known in self.ranges.values():
-            known.calm_until = 0.0  # who holds on to one asks again
-        self.ranges = {}
+        known, self.ranges = self.ranges, {}
+        for extent in list(known.values()):
+            extent.calm_until = 0.0  # who holds on to one asks again
         self.copies = {}
 
     def _take(self, file: TensorFile) -> None:

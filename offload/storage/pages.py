@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import sys
 import weakref
 from contextlib import suppress
@@ -75,13 +76,20 @@ class Range:
         file, mapped = self._file(), self._mapped()
         if file is None or mapped is None:
             return False
-        if self._may_ask is None:
-            self._may_ask = os.access(file.path, os.W_OK)  # of other files the kernel says that all is in memory
-        return self._may_ask and are_cached(mapped.data_ptr() + self._start, self.nbytes)
+        return self.may_ask and are_cached(mapped.data_ptr() + self._start, self.nbytes)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether the kernel tells this process what is in memory; of files of others' it says that all is."""
+        file = self._file()
+        if self._may_ask is None and file is not None:
+            self._may_ask = os.access(file.path, os.W_OK) or os.stat(file.path).st_uid == os.geteuid()
+        return bool(self._may_ask)
 
     def cached_bytes(self) -> int:
-        """How much of it is in memory, in whole pages."""
-        mapped = self._mapped()
+        """How much of it is in memory, in whole pages; nothing while its file is not mapped."""
+        file = self._file()
+        mapped = None if file is None else file.mapping(shared=self._shared)
         return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
 
     def announce(self) -> None:
@@ -113,16 +121,21 @@ class Range:
             raise CorruptFileError(f"{path} can't be read: {error.strerror}") from error
 
     def let_go(self) -> None:
-        """Drop it from memory, written out if need be, unless others use it too; the next read brings it back."""
+        """Drop it from memory, written out if need be, unless others use it too; the next read brings it back.
+
+        Does nothing where the file is not mapped, nor, as the kernel has it, for files that this user may not write to.
+        """
         self.calm_until = 0.0
-        file, mapped = self._file(), self._mapped()
+        file = self._file()
+        mapped = None if file is None else file.mapping(shared=self._shared)
         if file is None or mapped is None:
             return
         with suppress(OffloadError, OSError):
             fd = file.descriptor(settled=False)
             try:
-                if self._shared:
-                    write_out(fd, self._start, self.nbytes)
+                if self._shared and not write_out(fd, self._start, self.nbytes):
+                    file.lost_writes = True  # what is in memory is all that there is
+                    return
                 let_go(mapped.data_ptr() + self._start, self.nbytes)
                 os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # the ends of huge pages
             finally:
@@ -137,8 +150,11 @@ class Range:
             return False
         if self._advised != (address, exactly):
             self._advised = address, exactly
-            for advice in (_MADV_HUGEPAGE, _MADV_RANDOM if exactly else _MADV_NORMAL):
-                _libc.madvise(*_whole_pages(address, self.nbytes), advice)
+            extent = _whole_pages(address, self.nbytes)
+            if _libc.madvise(*extent, _MADV_HUGEPAGE):
+                self._advised = (0, False)
+                return False
+            _libc.madvise(*extent, _MADV_RANDOM if exactly else _MADV_NORMAL)
         return True
 
     def _mapped(self) -> torch.UntypedStorage | None:
@@ -206,16 +222,15 @@ def bring_in_exactly(address: int, nbytes: int) -> None:
 
 
 def let_go(address: int, nbytes: int) -> None:
-    """Drop the pages that lie in a mapped range as a whole, unless they are dirty or used by others too."""
+    """Drop the clean pages that lie in a mapped range as a whole and that nobody else has mapped."""
     first, length = _inner_pages(address, nbytes)
     if _libc is not None and length > 0:
         _libc.madvise(first, length, _MADV_PAGEOUT)
 
 
-def write_out(fd: int, start: int, nbytes: int) -> None:
-    """Have what is dirty of a range of a file written, and wait for it; it is not made durable by that."""
-    if _libc is not None:
-        _libc.sync_file_range(fd, start, nbytes, 7)  # before, write, after
+def write_out(fd: int, start: int, nbytes: int) -> bool:
+    """Have what is dirty of a range of a file written, and wait for it; whether that went well. Not durable by that."""
+    return _libc is None or _libc.sync_file_range(fd, start, nbytes, 7) == 0  # wait for what is under way, write, wait
 
 
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -256,8 +271,14 @@ def _libc_calls() -> ctypes.CDLL | None:
     return libc
 
 
+def _kernel() -> tuple[int, ...]:
+    """The first two numbers of the kernel's release."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return tuple(map(int, found.groups())) if found else (0, 0)
+
+
 _libc = _libc_calls()
 _ONE_PAGE = ctypes.c_ubyte * 1
 # Since Linux 5.18 a mapping that asks for huge pages is read in them, whatever the disk's read-ahead; before, a mapping
 # with random access is read in single small ones.
-_READS_HUGE_PAGES = _libc is not None and tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 18)
+_READS_HUGE_PAGES = _libc is not None and _kernel() >= (5, 18)

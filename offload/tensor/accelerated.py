@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from offload.prefetch import POOL, changing
+from offload.prefetch.reads import POOL, changing
 from offload.residency import Pool, Value
-from offload.storage.handle import Handle
+from offload.staging import lend, settle
+from offload.storage.handle import Handle, plain_world
 from offload.tensor.cuts import cut, sent_to, twin_of
 from offload.tensor.extents import brought_in
 
@@ -45,7 +46,11 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
     base, there = handle.base(), copy.base
     if there is None:
         brought_in(handle, twin_of(handle))
-        there = copy.base = sent_to(base, target)
+        with plain_world():  # it outlives the mode that it was first asked for in
+            there = sent_to(base, target)
+            settle(target)
+        copy.base = there
+    lend(there, target)
     return cut(there, twin)
 
 

@@ -7,11 +7,13 @@ Always true:
 
 from __future__ import annotations
 
+import sys
 from time import monotonic
 
 import torch
 
-from offload.prefetch import UNTRACKED, Tracked, arrive, tracked
+from offload.prefetch.reads import UNTRACKED, arrive, tracked
+from offload.prefetch.tracked import Tracked
 from offload.residency import SMALL
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
@@ -25,6 +27,8 @@ def brought_in(handle: Handle, twin: torch.Tensor) -> Range:
     Raises:
         CorruptFileError: the disk did not give it.
     """
+    if sys.is_finalizing():  # the reader may have stopped anywhere
+        return UNTRACKED
     found = _range_of(handle, twin)
     if found.calm_until < monotonic() and isinstance(found, Tracked):
         arrive(found)
@@ -35,7 +39,7 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Range:
     nbytes = twin.numel() * twin.itemsize
     start, most = handle.extent
     whole: Range | None = handle.ranges.get(handle.extent)
-    if handle.recipe is not None or nbytes >= most:
+    if handle.recipe is not None or nbytes == most:
         return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
     if whole is not None and whole.calm_until >= monotonic():
         return whole

@@ -22,7 +22,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewError, UnsupportedOpError
-from offload.prefetch import UNTRACKED
+from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, plain_world
 from offload.storage.header import Layout, contiguous_stride
@@ -216,8 +216,8 @@ class OffloadedTensor(SeenFromOutside):
     def materialize(self) -> torch.Tensor:
         """A plain, independent tensor with this value, on the target device."""
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            guest = guest_of(self)
-            return guest if guest.device != CPU else copied(guest)
+            value = value_on_cpu(self)
+            return copied(value) if self._target == CPU else sent_to(value, self._target)
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""
@@ -282,7 +282,7 @@ class OffloadedTensor(SeenFromOutside):
     @property
     def _guest(self) -> torch.Tensor:
         with plain_world():
-            return guest_of(self)
+            return sent_to(mapped_value(self), self._target)
 
     # How ops are carried out
 
@@ -346,6 +346,8 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     wrapper._twin = twin
     wrapper._target = target
     wrapper._generation = handle.generation
+    if type(handle) is Traced:
+        wrapper._range = UNTRACKED
     _refuse_pointers(wrapper)  # functions that read memory under every dispatcher raise, and do not crash
     if twin.is_conj() or twin.is_neg():
         with_bits_of(wrapper, twin)
@@ -366,9 +368,7 @@ def wrap_handles(handles: Iterable[tuple[Handle, torch.device]]) -> list[Offload
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
     """An offloaded tensor that stands for a tensor of a compiler's."""
-    wrapper = wrap(Traced(inner), inner, inner.device)
-    wrapper._range = UNTRACKED
-    return wrapper
+    return wrap(Traced(inner), inner, inner.device)
 
 
 def is_offloaded(x: object) -> bool:

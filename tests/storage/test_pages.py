@@ -176,6 +176,7 @@ def test_where_the_system_tells_nothing_reads_are_left_to_it(file, monkeypatch):
 def test_of_a_file_that_may_not_be_asked_about_nothing_is_taken_for_granted(file, monkeypatch):
     """To others than those who may write it, the kernel says that all of a file is in memory."""
     monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     found = whole(file)
     found.bring_in()
 

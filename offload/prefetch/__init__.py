@@ -1,0 +1,11 @@
+"""Reading ahead: what will be asked for next is brought in while the present op computes.
+
+Always true:
+- only speed depends on it: a wrong guess, a failed read or a dropped page never changes what a read gives
+- the order is learned from the last two reads of each thread; where it has branched before, it is followed only after
+  it has been seen twice
+- what streams through memory is bounded by the window of its pool, over all threads
+- nothing is read ahead while nobody reads, nor where everything is in memory
+
+`reads` is the way in, `engine` what all threads share, `stream` what one of them reads, `tracked` what follows a value.
+"""
