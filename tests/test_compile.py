@@ -214,3 +214,16 @@ def test_make_fx_traces_through(mode: str) -> None:
 
 def _ops(graph: torch.fx.GraphModule) -> list[Any]:
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_a_tensor_that_changes_its_shape_while_it_is_traced_is_still_read() -> None:
+    """Nothing is known of the memory of a traced tensor, before and after."""
+    w = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
+
+    def act(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.t_()
+        return tensor + 1
+
+    graph = make_fx(act, tracing_mode="fake")(w)
+
+    assert torch.equal(torch.arange(6.0).view(2, 3).t() + 1, graph(torch.arange(6.0).view(2, 3)))

@@ -62,7 +62,7 @@ def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writi
     large = checkpoint_of_zeros(tmp_path / "large.safetensors", LAYERS, WIDTH)
     small = checkpoint_of_zeros(tmp_path / "small.safetensors", 1, 8)
 
-    command = [sys.executable, "-c", SCRIPT, str(large), str(small)]
+    command = [sys.executable, "-B", "-c", SCRIPT, str(large), str(small)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = json.loads(done.stdout)
 

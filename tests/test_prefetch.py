@@ -20,7 +20,10 @@ MIB = 1 << 20
 
 
 class File:
-    """Stands for a file; ranges hold weak references to theirs."""
+    """Stands for a file that is not mapped; ranges hold weak references to theirs."""
+
+    def mapping(self, *, shared: bool) -> None:
+        return None
 
 
 class Made(Tracked):
@@ -49,7 +52,7 @@ class Made(Tracked):
         pass
 
     def let_go(self) -> None:
-        self.calm_until = 0.0
+        super().let_go()
         self.memory.drop(self)
 
 
@@ -244,6 +247,37 @@ def test_what_streams_stays_within_the_window(engine, memory, window):
     read(engine, values * 3)
 
     assert memory.most <= window + MIB
+
+
+@pytest.mark.parametrize(("count", "most"), [(5, 7), (12, 24)])
+def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(engine, memory, count, most):
+    """A value that was used a moment ago may be the next one again."""
+    values = made(memory, "abcdefghijklmnop"[:count], size=4 * MIB, window=64 * MIB)
+
+    read(engine, values * 6)
+
+    assert len(memory.log) <= most
+
+
+def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
+    """It must not be taken to be here."""
+    value, *_ = made(memory, "a")
+    value.state = HERE
+    value.let_go()
+
+    engine.arrive(value)
+
+    assert value.is_cached()
+
+
+def test_threads_that_come_and_go_leave_nothing(engine, memory):
+    values = made(memory, "abcd", budget=8 * MIB)
+    for _ in range(20):
+        thread = threading.Thread(target=read, args=(engine, values))
+        thread.start()
+        thread.join()
+
+    assert len(engine._streams) <= 2
 
 
 def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memory):

@@ -11,7 +11,9 @@ import torch
 
 import offload
 from offload import OffloadedTensor, staging
+from offload.prefetch import reads
 from offload.prefetch.reads import POOL
+from offload.prefetch.tracked import AWAY, READ
 from offload.residency import Pool
 from offload.tensor import accelerated
 from offload.tensor.wrapper import guest_of
@@ -221,6 +223,24 @@ def test_evicted_values_leave_the_device(tmp_path, sent, budget):
     guest_of(w)
 
     assert [40_000] * 2 == sent
+
+
+def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, budget):
+    """They hold values that no reader knows; those that it was at work on are free again."""
+    w = referenced(tmp_path, "w", torch.zeros(100, 100))
+    guest_of(w)
+    v = OffloadedTensor.from_original_tensor(torch.zeros(300, 300), "v")
+    v.sum()
+    value = v._handle.ranges[v._handle.extent]
+    value.state = READ
+
+    engine = reads._ENGINE
+    try:
+        reads._begin_anew()
+    finally:
+        reads._ENGINE = engine
+
+    assert AWAY == value.state
 
 
 def test_what_is_materialized_is_a_copy_of_its_own(tmp_path, sent, budget):

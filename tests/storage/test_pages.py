@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import offload
+from offload import OffloadedTensor
 from offload.errors import CorruptFileError
 from offload.storage import pages
 from offload.storage.file import TensorFile
@@ -130,6 +133,29 @@ def test_what_was_stored_into_a_shared_mapping_is_not_lost(file, values):
 
     assert whole(file, shared=True).cached_bytes() < 64 << 10
     assert torch.equal(-values, tensor)
+
+
+def test_what_the_disk_does_not_take_is_not_dropped_and_flush_says_so(tmp_path, monkeypatch):
+    """The kernel calls such pages clean, and the next read would give the old value."""
+    w = OffloadedTensor.from_original_tensor(torch.zeros(512, 512), "w", tmp_path)
+    w.add_(1)
+    w.sum()
+    monkeypatch.setattr(pages, "write_out", lambda *_: False)
+    offload.evict(w)
+    monkeypatch.undo()
+
+    assert 512 * 512 == w.sum()
+    with pytest.raises(offload.errors.WriteError, match=r"'w'.*did not reach the disk"):
+        w.flush()
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"), [("6.18.44-fc", (6, 18)), ("6.18-rc1", (6, 18)), ("5.4.0", (5, 4)), ("odd", (0, 0))]
+)
+def test_a_kernel_tells_its_age(monkeypatch, release, expected):
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+
+    assert expected == pages._kernel()
 
 
 def test_a_range_does_not_keep_its_file(tmp_path):
