@@ -135,7 +135,9 @@ def test_evicted_values_leave_memory_and_come_back(checkpoint):
         empty = offload.memory_summary().resident
 
         assert full - empty >= LAYERS * MIB * 0.95
+        before = counts().bytes_read
         assert torch.equal(expected, model(x))
+        assert counts().bytes_read > before  # they were brought in, and not left to the mapping
 
 
 @needs_linux
@@ -241,6 +243,32 @@ def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
         assert torch.equal(F.linear(x, expected[index]), F.linear(x, experts[index]))
 
     assert 2 * MIB == counts().bytes_read - before
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda table, rows: F.embedding(rows, table),
+        lambda table, rows: table[rows],
+        lambda table, rows: table.index_select(0, rows),
+        lambda table, rows: table[int(rows[0]) : int(rows[0]) + 2] * 1,
+    ],
+    ids=["embedding", "index", "index_select", "slice"],
+)
+def test_ops_that_pick_rows_do_not_bring_the_table_in(tmp_path, pick):
+    """Nor is anything tracked for them, however many rows are picked one after the other."""
+    path = tmp_path / "table.safetensors"
+    values = torch.randn(64 << 10, 64)  # 16 MiB
+    save_file({"table": values}, path)
+    table = OffloadedTensor.from_file(path)
+    before = counts()
+    for start in range(0, 500, 5):
+        rows = torch.tensor([start, start + 9000])
+        assert torch.equal(pick(values, rows), pick(table, rows))
+
+    assert before == counts()
+    assert {} == table._handle.ranges
 
 
 @needs_linux

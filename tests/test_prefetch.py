@@ -257,6 +257,8 @@ def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(
     read(engine, values * 6)
 
     assert len(memory.log) <= most
+    for stream in engine._streams:
+        assert stream.in_flight == sum(value.nbytes for value in [*stream._ahead, *stream._used])
 
 
 def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):

@@ -203,6 +203,7 @@ def test_a_value_that_is_written_to_does_not_stay(tmp_path, sent, budget):
     assert guest_of(w).eq(1).all()
     assert guest_of(w).eq(1).all()
     assert 3 == len(sent)
+    assert [] == budget.values()
 
 
 def test_a_checkpoint_that_changes_is_an_error_also_where_its_value_stays(tmp_path, sent, budget):
