@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
 from offload.prefetch.reads import POOL, counts
+from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20
 LAYERS = 12
-needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel what is in memory")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +58,7 @@ def on_disk(path: Path, **options: object) -> nn.Module:
     return offload.load_checkpoint_and_dispatch(model, path, device_map=ON_DISK, **options)  # type: ignore[arg-type]
 
 
-@needs_linux
+@needs_page_cache
 @pytest.mark.parametrize("budget", [0, "4MiB", 6 * MIB, "1GiB"])
 def test_results_are_the_same_within_any_budget(checkpoint, budget):
     x = torch.randn(3, 512)
@@ -72,7 +71,7 @@ def test_results_are_the_same_within_any_budget(checkpoint, budget):
         assert torch.equal(expected, result)
 
 
-@needs_linux
+@needs_page_cache
 def test_what_stays_is_within_the_budget_and_the_rest_is_dropped(checkpoint):
     model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
     with torch.no_grad():
@@ -90,7 +89,7 @@ def test_what_stays_is_within_the_budget_and_the_rest_is_dropped(checkpoint):
     assert 5 * MIB < read <= 1.1 * (LAYERS - 6 + 1) * MIB
 
 
-@needs_linux
+@needs_page_cache
 def test_a_model_that_fits_is_read_once(checkpoint):
     model = on_disk(checkpoint)
     before = counts()
@@ -99,13 +98,13 @@ def test_a_model_that_fits_is_read_once(checkpoint):
             model(torch.randn(3, 512))
 
     after = counts()
-    assert after.bytes_read - before.bytes_read <= 12.1 * MIB
+    assert after.bytes_read - before.bytes_read <= (12.1 + 4) * MIB  # neighbours that are read in one go count as one
     assert after.ahead > before.ahead
     reads = after.ahead + after.found + after.missed - before.ahead - before.found - before.missed
     assert reads <= 3 * LAYERS  # each value once, and large ones again after some time
 
 
-@needs_linux
+@needs_page_cache
 def test_a_write_is_seen_whatever_is_dropped(checkpoint, tmp_path):
     """In place, and whole; before, between and after dropping."""
     w = OffloadedTensor.from_original_tensor(torch.zeros(512, 512), "w", tmp_path)
@@ -124,7 +123,7 @@ def test_a_write_is_seen_whatever_is_dropped(checkpoint, tmp_path):
             assert torch.equal(expected[2:6], w[2:6].clone())
 
 
-@needs_linux
+@needs_page_cache
 def test_evicted_values_leave_memory_and_come_back(checkpoint):
     model = on_disk(checkpoint)
     x = torch.randn(3, 512)
@@ -140,7 +139,7 @@ def test_evicted_values_leave_memory_and_come_back(checkpoint):
         assert counts().bytes_read > before  # they were brought in, and not left to the mapping
 
 
-@needs_linux
+@needs_page_cache
 def test_pinned_values_stay_under_a_budget_that_would_not_keep_them(checkpoint):
     model = on_disk(checkpoint, max_memory="3MiB", read_ahead="2MiB")
     last = list(model)[-1]
@@ -207,7 +206,7 @@ def test_a_fraction_is_of_what_is_available():
         assert 0 < POOL.max_memory < 1 << 50
 
 
-@needs_linux
+@needs_page_cache
 def test_the_summary_tells_what_is_where(checkpoint):
     model = on_disk(checkpoint, max_memory="6MiB", read_ahead="2MiB")
     before = offload.memory_summary()
@@ -224,7 +223,7 @@ def test_the_summary_tells_what_is_where(checkpoint):
     assert all(line == lines[0] or len(line) == len(lines[0]) for line in lines)
 
 
-@needs_linux
+@needs_page_cache
 def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
     """Parts of one stored value are brought in, and dropped, by themselves."""
     path = tmp_path / "experts.safetensors"
@@ -245,7 +244,7 @@ def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
     assert 2 * MIB == counts().bytes_read - before
 
 
-@needs_linux
+@needs_page_cache
 @pytest.mark.parametrize(
     "pick",
     [
@@ -271,7 +270,7 @@ def test_ops_that_pick_rows_do_not_bring_the_table_in(tmp_path, pick):
     assert {} == table._handle.ranges
 
 
-@needs_linux
+@needs_page_cache
 def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
     """Right results in all of them, while their values come and go."""
     x = torch.randn(3, 512)
@@ -295,7 +294,7 @@ def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
     assert [] == wrong
 
 
-@needs_linux
+@needs_page_cache
 def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
     """Backward reads in the other order, and what it needs may have been dropped."""
     x = torch.randn(3, 512)

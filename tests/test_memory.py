@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from offload import memory
 from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
+from tests.page_cache import needs_page_cache
 from tests.processes import run_script
 
 MANY = """
@@ -104,6 +105,7 @@ PEAK = """
 """
 
 
+@needs_page_cache
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the kernel does not tell peaks")
 def test_peak_memory_is_budget_window_and_32_mib(tmp_path):
     """Four passes over 12 layers of 16 MiB, in all three times the budget: resident pages of any kind."""

@@ -33,7 +33,7 @@ class Counts:
     """What was read since the process began.
 
     Attributes:
-        bytes_read: brought in from the disk, in whole values.
+        bytes_read: brought in from the disk, in whole values, and whole runs of small neighbours.
         ahead: reads of what was here, or on its way, when it was asked for.
         found: reads of what was in memory for another reason.
         missed: reads that had to be waited for from their beginning.

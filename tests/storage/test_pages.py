@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,9 @@ from offload.errors import CorruptFileError
 from offload.storage import pages
 from offload.storage.file import TensorFile
 from offload.storage.pages import Range
+from tests.page_cache import needs_page_cache
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel what is in memory")
+pytestmark = needs_page_cache
 MIB = 1 << 20
 
 
