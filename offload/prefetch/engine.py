@@ -79,9 +79,7 @@ class Engine:
         if not expected:
             found = value.is_cached()
             with self.lock:
-                if (
-                    not found and value.kept and value.calm_until > 0 and value.may_ask
-                ):  # something else needed the memory
+                if not found and _should_be_here(value):  # something else needed the memory
                     value.pool.doubt()
                 here = self._wait_for(value) if found and value.kept else self._go_on(stream, value)
         if not here:
@@ -240,6 +238,10 @@ class Engine:
                     value.state = AWAY if value.is_leaving else state
                 self.counts.bytes_read += read
                 self.lock.notify_all()
+
+
+def _should_be_here(value: Tracked) -> bool:
+    return value.kept and value.calm_until > 0 and value.may_ask
 
 
 def _runs(batch: Iterable[Tracked]) -> Iterator[list[Tracked]]:

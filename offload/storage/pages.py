@@ -83,7 +83,9 @@ class Range:
         """Whether the kernel tells this process what is in memory; of files of others' it says that all is."""
         file = self._file()
         if self._may_ask is None and file is not None:
-            self._may_ask = os.access(file.path, os.W_OK) or os.stat(file.path).st_uid == os.geteuid()
+            with suppress(OSError):
+                writes = _libc is None or os.access(file.path, os.W_OK)
+                self._may_ask = writes or os.stat(file.path).st_uid == os.geteuid()
         return bool(self._may_ask)
 
     def cached_bytes(self) -> int:
@@ -128,7 +130,7 @@ class Range:
         self.calm_until = 0.0
         file = self._file()
         mapped = None if file is None else file.mapping(shared=self._shared)
-        if file is None or mapped is None:
+        if file is None or mapped is None or _libc is None:
             return
         with suppress(OffloadError, OSError):
             fd = file.descriptor(settled=False)
