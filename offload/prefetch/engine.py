@@ -3,6 +3,7 @@
 Always true:
 - one thread reads, and drops what is done with; it ends when there is nothing to do, and comes back
 - whatever happens to it, nobody waits for ever
+- what leaves counts until it has gone; where the window is full of that, who reads for himself drops it first
 - the lock is not held while the disk is read
 """
 
@@ -19,7 +20,7 @@ from itertools import islice
 
 from offload.prefetch.stream import Stream
 from offload.prefetch.tracked import AWAY, HERE, QUEUED, READ, Tracked
-from offload.residency import SMALL
+from offload.residency import SMALL, Pool
 
 _CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
 _FOREVER = float("inf")
@@ -59,6 +60,7 @@ class Engine:
         self._streams: list[Stream] = []
         self._queue: deque[Tracked] = deque()
         self._leaving: list[Tracked] = []
+        self._going = 0  # bytes that are being dropped
         self._taken: Tracked | None = None  # last, by the reader
         self._reader: threading.Thread | None = None
 
@@ -111,13 +113,39 @@ class Engine:
                 self.counts.found += 1
             return
         started = time.monotonic()
+        self._make_room(value.pool)
         value.read()
         with self.lock:
             self.counts.missed += 1
             self.counts.bytes_read += value.nbytes
             self.counts.waited += time.monotonic() - started
 
+    def _make_room(self, pool: Pool) -> None:
+        """Drop what is to leave, if the reader is behind with it."""
+        with self.lock:
+            leaving = self._take_leaving() if self._in_flight() > pool.window else []
+        self._let_go(leaving)
+
+    def _let_go(self, leaving: list[Tracked]) -> None:
+        try:
+            for value in leaving:
+                if value.is_leaving:
+                    value.let_go()
+        finally:
+            with self.lock:
+                self._going -= sum(value.nbytes for value in leaving)
+
     # Under the lock
+
+    def _take_leaving(self) -> list[Tracked]:
+        leaving, self._leaving = self._leaving, []
+        self._going += sum(value.nbytes for value in leaving)
+        return leaving
+
+    def _in_flight(self) -> int:
+        """Bytes that are ahead, that stream and are in use, or that have not gone yet."""
+        leaving = sum(value.nbytes for value in self._leaving)
+        return sum(stream.in_flight for stream in self._streams) + leaving + self._going
 
     def queue(self, value: Tracked) -> None:
         """Have the reader bring `value` in."""
@@ -142,8 +170,8 @@ class Engine:
         return self._fits(value, stream) or not any(other.is_ahead for other in self._streams)
 
     def _fits(self, value: Tracked, stream: Stream) -> bool:
-        in_flight = sum(stream.in_flight for stream in self._streams) + sum(value.nbytes for value in self._leaving)
-        return stream.in_flight + value.nbytes <= self.share(value) and in_flight + value.nbytes <= value.pool.window
+        window = value.pool.window
+        return stream.in_flight + value.nbytes <= self.share(value) and self._in_flight() + value.nbytes <= window
 
     def share(self, value: Tracked) -> int:
         """The part of the window that is for one thread."""
@@ -181,12 +209,10 @@ class Engine:
                     if not self.lock.wait(_IDLE) and not self._queue and not self._leaving:
                         self._reader = None
                         return
-                leaving, self._leaving = self._leaving, []
+                leaving = self._take_leaving()
                 batch = self._take()
             try:
-                for value in leaving:
-                    if value.is_leaving:
-                        value.let_go()
+                self._let_go(leaving)
                 self._read(batch)
             finally:
                 self._end(batch)
