@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -20,6 +20,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
+from offload.conversion import as_in, is_of_transformers
+from offload.deferred import DeferredTensor, deferred
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
@@ -27,6 +29,8 @@ from offload.order import expect_reads
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.tensor.arguments import checked_device
+from offload.tensor.materialize import materialize
+from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -48,6 +52,11 @@ class LoadReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything did not match."""
+        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys)
 
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
@@ -339,19 +348,47 @@ def _load(
 ) -> LoadReport:
     """Fill the slots that the checkpoint has values for, if it fits at all."""
     source = open_checkpoint(checkpoint)
-    keyed = [(slot, next((key for key in slot.keys if key in source), None)) for slot in slots if slot.keys]
+    keyed = _keyed(slots, source)
     report = _compare(keyed, source)
-    differs = bool(report.missing_keys or report.unexpected_keys or report.mismatched_keys)
-    if strict and differs:
+    converted: dict[str, DeferredTensor] | None = None
+    if report.differs and is_of_transformers(model):
+        converted, report = _as_in(model, source, offload_dir)
+        keyed = _keyed(slots, converted)
+        report.missing_keys.extend(slot.keys[0] for slot, key in keyed if key is None)
+    if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
         raise CheckpointError(
             f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
         )
-    _fill(_wanted(keyed, placed, report, offload_buffers=offload_buffers), source, offload_dir, dtype)
-    if differs:
+    wanted = _wanted(keyed, placed, report, offload_buffers=offload_buffers)
+    if converted is None:
+        _fill(
+            wanted,
+            referenced(source, [(key, place.device) for _, key, place in wanted], offload_dir),
+            offload_dir,
+            dtype,
+        )
+    else:
+        _fill(wanted, [converted[key] for _, key, _ in wanted], offload_dir, dtype)
+    if report.differs:
         _log.warning("%s: %s", source.path, report)
     return report
+
+
+def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
+    """Under which of its names each tensor of a model is in a checkpoint."""
+    return [(slot, next((key for key in slot.keys if key in values), None)) for slot in slots if slot.keys]
+
+
+def _as_in(
+    model: nn.Module, source: Checkpoint, offload_dir: PathLike | None
+) -> tuple[dict[str, DeferredTensor], LoadReport]:
+    """The tensors of a checkpoint as a transformers model has them, and what does not match but for missing ones."""
+    tensors = referenced(source, [(name, CPU) for name in source], offload_dir)
+    values, report = as_in(model, dict(zip(source, tensors, strict=True)))
+    mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(report["mismatched_keys"])]
+    return values, LoadReport([], sorted(report["unexpected_keys"]), mismatched)
 
 
 def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
@@ -386,22 +423,33 @@ def _wanted(
 
 
 def _fill(
-    wanted: list[tuple[Slot, str, Place]], source: Checkpoint, offload_dir: PathLike | None, dtype: torch.dtype | None
+    wanted: list[tuple[Slot, str, Place]],
+    tensors: Iterable[torch.Tensor],
+    offload_dir: PathLike | None,
+    dtype: torch.dtype | None,
 ) -> None:
-    tensors = referenced(source, [(key, place.device) for _, key, place in wanted], offload_dir)
-    for (slot, _, place), stored in progress(zip(wanted, tensors, strict=True), "loading", total=len(wanted)):
-        slot.fill(_converted(stored, _dtype_for(slot.tensor, dtype), on_disk=place.on_disk))
+    for (slot, key, place), tensor in progress(zip(wanted, tensors, strict=True), "loading", total=len(wanted)):
+        slot.fill(_converted(tensor, key, _dtype_for(slot.tensor, dtype), place, offload_dir))
 
 
-def _converted(stored: OffloadedTensor, dtype: torch.dtype | None, *, on_disk: bool) -> torch.Tensor:
+def _converted(
+    tensor: torch.Tensor,
+    name: str,
+    dtype: torch.dtype | None,
+    place: Place,
+    offload_dir: PathLike | None,
+) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
-        has = stored.dtype
-    cast = dtype is not None and dtype != has and has.is_floating_point
-    if not on_disk:
-        return stored.materialize().to(dtype if cast else has)
-    if cast:
-        stored.update_values(stored.to(dtype), strict_dtype=False)
-    return stored
+        has = tensor.dtype
+    if dtype is not None and dtype != has and has.is_floating_point:
+        tensor = (tensor if isinstance(tensor, DeferredTensor) else deferred(tensor)).to(dtype)
+    if isinstance(tensor, DeferredTensor):
+        return _brought(tensor, name, place, offload_dir)
+    return tensor if place.on_disk else materialize(tensor)
+
+
+def _brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+    return tensor.stored(name, offload_dir, place.device) if place.on_disk else tensor.materialize(place.device)
 
 
 def _dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -425,11 +473,14 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 def _is_at(tensor: torch.Tensor, place: Place) -> bool:
     with DisableTorchFunctionSubclass():
-        return is_offloaded(tensor) == place.on_disk and tensor.device == place.device
+        is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
+        return is_there and not isinstance(tensor, DeferredTensor)
 
 
 def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
     tensor = slot.tensor
+    if isinstance(tensor, DeferredTensor):
+        return _brought(tensor, slot.name, place, offload_dir)
     if place.on_disk and not is_offloaded(tensor):
         tensor = OffloadedTensor.from_original_tensor(tensor.detach(), slot.name, offload_dir)
     elif not place.on_disk and is_offloaded(tensor):

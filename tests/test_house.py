@@ -32,15 +32,17 @@ FLOORS = {
     "order": 5,
     "values": 5,
     "cache": 5,
-    "loader": 6,
-    "integrations": 7,
-    "testing": 7,
-    "cli": 8,
+    "deferred": 5,
+    "conversion": 6,
+    "loader": 7,
+    "integrations": 8,
+    "testing": 8,
+    "cli": 9,
 }
 NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
-GUESTS = {"device_map": {"accelerate"}, "loader": {"accelerate"}}
+GUESTS = {"conversion": {"transformers"}, "device_map": {"accelerate"}, "loader": {"accelerate"}}
 
 PUBLIC = [
     "ON_DISK",

@@ -17,6 +17,7 @@ import torch
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
+from offload.conversion import filled, let_quantizer_save
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
@@ -29,9 +30,8 @@ from offload.loader import (
     tensor_slots,
 )
 from offload.order import expect_reads
-from offload.progress import progress
-from offload.tensor.wrapper import OffloadedTensor
 
+_CPU = torch.device("cpu")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -76,18 +76,20 @@ def from_pretrained(
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
     if config is None:
         config = transformers.AutoConfig.from_pretrained(folder)
-    _refuse_quantized(config, options, folder)
+    if options.get("quantization_config") is not None:
+        raise CheckpointError(
+            "weights are not quantized while they are loaded: load the model, then quantize it on disk"
+        )
     empty = _empty_model(model_class or transformers.AutoModelForCausalLM, config)
     source = open_checkpoint(folder)
     dtype = _requested_dtype(dtype, empty.config, source)
-    model, info = type(empty).from_pretrained(
-        None,
-        config=empty.config,
-        state_dict=_tensors(source, dtype, offload_dir),
-        dtype=dtype,
-        output_loading_info=True,
-        **{**_generation_config(type(empty), folder), **options},
-    )
+    options = {**_generation_config(type(empty), folder), **options}
+    if getattr(config, "quantization_config", None) is not None:
+        model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        let_quantizer_save(model)
+    else:
+        tensors = dict(zip(source, referenced(source, [(name, _CPU) for name in source], offload_dir), strict=True))
+        model, info = filled(type(empty), empty.config, tensors, dtype, **options)
     _refuse_other_model(model, info, source)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     _place(model, device_map, offload_dir, offload_buffers=offload_buffers, max_memory=max_memory)
@@ -117,29 +119,12 @@ def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Check
     return next((layout.dtype for layout in layouts if layout and layout.dtype.is_floating_point), torch.float32)
 
 
-def _tensors(source: Checkpoint, dtype: torch.dtype, offload_dir: Any) -> dict[str, OffloadedTensor]:
-    """The checkpoint's tensors on disk, floating-point ones in `dtype`."""
-    opened = referenced(source, [(name, torch.device("cpu")) for name in source], offload_dir)
-    tensors = dict(zip(source, opened, strict=True))
-    for tensor in progress(opened, "opening"):
-        if tensor.is_floating_point() and tensor.dtype != dtype and tensor.dtype.itemsize > 1:
-            tensor.update_values(tensor.to(dtype), strict_dtype=False)
-    return tensors
-
-
 def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
     if not (folder / "generation_config.json").is_file() or not model_class.can_generate():
         return {}
     from transformers import GenerationConfig
 
     return {"generation_config": GenerationConfig.from_pretrained(folder)}
-
-
-def _refuse_quantized(config: Any, options: Mapping[str, Any], folder: Path) -> None:
-    if options.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"{folder}: quantized checkpoints are not loaded to disk yet; load one that is not quantized"
-        )
 
 
 def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint) -> None:

@@ -91,6 +91,25 @@ class Handle:
         return handle
 
     @classmethod
+    def assemble(
+        cls,
+        layout: Layout,
+        blocks: Iterable[torch.Tensor],
+        name: str,
+        offload_dir: str | os.PathLike[str] | None,
+    ) -> Handle:
+        """A new file whose value comes in contiguous plain tensors on the CPU, as `layout` orders them.
+
+        Raises:
+            NameInUseError, ForeignFileError, WriteError
+        """
+        handle = cls(name, _folder_for(name, offload_dir))
+        with handle._claimed() as path, _naming(name):
+            write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=handle.folder is not None)
+            handle._take(TensorFile.open(path))
+        return handle
+
+    @classmethod
     def allocate(cls, layout: Layout, name: str, offload_dir: str | os.PathLike[str] | None) -> Handle:
         """A new file whose value reads as zeros; takes disk, but neither memory nor time.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,15 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def write_values(
     path: Path,
-    values: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
     layouts: Mapping[str, Layout],
     notes: Mapping[str, Any],
     *,
     durable: bool,
 ) -> None:
     """Put a file with these plain tensors at `path`, atomically; `durable` also makes it survive a power cut.
+
+    In place of a tensor there may be contiguous ones on the CPU that make it up, as its layout orders them.
 
     Raises:
         ForeignFileError: a file that `offload` did not write stands there.
@@ -52,10 +54,12 @@ def write_values(
     head, starts = build(layouts, notes)
     with _replacing(path, _end(head, layouts), durable=durable) as fd:
         _write_all(fd, memoryview(head), 0)
-        for (key, tensor), start in zip(values.items(), starts, strict=True):
+        for (key, value), start in zip(values.items(), starts, strict=True):
             at = start
-            for block in _blocks(tensor.permute(layouts[key].order)):
+            blocks = _blocks(value.permute(layouts[key].order)) if isinstance(value, torch.Tensor) else value
+            for block in blocks:
                 at += _write_all(fd, _bytes_of(block), at)
+            assert at == start + layouts[key].nbytes
 
 
 def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], *, durable: bool) -> None:

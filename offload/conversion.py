@@ -1,0 +1,141 @@
+"""A checkpoint under the names, and in the forms, that a transformers model has.
+
+Always true:
+- transformers' own loader renames, stacks, splits, casts and ties; it is handed deferred tensors in place of tensors
+- nothing is read, or written, by that
+
+transformers is imported when there is a model of its to fill.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.deferred import DeferredTensor, deferred
+from offload.storage.handle import plain_world
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', whose checkpoints may have other names than it has."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def filled(
+    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A model whose tensors are deferred, and transformers' report.
+
+    Args:
+        model_class: a class of transformers, not one of its `Auto` classes.
+        config: its configuration; it is changed as transformers does.
+        tensors: those of the checkpoint, on disk.
+        dtype: of the floating-point ones.
+        options: for the class's own `from_pretrained`.
+    """
+    state = {name: deferred(tensor) for name, tensor in tensors.items()}
+    model, report = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
+    )
+    let_saving_stream(model)
+    return model, report
+
+
+def as_in(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, DeferredTensor], dict[str, Any]]:
+    """The tensors of a checkpoint as a model of transformers has them, in their own dtype, and transformers' report.
+
+    Args:
+        model: it stays as it is.
+        tensors: those of the checkpoint, on disk.
+    """
+    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    twin, report = filled(type(model), copy.deepcopy(model.config), tensors, dtype, ignore_mismatched_sizes=True)
+    named = twin.state_dict()
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}, report
+
+
+def let_saving_stream(model: Any) -> None:
+    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Defer(ConversionOps):  # type: ignore[misc]
+        """The first to undo: tensors on disk are deferred."""
+
+        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return {name: _each(_deferred, tensors) for name, tensors in input_dict.items()}
+
+    class Map(ConversionOps):  # type: ignore[misc]
+        """The last to undo: what is to be saved is mapped, each in a storage of its own: shards are filled by these."""
+
+        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return {name: _each(_alone, tensors) for name, tensors in input_dict.items()}
+
+    class Nothing(ConversionOps):  # type: ignore[misc]
+        """While loading, the tensors are deferred anyway."""
+
+        def __init__(self, reverse: ConversionOps) -> None:
+            self._reverse = reverse
+
+        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return input_dict
+
+        @property
+        def reverse_op(self) -> ConversionOps:
+            return self._reverse
+
+    for conversion in _conversions(model):
+        if isinstance(conversion, WeightConverter):
+            conversion.operations = [Nothing(Map()), *conversion.operations, Nothing(Defer())]
+
+
+def let_quantizer_save(model: Any) -> None:
+    """Have the quantizer that saves a model see its weights as they are without `offload`, mapped."""
+    quantizer = model.hf_quantizer
+    save = quantizer.get_state_dict_and_metadata
+    quantizer.get_state_dict_and_metadata = lambda model: save(_Mapped(model))
+
+
+class _Mapped:
+    """Stands for a model for those who ask it for its weights."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights, plain or of a quantized class, over their files."""
+        named = self._model.state_dict().items()
+        with plain_world():
+            return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
+
+
+def _conversions(model: Any) -> Any:
+    """Those that saving will undo: of the checkpoint, or, of a model that was not loaded, the usual ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    if getattr(model, "_weight_conversions", None) is None:
+        usual = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
+    return model._weight_conversions or ()
+
+
+def _each(change: Any, tensors: Any) -> Any:
+    return [change(tensor) for tensor in tensors] if isinstance(tensors, list) else change(tensors)
+
+
+def _deferred(tensor: Any) -> Any:
+    return deferred(tensor.detach()) if isinstance(tensor, OffloadedTensor) else tensor
+
+
+def _alone(tensor: Any) -> Any:
+    return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor

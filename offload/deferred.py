@@ -1,0 +1,320 @@
+"""A tensor that is still to be put together from stored ones.
+
+Always true:
+- nothing is read before it is stored, or an op needs its numbers
+- stacking, joining, cutting, casting and making contiguous are recorded; parts are offloaded tensors, or views of them
+- it is stored in one go, in memory for some blocks, whatever its size; what is a stored value as it is, is not copied
+- it can't be written to
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_map_only
+
+from offload.errors import UnsupportedOpError
+from offload.storage.handle import Handle, plain_world
+from offload.storage.write import layout_of
+from offload.tensor.cuts import sent_to
+from offload.tensor.outside import CPU
+from offload.tensor.rules import written_arguments
+from offload.tensor.tables import Rule
+from offload.tensor.wrapper import OffloadedTensor, guest_of, mapped_value, wrap_handle
+
+_BLOCK = 8 << 20  # bytes that are put together at a time
+_BIG = 1 << 20  # bytes from which on the result of an op is stored at once
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a value.
+
+    Attributes:
+        source: its numbers: on disk, on the CPU, of as many dimensions as the whole, perhaps of another dtype.
+        start: where its first element is in the whole.
+    """
+
+    source: torch.Tensor
+    start: tuple[int, ...]
+
+    def end(self, dim: int) -> int:
+        return self.start[dim] + self.source.shape[dim]
+
+    def moved(self, dim: int, by: int) -> Part:
+        start = list(self.start)
+        start[dim] += by
+        return replace(self, start=tuple(start))
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor that is still to be put together from stored ones. Make one with `deferred`.
+
+    It may be handed to code that renames, stacks, joins, splits, transposes and casts the tensors of a checkpoint.
+    `stored` then writes what came of it; ops of other kinds read, and give their result.
+    """
+
+    _parts: tuple[Part, ...]
+    _twin: torch.Tensor  # on the meta device, as this tensor looks from outside
+    _settled: torch.Tensor | None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule: Rule = _RULES.get(func) or (_cut if func.is_view else _compute)
+        return rule(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @torch.no_grad()
+    def stored(
+        self, name: str, offload_dir: str | os.PathLike[str] | None = None, device: torch.device = CPU
+    ) -> OffloadedTensor:
+        """The value on disk: where it is now if it stands there as it is, else in a file of its own.
+
+        Args:
+            name: of that file.
+            offload_dir: the folder for it, which then stays; None for a private one, where it goes with the tensor.
+            device: where ops on it run.
+
+        Raises:
+            WriteError, NameInUseError, ForeignFileError, CorruptFileError
+        """
+        source = self._as_it_is()
+        if isinstance(source, OffloadedTensor) and not source._is_part():
+            return source.to(device)  # type: ignore[return-value]
+        layout = layout_of(self._twin)
+        order = layout.order
+        parts = [Part(part.source.permute(order), tuple(part.start[dim] for dim in order)) for part in self._parts]
+        blocks = _blocks(parts, tuple(layout.shape[dim] for dim in order), layout.dtype)
+        return wrap_handle(Handle.assemble(layout, blocks, name, offload_dir), device)
+
+    @torch.no_grad()
+    def materialize(self, device: torch.device = CPU) -> torch.Tensor:
+        """The value in memory, as a plain tensor."""
+        whole = torch.empty_like(self._twin, device=CPU)
+        for part in self._parts:
+            _place_in(whole, part).copy_(guest_of(part.source))
+        return sent_to(whole, device)
+
+    def settled(self) -> torch.Tensor:
+        """The value as one tensor that is on disk now."""
+        if self._settled is None:
+            self._settled = self._as_it_is()
+        if self._settled is None:
+            self._settled = self.stored("deferred")
+        return self._settled
+
+    def alone(self) -> torch.Tensor:
+        """The value as a plain tensor over a file, in a storage of its own, for those who write it elsewhere."""
+        source = self.settled()
+        with plain_world():
+            value = mapped_value(source) if isinstance(source, OffloadedTensor) else source
+            start = value.storage_offset() * value.itemsize
+            span = value.untyped_storage()[start : start + value.numel() * value.itemsize]
+            return torch.empty(0, dtype=value.dtype, device=CPU).set_(span, 0, value.shape, value.stride())
+
+    def _as_it_is(self) -> torch.Tensor | None:
+        """The only part, if that is the value with its dtype and strides; else None."""
+        source = self._parts[0].source
+        with DisableTorchFunctionSubclass():
+            same = (source.shape, source.dtype, source.stride()) == (self.shape, self.dtype, self._twin.stride())
+        return source if same and len(self._parts) == 1 else None
+
+
+def deferred(source: torch.Tensor) -> DeferredTensor:
+    """A deferred tensor of one part, which is on disk and for the CPU."""
+    with plain_world():
+        twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    return _made([Part(source, (0,) * source.dim())], twin)
+
+
+def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
+    made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
+        DeferredTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU
+    )
+    made._parts = tuple(parts)
+    made._twin = twin
+    made._settled = None
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+# What is recorded
+
+
+def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Its values can't change, so that a copy is the same, with other strides perhaps."""
+    tensor = args[0]
+    return _made(tensor._parts, func(tensor._twin, *args[1:], **kwargs))
+
+
+def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Another dtype is remembered; another device ends the waiting."""
+    tensor = args[0]
+    device = torch.device(kwargs.get("device") or CPU)
+    if device.type == "meta":
+        return func(tensor._twin, **kwargs)
+    if device != CPU or kwargs.get("layout") not in (None, torch.strided):
+        return _compute(func, args, kwargs)
+    with DisableTorchFunctionSubclass():
+        was_converted = any(part.source.dtype != tensor.dtype for part in tensor._parts)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if was_converted and dtype != tensor.dtype:  # in two steps, as was asked
+        tensor = deferred(tensor.settled())
+    options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+    return _made(tensor._parts, func(tensor._twin, **options, device="meta"))
+
+
+def _stack(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    rank = tensors[0].dim() + 1
+    raised = [_cut(_aten.unsqueeze.default, (_deferred(tensor), dim % rank), {}) for tensor in tensors]
+    return _cat(_aten.cat.default, (raised, dim % rank), {})
+
+
+def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    if len({tensor.dtype for tensor in tensors}) > 1 or any(tensor.dim() == 0 for tensor in tensors):
+        return _compute(func, args, kwargs)
+    twin = func([tensor._twin for tensor in tensors], dim)
+    parts: list[Part] = []
+    at = 0
+    for tensor in tensors:
+        if tensor.dim() == twin.dim():  # torch leaves out tensors of shape (0,)
+            parts.extend(part.moved(dim, at) for part in tensor._parts)
+            at += tensor.shape[dim]
+    return _made(parts, twin)
+
+
+def _deferred(tensor: torch.Tensor) -> DeferredTensor:
+    return tensor if isinstance(tensor, DeferredTensor) else deferred(tensor)
+
+
+def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A view of the only part; one that is there already, or one that the parts are put together to."""
+    tensor = args[0]
+    if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor._as_it_is() is None):
+        tensor = deferred(tensor.settled())
+    source = tensor._parts[0].source
+    twins, sources = func(tensor._twin, *args[1:], **kwargs), func(source, *args[1:], **kwargs)
+    if isinstance(twins, torch.Tensor):
+        return _made([Part(sources, (0,) * sources.dim())], twins)
+    return [_made([Part(one, (0,) * one.dim())], twin) for one, twin in zip(sources, twins, strict=True)]
+
+
+# What is not
+
+
+def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Ops of other kinds read; what they give, if it is big, is on disk again."""
+    for position, name in written_arguments(func):
+        written = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
+        if isinstance(written, DeferredTensor):
+            raise UnsupportedOpError(
+                f"{func} would write to a tensor that is still to be put together: do it after the model is loaded"
+            )
+    args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.settled, (tuple(args), kwargs))
+    return tree_map_only(torch.Tensor, _back_on_disk, func(*args, **kwargs))
+
+
+def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
+    if type(result) is OffloadedTensor:
+        return deferred(result)
+    if result.device != CPU or result.numel() * result.itemsize < _BIG:
+        return result
+    return deferred(OffloadedTensor.from_original_tensor(result, "deferred"))
+
+
+# Putting together
+
+
+def _blocks(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Contiguous tensors of `dtype` that make up the whole, in row-major order. Each is good until the next."""
+    return _blocks_of(parts, shape, dtype, torch.empty(_BLOCK, dtype=torch.uint8, device=CPU))
+
+
+def _blocks_of(
+    parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    if math.prod(shape) == 0:
+        return
+    if len(parts) == 1 and _lies_as_it_reads(parts[0].source, dtype):
+        yield guest_of(parts[0].source)
+    elif math.prod(shape) * dtype.itemsize <= _BLOCK:
+        yield _joined(parts, shape, dtype, buffer)
+    elif shape[0] == 1:
+        below = [Part(part.source[0], part.start[1:]) for part in parts]
+        yield from _blocks_of(below, shape[1:], dtype, buffer)
+    else:
+        for start, stop in _rows(parts, shape, dtype):
+            inside = [_between(part, start, stop) for part in parts if part.start[0] < stop and part.end(0) > start]
+            yield from _blocks_of(inside, (stop - start, *shape[1:]), dtype, buffer)
+
+
+def _lies_as_it_reads(source: torch.Tensor, dtype: torch.dtype) -> bool:
+    return source.dtype == dtype and source.is_contiguous() and not (source.is_conj() or source.is_neg())
+
+
+def _rows(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Spans of rows that fit in a block, if they are not one row, and in which no part begins or ends."""
+    most = max(1, _BLOCK // (math.prod(shape[1:]) * dtype.itemsize))
+    bounds = sorted({0, shape[0], *(part.start[0] for part in parts), *(part.end(0) for part in parts)})
+    for first, last in pairwise(bounds):
+        for start in range(first, last, most):
+            yield start, min(start + most, last)
+
+
+def _between(part: Part, start: int, stop: int) -> Part:
+    """The piece of a part that lies in these rows, of which the first is row 0."""
+    first = max(part.start[0], start)
+    piece = part.source[first - part.start[0] : min(part.end(0), stop) - part.start[0]]
+    return Part(piece, (first - start, *part.start[1:]))
+
+
+def _joined(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor) -> torch.Tensor:
+    block = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    for part in parts:
+        _place_in(block, part).copy_(guest_of(part.source))
+    return block
+
+
+def _place_in(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(part.start, part.source.shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+_RULES: dict[Any, Rule] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.clone.default: _same,
+    _aten._to_copy.default: _convert,
+    _aten.stack.default: _stack,
+    _aten.cat.default: _cat,
+}
+_FOR_ANY_STRIDES = {
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unbind.int,
+    _aten.unsqueeze.default,
+}
