@@ -276,10 +276,9 @@ def _rows(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _between(part: Part, start: int, stop: int) -> Part:
-    """The piece of a part that lies in these rows, of which the first is row 0."""
-    first = max(part.start[0], start)
-    piece = part.source[first - part.start[0] : min(part.end(0), stop) - part.start[0]]
-    return Part(piece, (first - start, *part.start[1:]))
+    """What a part, which covers these rows, has of them."""
+    piece = part.source[start - part.start[0] : stop - part.start[0]]
+    return Part(piece, (0, *part.start[1:]))
 
 
 def _joined(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from offload.storage.handle import plain_world
 from offload.tensor import inner  # noqa: F401  (registers its rule)
 from offload.tensor.arguments import checked_device
 from offload.tensor.cuts import sent_to
+from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU
 from offload.tensor.rules import (
     call,
@@ -233,6 +234,36 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
     return sent_to(call(func, [mapped_value(table), *picks], named), table._target)
+
+
+@implements(aten._grouped_mm.default)
+def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Only the matrices of groups that have rows are read: of a layer's experts, those that tokens were routed to."""
+    rows, matrices, *rest = args
+    ends = rest[0] if rest else kwargs.get("offs")
+    if ends is None or not _has_file(matrices) or matrices.dim() != 3 or rows.dim() != 2:
+        return read(func, args, kwargs)
+    ends = guest_of(ends)
+    groups = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu")).nonzero().flatten()
+    for group in groups.tolist():
+        brought_in(matrices._handle, current_twin(matrices).select(0, group))
+    if matrices._target == CPU:
+        here = {id(matrices): mapped_value(matrices)}
+        return call(func, guests_of(args, here), named_guests(kwargs, here))
+    chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
+    ends = ends[groups.to(ends.device)]
+    return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
+
+
+def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Some matrices, each laid out as before."""
+    if matrices.stride(-2) == 1:
+        return matrices.mT.index_select(0, groups).mT
+    return matrices.index_select(0, groups)
+
+
+def _without_ends(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return named_guests({name: value for name, value in kwargs.items() if name != "offs"}, {})
 
 
 def _is_picked_here(table: Any) -> bool:

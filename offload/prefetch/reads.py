@@ -87,6 +87,7 @@ def counts() -> Counts:
 
 def _track(handle: Handle, key: tuple[int, int]) -> Tracked:
     value = Tracked(handle.pool or POOL, handle.file, *key, shared=handle.owned)
+    value.is_part = key != handle.extent
     handle.ranges[key] = value
     return value
 

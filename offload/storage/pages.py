@@ -38,9 +38,10 @@ class Range:
     Attributes:
         nbytes: how many.
         calm_until: until when (`time.monotonic`) they are taken to be in memory without asking.
+        is_part: whether others of the same value may stay unread: nothing around them is read along.
     """
 
-    __slots__ = ("__weakref__", "_advised", "_file", "_may_ask", "_shared", "_start", "calm_until", "nbytes")
+    __slots__ = ("__weakref__", "_advised", "_file", "_may_ask", "_shared", "_start", "calm_until", "is_part", "nbytes")
 
     def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         self._file = weakref.ref(file)
@@ -50,6 +51,7 @@ class Range:
         self._advised = (0, False)  # address, and whether exactly
         self.nbytes = nbytes
         self.calm_until = 0.0
+        self.is_part = False
 
     @classmethod
     def nowhere(cls) -> Range:
@@ -69,6 +71,7 @@ class Range:
         joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
         joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
         joined._advised = (0, False)
+        joined.is_part = False
         return joined
 
     def is_cached(self) -> bool:
@@ -114,7 +117,7 @@ class Range:
             return
         address = mapped.data_ptr() + self._start
         takes_care = self._ask_for_huge_pages(address, exactly=exactly)
-        read = bring_in_exactly if exactly and not takes_care else bring_in
+        read = bring_in_exactly if (exactly or self.is_part) and not takes_care else bring_in
         try:
             read(address, self.nbytes)
         except OSError as error:
@@ -146,9 +149,9 @@ class Range:
     def _ask_for_huge_pages(self, address: int, *, exactly: bool) -> bool:
         """Have it read in pages of 2 MiB, and with `exactly` in no others; whether the system will.
 
-        Not where it may be written to: a store makes a whole page dirty.
+        Not where it may be written to: a store makes a whole page dirty. Nor for a part of a value.
         """
-        if _libc is None or not _READS_HUGE_PAGES or self._shared or self.nbytes < _HUGE:
+        if _libc is None or not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
         if self._advised != (address, exactly):
             self._advised = address, exactly
