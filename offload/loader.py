@@ -279,7 +279,7 @@ def place_tensors(
     """Bring every tensor that has data to its place, one by one; what is there already stays as it is."""
     for slot in progress(slots, "placing"):
         place = _place_of(slot, placed, offload_buffers=offload_buffers)
-        if place.device.type != "meta" and not _is_meta(slot.tensor) and not _is_at(slot.tensor, place):
+        if not _is_meta(slot.tensor) and not _is_at(slot.tensor, place):
             slot.fill(_moved(slot, place, offload_dir))
 
 
@@ -449,6 +449,8 @@ def _converted(
 
 
 def _brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+    if place.device.type == "meta":
+        return tensor.to(place.device)
     return tensor.stored(name, offload_dir, place.device) if place.on_disk else tensor.materialize(place.device)
 
 
@@ -473,8 +475,10 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 def _is_at(tensor: torch.Tensor, place: Place) -> bool:
     with DisableTorchFunctionSubclass():
+        if isinstance(tensor, DeferredTensor):
+            return False
         is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
-        return is_there and not isinstance(tensor, DeferredTensor)
+        return is_there or place.device.type == "meta"  # what is there may stay
 
 
 def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tensor:

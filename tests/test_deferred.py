@@ -71,7 +71,9 @@ RECORDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
 
 @pytest.mark.parametrize("made", RECORDED.values(), ids=RECORDED.keys())
 @torch.no_grad()
-def test_what_is_recorded_is_what_torch_gives(made: Callable[[Tensors], torch.Tensor], plain: Tensors, waiting: Tensors) -> None:
+def test_what_is_recorded_is_what_torch_gives(
+    made: Callable[[Tensors], torch.Tensor], plain: Tensors, waiting: Tensors
+) -> None:
     expected = made(plain)
 
     result = made(waiting)

@@ -62,7 +62,9 @@ def test_a_grouped_product_reads_the_experts_that_have_rows(
 
 
 @needs_page_cache
-def test_an_expert_that_is_indexed_is_read_alone(plain: torch.Tensor, cold: OffloadedTensor, rows: torch.Tensor) -> None:
+def test_an_expert_that_is_indexed_is_read_alone(
+    plain: torch.Tensor, cold: OffloadedTensor, rows: torch.Tensor
+) -> None:
     result = F.linear(rows, cold[torch.tensor(3)])
 
     assert torch.equal(F.linear(rows, plain[3]), result)
@@ -71,7 +73,9 @@ def test_an_expert_that_is_indexed_is_read_alone(plain: torch.Tensor, cold: Offl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_gradients_are_those_in_memory(plain: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, transposed: bool) -> None:
+def test_gradients_are_those_in_memory(
+    plain: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, transposed: bool
+) -> None:
     plain = plain[:, :64, :64].to(dtype).contiguous()
     stored = OffloadedTensor.from_original_tensor(plain, "experts")
     gradients = []

@@ -158,13 +158,3 @@ def test_neither_a_folder_nor_on_the_hub(tmp_path: Path) -> None:
     for name in ("nobody/nothing-like-this", str(tmp_path / "nowhere")):
         with pytest.raises(CheckpointError, match=r"nothing-like-this|nowhere"):
             offload.from_pretrained(name)
-
-
-def test_a_quantized_checkpoint_is_refused_for_now(llama_folder: Path) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(llama_folder)
-    config.quantization_config = {"quant_method": "fp8"}
-
-    with pytest.raises(CheckpointError, match="quantized"):
-        offload.from_pretrained(llama_folder, config=config)

@@ -1,0 +1,241 @@
+"""Checkpoints that transformers has other names and forms for: fused experts, casts, quantized weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import offload
+from offload.errors import CheckpointError
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SMALL)),
+    "qwen": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(num_experts=8, moe_intermediate_size=32, head_dim=16, tie_word_embeddings=True, **SMALL)
+    ),
+}
+
+
+@pytest.fixture(params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A mixture of experts in float32, one matrix an expert."""
+    torch.manual_seed(0)
+    MODELS[request.param]().save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def keys_of(folder: Path) -> set[str]:
+    keys: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            keys.update(file.keys())
+    return keys
+
+
+def assert_same(expected: torch.nn.Module, model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    values, others = expected.state_dict(), model.state_dict()
+    assert list(values) == list(others)
+    for name, value in values.items():
+        assert value.dtype == others[name].dtype, name
+        assert torch.equal(value, offload.materialize(others[name])), name
+    with torch.no_grad():
+        assert torch.equal(expected(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_fused_experts_are_put_together_on_disk(
+    folder: Path, tmp_path: Path, tokens: torch.Tensor, dtype: torch.dtype | None
+) -> None:
+    before = contents(folder)
+
+    model = offload.from_pretrained(folder, dtype=dtype, offload_dir=tmp_path / "offload")
+
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    assert_same(expected, model, tokens)
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+    written = {path.name for path in (tmp_path / "offload").iterdir()}
+    assert "model.layers.1.mlp.experts.gate_up_proj.safetensors" in written
+    if dtype is None:
+        assert all("experts" in name for name in written)  # the others are referenced
+    assert before == contents(folder)
+
+
+def test_generation_and_gradients_over_fused_experts(folder: Path, tokens: torch.Tensor) -> None:
+    models = AutoModelForCausalLM.from_pretrained(folder), offload.from_pretrained(folder)
+
+    generated = [model.generate(tokens, max_new_tokens=6, do_sample=False) for model in models]
+    for model in models:
+        model(tokens, labels=tokens).loss.backward()
+
+    assert torch.equal(*generated)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shard_size", ["30KB", "5GB"])
+def test_saving_takes_the_experts_apart_again(
+    folder: Path, tmp_path: Path, tokens: torch.Tensor, shard_size: str
+) -> None:
+    model = offload.from_pretrained(folder)
+
+    model.save_pretrained(tmp_path / "saved", max_shard_size=shard_size)
+
+    assert keys_of(folder) == keys_of(tmp_path / "saved")
+    largest = max(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert (largest < 60_000) == (shard_size == "30KB")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
+
+
+def test_saved_values_are_those_of_now(folder: Path, tmp_path: Path) -> None:
+    """After a change in place, and after a replacement."""
+    model = offload.from_pretrained(folder)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[1].mul_(2)
+    experts.down_proj.update_values(experts.down_proj.materialize() + 1)
+
+    model.save_pretrained(tmp_path / "saved")
+
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").model.layers[0].mlp.experts
+    assert torch.equal(experts.gate_up_proj, reloaded.gate_up_proj)
+    assert torch.equal(experts.down_proj, reloaded.down_proj)
+
+
+def test_an_empty_model_is_filled_whatever_the_checkpoint_calls_its_weights(folder: Path, tokens: torch.Tensor) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(expected.config)
+
+    offload.load_checkpoint_and_dispatch(model, folder, strict=True)
+
+    assert_same(expected, model.eval(), tokens)
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+
+
+def test_a_base_model_is_filled_from_a_checkpoint_with_a_head(tmp_path: Path, tokens: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    expected = BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    with offload.init_empty_weights():
+        model = BertModel(config, add_pooling_layer=False)
+
+    report = offload.load_checkpoint_in_model(model, tmp_path)
+
+    assert [] == report.missing_keys
+    assert any(name.startswith("cls.") for name in report.unexpected_keys)
+    with torch.no_grad():
+        assert torch.equal(expected(tokens).last_hidden_state, model.eval()(tokens).last_hidden_state)
+
+
+def test_what_does_not_fit_is_named_under_the_names_of_the_model(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "o_proj" in name)
+    tensors[name] = tensors[name][:5].contiguous()
+    tensors["model.layers.7.stray.weight"] = torch.ones(2)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(
+            AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True).config
+        )
+
+    report = offload.load_checkpoint_in_model(model, folder)
+
+    assert [(name, (5, 64), (64, 64))] == report.mismatched_keys
+    assert ["model.layers.7.stray.weight"] == report.unexpected_keys
+    with pytest.raises(CheckpointError, match=r"o_proj.*\(5, 64\).*\(64, 64\)"):
+        offload.load_checkpoint_in_model(model, folder, strict=True)
+
+
+def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_path: Path) -> None:
+    """T5 keeps `wo` in float32 when the rest is in half precision."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+
+    model = offload.from_pretrained(tmp_path, T5ForConditionalGeneration, dtype=torch.float16)
+
+    expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    assert {torch.float16, torch.float32} == {parameter.dtype for parameter in expected.parameters()}
+    for (name, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert one.dtype == other.dtype, name
+        assert torch.equal(one, other.materialize()), name
+
+
+def test_a_map_puts_each_where_it_says(folder: Path, tokens: torch.Tensor) -> None:
+    device_map = {"": "disk", "model.layers.0": "cpu", "lm_head": "cpu"}
+
+    model = offload.from_pretrained(folder, device_map=device_map)
+
+    layers = model.model.layers
+    assert not any(offload.is_offloaded(parameter) for parameter in layers[0].parameters())
+    assert all(offload.is_offloaded(parameter) for parameter in layers[1].parameters())
+    assert all(type(parameter) is torch.nn.Parameter for parameter in layers[0].parameters())
+    assert_same(AutoModelForCausalLM.from_pretrained(folder), model, tokens)
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
+    llama_folder: Path, tmp_path: Path, tokens: torch.Tensor, config: str
+) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    method = TorchAoConfig(getattr(quantization, config)(version=2))
+    quantized = AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=method)
+    quantized.save_pretrained(tmp_path / "quantized")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
+
+    model = offload.from_pretrained(tmp_path / "quantized")
+
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+    assert "Int8Tensor" == type(weight.materialize()).__name__
+    with torch.no_grad():
+        logits = expected(tokens).logits
+        assert torch.equal(logits, model(tokens).logits)
+    model.save_pretrained(tmp_path / "again", save_original_format=False)
+    with torch.no_grad():
+        assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(tmp_path / "again")(tokens).logits)
+
+
+def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="then quantize it on disk"):
+        offload.from_pretrained(llama_folder, quantization_config=object())
+
+
+def test_nothing_of_the_conversion_is_left(folder: Path) -> None:
+    """No deferred tensor stays in the model, also not as a buffer or on meta."""
+    model = offload.from_pretrained(folder, device_map={"": "cpu", "model.layers.1": "meta"})
+
+    kinds: dict[str, Any] = {name: type(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    assert {torch.nn.Parameter} == set(kinds.values())
+    assert all(parameter.is_meta for parameter in model.model.layers[1].parameters())
