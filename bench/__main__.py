@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import capped, cold, decode, dispatch, generate, load, machine, report, small, update
+from bench import capped, cold, decode, dispatch, forms, generate, load, machine, report, routed, small, update
 from bench.models import cache_folder
 from bench.peers import OURS
 from bench.rounds import Figure
@@ -27,6 +27,8 @@ CASES = {
     "load": load.figures,
     "decode": decode.figures,
     "generate": generate.figures,
+    "forms": forms.figures,
+    "routed": routed.figures,
     "cold": cold.figures,
     "capped": capped.figures,
     "update": update.figures,

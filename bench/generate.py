@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.apart import run_apart
+from bench.models import as_pickles
 from bench.page_cache import files_in, warm
 from bench.peers import IN_MEMORY, PACKAGES, WAYS, absent
 from bench.process import MemoryTrace, written_bytes
@@ -44,8 +45,12 @@ class Trial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """A Llama, sharded."""
+    return figures_of("generate", scale.model(), scale, scratch)
+
+
+def figures_of(case: str, folder: Path, scale: Scale, scratch: Path) -> list[Figure]:
     """Loading, the first token, the others, and memory."""
-    folder = scale.model()
     warm(files_in(folder))
     trials = {arm: partial(run_apart, trial, arm, folder, scratch, PROMPT, scale.tokens) for arm in WAYS}
     done = in_turn(trials, scale.rounds, absent(PACKAGES))
@@ -54,7 +59,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 
     def figure(what: str, unit: str, value: Callable[[Trial], float]) -> Figure:
         limit = [value(one) for one in in_memory]
-        return Figure(f"generate: {what}", unit, done.values(value), limit, IN_MEMORY, done.missing)
+        return Figure(f"{case}: {what}", unit, done.values(value), limit, IN_MEMORY, done.missing)
 
     return [
         figure("load", "s", lambda one: one.load_seconds),
@@ -106,9 +111,14 @@ def rehearse(arm: str, folder: Path, scratch: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     config = AutoConfig.from_pretrained(folder, **small, num_key_value_heads=2, head_dim=8, vocab_size=64)
+    if hasattr(config, "num_experts"):
+        config.update(experts)
     with tempfile.TemporaryDirectory(dir=scratch) as made, tempfile.TemporaryDirectory(dir=scratch) as own:
         AutoModelForCausalLM.from_config(config).save_pretrained(made)
+        if not any(folder.glob("*.safetensors")):
+            as_pickles(Path(made))
         decode(WAYS[arm].load(Path(made), Path(own)), torch.tensor([[1, 2]]), 2)
 
 

@@ -6,11 +6,14 @@ Always true:
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 
 def cache_folder() -> Path:
@@ -34,14 +37,57 @@ def toy_llama() -> Path:
     return _made("llama-toy", "400KB", num_hidden_layers=4, **shape, **heads)
 
 
-def _made(name: str, max_shard_size: str, **config: int) -> Path:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def experts() -> Path:
+    """A mixture of experts of 1.3 GB in bfloat16, shaped as Qwen3-MoE, one matrix an expert; made at the first call."""
+    shape = {"vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 768}
+    return _made("experts-1gb", "250MB", "Qwen3MoeConfig", num_hidden_layers=8, num_experts=32, **shape, **_HEADS)
+
+
+def toy_experts() -> Path:
+    """As `experts`, of a megabyte."""
+    shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+    return _made("experts-toy", "400KB", "Qwen3MoeConfig", num_hidden_layers=2, num_experts=8, **shape, **_HEADS)
+
+
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts_per_tok": 4}
+
+
+def pickled(folder: Path) -> Path:
+    """The checkpoint of a folder as `.bin` shards; made at the first call."""
+    target = folder.with_name(f"{folder.name}-pickled")
+    if not target.is_dir():
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+        shutil.copytree(folder, unfinished)
+        as_pickles(unfinished)
+        unfinished.replace(target)
+    return target
+
+
+def as_pickles(folder: Path) -> None:
+    """Put `.bin` files in place of a folder's safetensors."""
+    for path in folder.glob("*.safetensors"):
+        torch.save(load_file(path), folder / _pickle_of(path.name))
+        path.unlink()
+    for path in folder.glob("*.safetensors.index.json"):
+        index = json.loads(path.read_text())
+        index["weight_map"] = {name: _pickle_of(file) for name, file in index["weight_map"].items()}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        path.unlink()
+
+
+def _pickle_of(name: str) -> str:
+    return name.replace("model", "pytorch_model").replace(".safetensors", ".bin")
+
+
+def _made(name: str, max_shard_size: str, kind: str = "LlamaConfig", **config: int) -> Path:
+    import transformers
 
     target = cache_folder() / name
     if (target / "model.safetensors.index.json").is_file():
         return target
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(dtype="bfloat16", **config))
+    made = getattr(transformers, kind)(dtype="bfloat16", **config)
+    model = transformers.AutoModelForCausalLM.from_config(made)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     model.save_pretrained(unfinished, max_shard_size=max_shard_size)
     unfinished.replace(target)

@@ -142,9 +142,10 @@ def _empty_model(folder: Path) -> Any:
 
 
 def _nearly_all_on_disk(model: nn.Module) -> dict[str, str]:
-    """accelerate wants one module elsewhere: the smallest."""
-    leaves = {name: module for name, module in model.named_modules() if not [*module.children()]}
-    sizes = {name: sum(parameter.numel() for parameter in module.parameters()) for name, module in leaves.items()}
+    """accelerate wants one module elsewhere: the smallest of those that have weights of their own."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    sizes = {name: sum(weight.numel() for weight in part.parameters(recurse=False)) for name, part in modules.items()}
+    sizes = {name: size for name, size in sizes.items() if size or not [*modules[name].children()]}
     smallest = min(filter(None, sizes.values()))
     kept = next(name for name, size in sizes.items() if size == smallest)
     return {name: "cpu" if name == kept or not size else "disk" for name, size in sizes.items()}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.models import llama, toy_llama
+from bench.models import experts, llama, toy_experts, toy_llama
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Scale:
 
     Attributes:
         model: makes the checkpoint of a language model.
+        experts: makes that of a mixture of experts.
         rounds: how often each arm runs.
         pairs: tokens that are decoded in turn in one process.
         tokens: tokens that a warm trial decodes.
@@ -34,6 +35,7 @@ class Scale:
 
     name: str
     model: Callable[[], Path]
+    experts: Callable[[], Path]
     rounds: int
     pairs: int
     tokens: int
@@ -50,6 +52,7 @@ class Scale:
 FULL = Scale(
     name="full",
     model=llama,
+    experts=experts,
     rounds=3,
     pairs=60,
     tokens=8,
@@ -65,6 +68,7 @@ FULL = Scale(
 TOY = Scale(
     name="toy",
     model=toy_llama,
+    experts=toy_experts,
     rounds=1,
     pairs=3,
     tokens=2,

@@ -40,10 +40,11 @@ def filled(
         dtype: of the floating-point ones.
         options: for the class's own `from_pretrained`.
     """
-    state = {name: deferred(tensor) for name, tensor in tensors.items()}
-    model, report = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
-    )
+    with torch.inference_mode(False), torch.no_grad():  # parameters of inference mode can't be views of files
+        state = {name: deferred(tensor) for name, tensor in tensors.items()}
+        model, report = model_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
+        )
     let_saving_stream(model)
     return model, report
 

@@ -86,6 +86,16 @@ def test_fused_experts_are_put_together_on_disk(
     assert before == contents(folder)
 
 
+def test_loading_in_inference_mode_gives_a_model_that_trains(folder: Path, tokens: torch.Tensor) -> None:
+    with torch.inference_mode():
+        model = offload.from_pretrained(folder)
+        model(tokens)
+
+    model(tokens, labels=tokens).loss.backward()
+
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_generation_and_gradients_over_fused_experts(folder: Path, tokens: torch.Tensor) -> None:
     models = AutoModelForCausalLM.from_pretrained(folder), offload.from_pretrained(folder)
 

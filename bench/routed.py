@@ -1,0 +1,65 @@
+"""A mixture of experts, cold: what one decoded token reads.
+
+Always true:
+- before the token, no file of the model is in the page cache
+- the limit is what the token needs: all weights but the experts and the table of tokens, and the experts it goes to
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.apart import run_apart
+from bench.cold import next_token
+from bench.generate import rehearse
+from bench.page_cache import files_in, make_cold
+from bench.peers import IN_MEMORY, PACKAGES, WAYS, absent
+from bench.process import read_bytes
+from bench.rounds import Figure, in_turn
+from bench.scale import Scale
+
+
+def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """Bytes that are read from the disk."""
+    folder = scale.experts()
+    arms = {arm: partial(run_apart, trial, arm, folder, scratch) for arm in WAYS if arm != IN_MEMORY}
+    done = in_turn(arms, scale.rounds, absent(PACKAGES))
+    needed = float(run_apart(bytes_of_a_token, folder))
+    limit = [needed] * scale.rounds
+    case = "routed: bytes read by one token of a mixture of experts, cold"
+    return [Figure(case, "B", done.values(float), limit, "what it needs", done.missing)]
+
+
+def trial(arm: str, folder: Path, scratch: Path) -> int:
+    """Bytes that the second token reads, once nothing is cached."""
+    rehearse(arm, folder, scratch)
+    with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode():
+        model = WAYS[arm].load(folder, Path(own))
+        next_token(model, torch.tensor([[1]]))
+        make_cold(files_in(folder, Path(own), *own_folders(model)))
+        before = read_bytes()
+        next_token(model, torch.tensor([[2]]))
+        return read_bytes() - before
+
+
+def own_folders(model: Any) -> set[Path]:
+    """Where the files of a model on disk are, if it tells."""
+    return {weight.offload_path.parent for weight in model.parameters() if hasattr(weight, "offload_path")}
+
+
+def bytes_of_a_token(folder: Path) -> int:
+    """All weights but experts and the table of tokens, and of each layer's experts as many as a token goes to."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    share = model.config.num_experts_per_tok / model.config.num_experts
+    total = 0.0
+    for name, weight in model.named_parameters():
+        if "embed_tokens" not in name:
+            total += weight.nbytes * (share if ".experts." in name else 1)
+    return round(total)
