@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,20 +41,19 @@ print(json.dumps(dict(loaded=loaded, run=run, written=written() - written_before
 
 
 def checkpoint_of_zeros(path: Path, layers: int, width: int) -> Path:
-    """Most of the file is a hole."""
-    nbytes = width * width * 4
-    entries = {
-        f"{layer}.weight": {
-            "dtype": "F32",
-            "shape": [width, width],
-            "data_offsets": [layer * nbytes, (layer + 1) * nbytes],
-        }
-        for layer in range(layers)
-    }
+    return hollow_checkpoint(path, {f"{layer}.weight": (width, width) for layer in range(layers)}, "F32", 4)
+
+
+def hollow_checkpoint(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str, itemsize: int) -> Path:
+    """Zeros of these shapes; most of the file is a hole."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + layers * nbytes)
+        file.truncate(8 + len(header) + end)
     return path
 
 

@@ -1,0 +1,102 @@
+"""Fused experts: what loading and saving them takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from tests.processes import run_script
+from tests.test_loader_memory import hollow_checkpoint
+
+EXPERTS, WIDTH = 8, 2048  # 8 MiB a matrix in bfloat16; fused 128 and 64 MiB a layer
+LAYERS = 2
+
+SCRIPT = """
+import json, sys, tempfile, threading, torch, offload
+from pathlib import Path
+from offload.memory import anonymous_bytes
+
+class Peak:
+    def __enter__(self):
+        self.before = self.most = anonymous_bytes()
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.done.wait(0.002):
+            self.most = max(self.most, anonymous_bytes())
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+
+def written():
+    with open("/proc/self/io") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+large, small, out = sys.argv[1:]
+offload.from_pretrained(small)(torch.tensor([[1]]))
+offload.from_pretrained(small).save_pretrained(out + "/rehearsal")  # imports, first calls
+before = written()
+with Peak() as load:
+    model = offload.from_pretrained(large)
+loaded = written() - before
+saved = {}
+for size in ("10MB", "10GB"):
+    with Peak() as save:
+        model.save_pretrained(f"{out}/{size}", max_shard_size=size)
+    saved[size] = save.most - save.before
+shards = {size: len(list(Path(out, size).glob("*.safetensors"))) for size in saved}
+weight = model.model.layers[1].mlp.experts.gate_up_proj
+fused = torch.count_nonzero(weight[-1]).item()
+print(json.dumps(dict(load=load.most - load.before, written=loaded, saved=saved, shards=shards, fused=fused)))
+"""
+
+
+def experts(folder: Path, layers: int, width: int) -> Path:
+    """A checkpoint whose file is mostly a hole, with its configuration."""
+    folder.mkdir()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=width, num_hidden_layers=layers, num_experts=EXPERTS, num_experts_per_tok=2,
+        moe_intermediate_size=width, intermediate_size=width, dtype="bfloat16", **heads,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    shapes = {"model.embed_tokens.weight": (32, width), "lm_head.weight": (32, width), "model.norm.weight": (width,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{norm}.weight"] = (width,)
+        for name, shape in {"q": (16, width), "k": (16, width), "v": (16, width), "o": (width, 16)}.items():
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = shape
+        for norm in ("q_norm", "k_norm"):
+            shapes[f"{prefix}.self_attn.{norm}.weight"] = (8,)
+        shapes[f"{prefix}.mlp.gate.weight"] = (EXPERTS, width)
+        for expert in range(EXPERTS):
+            for name in ("gate", "up", "down"):
+                shapes[f"{prefix}.mlp.experts.{expert}.{name}_proj.weight"] = (width, width)
+    hollow_checkpoint(folder / "model.safetensors", shapes, "BF16", 2)
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_experts_are_joined_and_taken_apart_in_the_memory_of_some_blocks(tmp_path: Path) -> None:
+    """400 MB of experts; each matrix has 8 MiB, each fused tensor 64 or 128."""
+    large = experts(tmp_path / "large", LAYERS, WIDTH)
+    small = experts(tmp_path / "small", 1, 16)
+
+    measured = json.loads(run_script(SCRIPT, large, small, tmp_path / "out").splitlines()[-1])
+
+    assert measured["load"] < 24e6
+    assert max(measured["saved"].values()) < 24e6
+    assert 1 == measured["shards"]["10GB"]
+    assert measured["shards"]["10MB"] > 40
+    assert 0 == measured["fused"]
+    fused = LAYERS * 3 * EXPERTS * WIDTH * WIDTH * 2
+    assert measured["written"] < 1.05 * fused
