@@ -1126,15 +1126,26 @@ def test_clone_is_plain_and_deepcopy_offloaded(plain: torch.Tensor) -> None:
     assert_equal(plain, copied)
 
 
-def test_deepcopy_keeps_parameter_grad_and_cut(plain: torch.Tensor) -> None:
-    """As torch does for a leaf; for another tensor it raises, as torch does."""
-    w = nn.Parameter(offloaded(plain))
-    w.grad = torch.ones(6, 8)
-    copied, view = copy.deepcopy(w), copy.deepcopy(w.detach().t())
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_deepcopy_keeps_parameter_and_grad_as_torch_does(kind: Any, plain: torch.Tensor) -> None:
+    """A leaf keeps its gradient, as a copy; a parameter comes without."""
+    expected, w = (kind(tensor) for tensor in (plain.clone(), offloaded(plain)))
+    for tensor in (expected, w):
+        tensor.grad = torch.ones(6, 8)
+    expected, copied = copy.deepcopy(expected), copy.deepcopy(w)
 
-    assert isinstance(copied, nn.Parameter)
-    assert_equal(w.grad, copied.grad)
-    assert w.grad is not copied.grad
+    assert isinstance(expected, nn.Parameter) == isinstance(copied, nn.Parameter)
+    assert (expected.grad is None) == (copied.grad is None)
+    if expected.grad is not None:
+        assert_equal(expected.grad, copied.grad)
+        assert w.grad is not copied.grad
+
+
+def test_deepcopy_keeps_the_cut(plain: torch.Tensor) -> None:
+    """Of a leaf; for another tensor it raises, as torch does."""
+    w = nn.Parameter(offloaded(plain))
+    view = copy.deepcopy(w.detach().t())
+
     assert_equal(plain.t(), view)
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(w[0])

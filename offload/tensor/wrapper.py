@@ -266,7 +266,7 @@ class OffloadedTensor(SeenFromOutside):
             memo[id(handle)] = handle.duplicate()
         copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
         memo[id(self)] = copy
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as torch has it
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
 

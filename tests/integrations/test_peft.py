@@ -1,30 +1,96 @@
-"""Adapters over a frozen model on disk."""
+"""Adapters of peft over a model on disk: trained, saved, loaded, merged into files of their own."""
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
+import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from conftest import contents
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import offload
 from offload.memory import anonymous_bytes
+from tests.processes import run_script
+from tests.test_loader_memory import checkpoint_of_zeros
 
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ONE = {"r": 4, "target_modules": ["q_proj"]}
+NOT_NEUTRAL = {"init_lora_weights": False}  # an adapter that changes what comes out from the start
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "lora": lambda: LoraConfig(r=4, target_modules="all-linear", **NOT_NEUTRAL),
+    "lora-embedding": lambda: LoraConfig(r=4, target_modules=["embed_tokens", "lm_head"], **NOT_NEUTRAL),
+    "lora-parameters": lambda: LoraConfig(target_modules=[], target_parameters=["mlp.gate_proj.weight"], **NOT_NEUTRAL),
+    "lora-tokens": lambda: LoraConfig(**ONE, trainable_token_indices=[1, 5], **NOT_NEUTRAL),
+    "lora-whole-modules": lambda: LoraConfig(**ONE, modules_to_save=["lm_head", "embed_tokens"], **NOT_NEUTRAL),
+    "dora": lambda: LoraConfig(r=4, target_modules="all-linear", use_dora=True, **NOT_NEUTRAL),
+    "dora-embedding": lambda: LoraConfig(r=4, target_modules=["embed_tokens"], use_dora=True, **NOT_NEUTRAL),
+    "pissa": lambda: LoraConfig(**ONE, init_lora_weights="pissa"),
+    "olora": lambda: LoraConfig(**ONE, init_lora_weights="olora"),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10, **NOT_NEUTRAL),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+    ),
+    "loha": lambda: peft.LoHaConfig(**ONE, init_weights=False),
+    "lokr": lambda: peft.LoKrConfig(**ONE, init_weights=False),
+    "vera": lambda: peft.VeraConfig(**ONE, init_weights=False),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+    "hra": lambda: peft.HRAConfig(**ONE, init_weights=False),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+}
 
 
-def with_adapters(model: Any) -> Any:
-    torch.manual_seed(3)
-    return get_peft_model(model.float(), LORA)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in float32, its embeddings not tied, in several shards."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, tie_word_embeddings=False, dtype="float32")
+    folder = tmp_path_factory.mktemp("llama32")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="100KB")
+    return folder
 
 
-def train(model: Any, tokens: torch.Tensor, steps: int) -> list[float]:
+def both(folder: Path, wrap: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
+    """The model in memory and the one on disk, each after `wrap` from the same random state."""
+    wrapped = []
+    for load in (AutoModelForCausalLM.from_pretrained, offload.from_pretrained):
+        model = load(folder, **(options if load is offload.from_pretrained else {}))
+        torch.manual_seed(3)
+        wrapped.append(wrap(model))
+    return wrapped[0], wrapped[1]
+
+
+def assert_same_state(expected: Any, actual: Any) -> None:
+    left, right = dict(expected.state_dict()), offload.materialize(dict(actual.state_dict()))
+    assert list(left) == list(right)
+    torch.testing.assert_close(right, left, rtol=0, atol=0)
+
+
+def all_on_disk(model: Any) -> bool:
+    return all(offload.is_offloaded(parameter) for parameter in model.parameters())
+
+
+def train(model: Any, tokens: torch.Tensor, steps: int = 2) -> list[float]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(steps):
-        loss = model(tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -34,8 +100,8 @@ def train(model: Any, tokens: torch.Tensor, steps: int) -> list[float]:
 
 def test_adapters_over_a_model_on_disk_train_as_over_one_in_memory(llama_folder: Path, tokens: torch.Tensor) -> None:
     """Equal losses, equal gradients, and the base stays frozen on disk."""
-    plain = with_adapters(AutoModelForCausalLM.from_pretrained(llama_folder))
-    on_disk = with_adapters(offload.from_pretrained(llama_folder))
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **NOT_NEUTRAL)
+    plain, on_disk = both(llama_folder, lambda model: get_peft_model(model.float(), copy.deepcopy(config)))
     frozen = {name: p for name, p in on_disk.named_parameters() if not p.requires_grad}
 
     expected, losses = train(plain, tokens, 5), train(on_disk, tokens, 5)
@@ -53,8 +119,6 @@ def test_adapters_over_a_model_on_disk_train_as_over_one_in_memory(llama_folder:
 
 def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path: Path) -> None:
     """A forward with a graph through 128 MB of weights takes a small part of that in memory."""
-    from transformers import LlamaConfig
-
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=1024,
@@ -76,3 +140,174 @@ def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path: Path) -> None:
     loss.backward()
     assert weights > 120e6
     assert grown < weights / 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_trains_on_disk_as_in_memory(kind: str, folder: Path, tokens: torch.Tensor) -> None:
+    """Equal losses and equal values, the base's too; the checkpoint stays as it is."""
+    before = contents(folder)
+    plain, on_disk = both(folder, lambda model: get_peft_model(model, copy.deepcopy(KINDS[kind]())))
+    start = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
+
+    expected, losses = train(plain, tokens), train(on_disk, tokens)
+
+    assert expected == losses
+    assert_same_state(plain, on_disk)
+    assert any(not torch.equal(value, plain.get_parameter(name)) for name, value in start.items())
+    assert before == contents(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_adapter_merges_into_files_and_out_again(
+    kind: str, folder: Path, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    """Saved from disk, loaded onto disk, merged, unmerged, merged for good: each equal to peft in memory."""
+    before = contents(folder)
+    torch.manual_seed(3)
+    trained = get_peft_model(offload.from_pretrained(folder), KINDS[kind]())
+    train(trained, tokens)
+    trained.save_pretrained(tmp_path / "adapter")
+    load = lambda model: PeftModel.from_pretrained(model, tmp_path / "adapter").eval()  # noqa: E731
+
+    plain, on_disk = both(folder, load)
+
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
+    for act in ("merge_adapter", "unmerge_adapter"):
+        getattr(plain, act)(), getattr(on_disk, act)()
+        assert_same_state(plain, on_disk)
+    plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
+    assert_same_state(plain, on_disk)
+    assert all_on_disk(on_disk)
+    assert before == contents(folder)
+    on_disk.save_pretrained(tmp_path / "merged")
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), on_disk)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_before_a_model_on_disk(kind: str, folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+    """They train, and give the same logits when loaded again."""
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    plain, on_disk = both(folder, lambda model: get_peft_model(model, copy.deepcopy(config)))
+
+    assert train(plain, tokens) == train(on_disk, tokens)
+
+    on_disk.save_pretrained(tmp_path)
+    plain, on_disk = both(folder, lambda model: PeftModel.from_pretrained(model, tmp_path).eval())
+    with torch.no_grad():
+        assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
+
+
+def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path, tokens: torch.Tensor) -> None:
+    """`target_parameters`: the experts of a layer are one three-dimensional parameter."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, **NOT_NEUTRAL)
+    plain, on_disk = both(tmp_path, lambda model: get_peft_model(model, copy.deepcopy(config)))
+    before = (
+        plain.get_base_model().state_dict()["model.layers.0.mlp.experts.base_layer.base_layer.gate_up_proj"].clone()
+    )
+
+    assert train(plain, tokens) == train(on_disk, tokens)
+
+    plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
+    assert_same_state(plain, on_disk)
+    assert all_on_disk(on_disk)
+    assert not torch.equal(before, plain.model.layers[0].mlp.experts.gate_up_proj)
+
+
+@pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
+def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(
+    safe: bool, llama_folder: Path, tmp_path: Path
+) -> None:
+    """One file for each weight that changed, and none for those that did not."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **NOT_NEUTRAL)
+    before = contents(llama_folder)
+    plain, on_disk = both(llama_folder, lambda m: get_peft_model(m, copy.deepcopy(config)), offload_dir=tmp_path)
+
+    plain, on_disk = plain.merge_and_unload(safe_merge=safe), on_disk.merge_and_unload(safe_merge=safe)
+
+    assert_same_state(plain, on_disk)
+    assert on_disk.lm_head.weight is on_disk.model.embed_tokens.weight
+    merged = {name: p for name, p in plain.named_parameters() if name.split(".")[-2] in config.target_modules}
+    written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
+    assert set(merged) == set(written)
+    assert all(torch.equal(value, written[name]) for name, value in merged.items())
+    assert before == contents(llama_folder)
+
+
+def test_two_adapters_are_combined_and_merged(folder: Path) -> None:
+    """`add_weighted_adapter`, and a merge of both at once."""
+
+    def wrap(model: Any) -> Any:
+        model = get_peft_model(model, LoraConfig(**ONE, **NOT_NEUTRAL))
+        model.add_adapter("other", LoraConfig(**ONE, **NOT_NEUTRAL))
+        model.add_weighted_adapter(["default", "other"], [0.7, 0.3], "mixed", combination_type="svd", svd_rank=4)
+        model.add_weighted_adapter(["default", "other"], [1.0, 0.5], "sum", combination_type="linear")
+        return model.merge_and_unload(adapter_names=["mixed", "sum"])
+
+    plain, on_disk = both(folder, wrap)
+
+    assert_same_state(plain, on_disk)
+    assert all_on_disk(on_disk)
+
+
+MERGE = """
+    import json, os, sys, torch, offload
+    from torch import nn
+    from peft import IA3Config, LoraConfig, get_peft_model
+    from offload.memory import anonymous_bytes
+
+    path, width, layers, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+
+    def network(width):
+        return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+    names = [str(layer) for layer in range(layers)]
+    config = {
+        "ia3": IA3Config(target_modules=names, feedforward_modules=[], init_ia3_weights=False),
+        "lora": LoraConfig(r=2, target_modules=names, init_lora_weights=False),
+        "dora": LoraConfig(r=2, target_modules=names, init_lora_weights=False, use_dora=True),
+    }[kind]
+
+    def look(frame, event, _):  # after every call, in Python and in C
+        global peak
+        if event in ("return", "c_return"):
+            peak = max(peak, anonymous_bytes())
+
+    get_peft_model(offload.disk_offload(network(8)), config).merge_and_unload()  # what is imported and allocated once
+    with offload.init_empty_weights():
+        model = network(width)
+    model = get_peft_model(offload.load_checkpoint_and_dispatch(model, path), config)
+    adapted = list(model.base_model.model) if kind == "lora" else []
+    deltas = [layer.get_delta_weight("default")[:8].clone() for layer in adapted]
+    peak = before = anonymous_bytes()
+    sys.setprofile(look)
+    model = model.merge_and_unload()
+    sys.setprofile(None)
+    right = all(torch.equal(layer.weight[:8].materialize(), delta) for layer, delta in zip(model, deltas))
+    on_disk = all(offload.is_offloaded(p) and str(p.offload_path) != path for p in model.parameters())
+    print(json.dumps(dict(peak=peak - before, left=anonymous_bytes() - before, right=right, on_disk=on_disk)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell anonymous memory")
+@pytest.mark.parametrize(("kind", "weights"), [("lora", 2), ("ia3", 2), ("dora", 4)])
+def test_a_merge_takes_the_memory_of_some_weights_and_not_of_the_model(kind: str, weights: int, tmp_path: Path) -> None:
+    """Six weights of 36 MiB: the file changes through its mapping, and what peft itself makes is for one weight.
+
+    DoRA makes the delta, the sum, its norm's square and the product of one weight at a time.
+    """
+    width, layers = 3072, 6
+    path = checkpoint_of_zeros(tmp_path / "model.safetensors", layers, width)
+    before = path.stat()
+
+    found = json.loads(run_script(MERGE, path, width, layers, kind).splitlines()[-1])
+
+    assert found["right"]
+    assert found["on_disk"]
+    assert found["peak"] <= weights * width * width * 4 + (16 << 20)
+    assert found["left"] <= 16 << 20
+    assert (before.st_mtime_ns, before.st_blocks) == (path.stat().st_mtime_ns, path.stat().st_blocks)

@@ -1,0 +1,312 @@
+"""Models and pipelines of diffusers, their weights on disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+
+import offload
+
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers, which is not installed")
+
+
+def unet() -> Any:
+    return diffusers.UNet2DConditionModel(
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        sample_size=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+        attention_head_dim=8,
+    )
+
+
+def autoencoder() -> Any:
+    return diffusers.AutoencoderKL(block_out_channels=(16,), latent_channels=4, norm_num_groups=8, sample_size=8)
+
+
+def dit() -> Any:
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        sample_size=8,
+        num_embeds_ada_norm=10,
+    )
+
+
+def pixart() -> Any:
+    return diffusers.PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=16,
+        sample_size=8,
+        caption_channels=32,
+    )
+
+
+def sd3() -> Any:
+    return diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=16,
+        pooled_projection_dim=32,
+    )
+
+
+def flux() -> Any:
+    return diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+
+
+LATENTS = torch.linspace(-1, 1, 2 * 4 * 8 * 8).reshape(2, 4, 8, 8)
+STEPS = torch.tensor([5, 6])
+TEXT = torch.linspace(0, 1, 2 * 3 * 32).reshape(2, 3, 32)
+FLUX_INPUTS = {
+    "hidden_states": LATENTS.reshape(2, 64, 4),
+    "encoder_hidden_states": TEXT,
+    "pooled_projections": TEXT[:, 0],
+    "timestep": STEPS / 10,
+    "img_ids": torch.arange(64 * 3.0).reshape(64, 3),
+    "txt_ids": torch.zeros(3, 3),
+}
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "unet": (unet, lambda model: model(LATENTS, STEPS, TEXT)),
+    "autoencoder": (autoencoder, lambda model: model(LATENTS[:, :3])),
+    "dit": (dit, lambda model: model(LATENTS, STEPS, torch.tensor([1, 2]))),
+    "pixart": (pixart, lambda m: m(LATENTS, TEXT, STEPS, {"resolution": None, "aspect_ratio": None})),
+    "sd3": (sd3, lambda model: model(LATENTS, TEXT, TEXT[:, 0], STEPS)),
+    "flux": (flux, lambda model: model(**FLUX_INPUTS)),
+}
+
+
+def made(kind: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[kind][0]().eval()
+
+
+def loaded(model_class: Any, folder: Path) -> Any:
+    """A model of that folder, on disk: empty first, then filled."""
+    with offload.init_empty_weights():
+        model = model_class.from_config(model_class.load_config(folder))
+    return offload.load_checkpoint_and_dispatch(model, folder).eval()
+
+
+def sample(kind: str, model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return MODELS[kind][1](model).sample
+
+
+def all_on_disk(model: Any) -> bool:
+    return all(offload.is_offloaded(parameter) for parameter in model.parameters())
+
+
+def assert_same_state(expected: Any, actual: Any) -> None:
+    torch.testing.assert_close(
+        offload.materialize(dict(actual.state_dict())), dict(expected.state_dict()), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("shard", [None, "20KB"], ids=["one-file", "sharded"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_of_a_folder_runs_on_disk(kind: str, shard: str | None, tmp_path: Path) -> None:
+    """`diffusion_pytorch_model.safetensors`, or its index, is found; the folder is not written to."""
+    made(kind).save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
+    before = contents(tmp_path)
+    assert (shard is not None) == any(name.endswith(".index.json") for name in before)
+    plain = type(made(kind)).from_pretrained(tmp_path).eval()
+
+    on_disk = loaded(type(plain), tmp_path)
+
+    assert torch.equal(sample(kind, plain), sample(kind, on_disk))
+    assert all_on_disk(on_disk)
+    assert_same_state(plain, on_disk)
+    assert before == contents(tmp_path)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind: str, tmp_path: Path) -> None:
+    """It computes, casts and saves as before."""
+    plain = made(kind)
+    on_disk = offload.disk_offload(copy.deepcopy(plain))
+
+    assert torch.equal(sample(kind, plain), sample(kind, on_disk))
+    for model in (plain, on_disk):
+        model.to(torch.bfloat16)
+    assert torch.bfloat16 == on_disk.dtype
+    assert all_on_disk(on_disk)
+    on_disk.save_pretrained(tmp_path)
+    assert_same_state(plain, type(plain).from_pretrained(tmp_path, torch_dtype=torch.bfloat16))
+
+
+def test_an_unet_trains_on_disk() -> None:
+    """Gradients, and an optimizer's step through them, with activations computed again."""
+    losses, models = [], []
+    for place in (lambda model: model, offload.disk_offload):
+        model = place(made("unet")).train()
+        model.enable_gradient_checkpointing()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            loss = model(LATENTS, STEPS, TEXT).sample.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        models.append(model)
+
+    assert losses[:2] == losses[2:]
+    assert_same_state(*models)
+    assert all_on_disk(models[1])
+
+
+def test_an_adapter_is_added_to_an_unet_and_fused(tmp_path: Path) -> None:
+    """Through diffusers' own interface to peft; the checkpoint stays as it is."""
+    peft = pytest.importorskip("peft", reason="needs peft, which is not installed")
+    made("unet").save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    results = []
+    plain, on_disk = type(made("unet")).from_pretrained(tmp_path).eval(), loaded(type(made("unet")), tmp_path)
+    for model in (plain, on_disk):
+        bare = sample("unet", model)
+        torch.manual_seed(1)
+        model.add_adapter(config)
+        adapted = sample("unet", model)
+        model.fuse_lora()
+        model.unload_lora()
+        results.append((bare, adapted, sample("unet", model)))
+
+    assert not torch.equal(results[0][0], results[0][1])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(expected, actual)
+    assert all_on_disk(on_disk)
+    assert before == contents(tmp_path)
+
+
+# Pipelines
+
+
+def images(pipeline: Any, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    pipeline.set_progress_bar_config(disable=True)
+    return torch.from_numpy(pipeline(num_inference_steps=3, generator=generator, output_type="np", **options).images)
+
+
+def test_an_unconditional_pipeline_makes_the_same_images(tmp_path: Path) -> None:
+    """Its network loaded from the pipeline's folder, and handed to the pipeline."""
+    torch.manual_seed(0)
+    network = diffusers.UNet2DModel(
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        sample_size=8,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    diffusers.DDPMPipeline(network, diffusers.DDPMScheduler(num_train_timesteps=10)).save_pretrained(tmp_path)
+    plain = diffusers.DDPMPipeline.from_pretrained(tmp_path)
+
+    on_disk = diffusers.DDPMPipeline.from_pretrained(tmp_path, unet=loaded(type(network), tmp_path / "unet"))
+
+    assert torch.equal(images(plain), images(on_disk))
+    assert all_on_disk(on_disk.unet)
+
+
+def text_to_image() -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    ids = {word: place for place, word in enumerate(words)}
+    config = CLIPTextConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=ids["<|startoftext|>"],
+        eos_token_id=ids["<|endoftext|>"],
+        pad_token_id=ids["<|endoftext|>"],
+    )
+    return diffusers.StableDiffusionPipeline(
+        vae=autoencoder(),
+        text_encoder=CLIPTextModel(config),
+        tokenizer=CLIPTokenizer(vocab=ids, merges=[], model_max_length=16),
+        unet=unet(),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path: Path) -> None:
+    """With text encoder, network and autoencoder on disk; saved from there, it is the same pipeline again."""
+    text_to_image().save_pretrained(tmp_path / "saved")
+    before = contents(tmp_path / "saved")
+    parts = ("text_encoder", "unet", "vae")
+    plain = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "saved")
+    on_disk = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "saved")
+    for part in parts:
+        offload.disk_offload(getattr(on_disk, part))
+    asked = {"prompt": "a cat on a disk", "height": 8, "width": 8}
+
+    expected = images(plain, **asked)
+    aligned = images(text_to_image(), **asked)
+
+    assert torch.equal(aligned, images(on_disk, **asked))
+    assert all(all_on_disk(getattr(on_disk.to("cpu"), part)) for part in parts)
+    on_disk.save_pretrained(tmp_path / "again")
+    again = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "again")
+    assert torch.equal(expected, images(again, **asked))
+    assert before == contents(tmp_path / "saved")
+
+
+def test_the_parts_of_a_pipeline_are_loaded_from_its_folders(tmp_path: Path) -> None:
+    """Each by the loader that fits it: transformers' for the text encoder, an empty model for the others."""
+    from transformers import CLIPTextModel
+
+    text_to_image().save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    plain = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path)
+    on_disk = diffusers.StableDiffusionPipeline.from_pretrained(
+        tmp_path,
+        text_encoder=offload.from_pretrained(tmp_path / "text_encoder", model_class=CLIPTextModel),
+        unet=loaded(diffusers.UNet2DConditionModel, tmp_path / "unet"),
+        vae=loaded(diffusers.AutoencoderKL, tmp_path / "vae"),
+    )
+    asked = {"prompt": ["a cat", "no disk"], "height": 8, "width": 8}
+
+    assert torch.equal(images(plain, **asked), images(on_disk, **asked))
+    assert all(all_on_disk(part) for part in (on_disk.text_encoder, on_disk.unet, on_disk.vae))
+    assert before == contents(tmp_path)

