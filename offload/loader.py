@@ -20,12 +20,12 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.conversion import as_in, is_of_transformers
 from offload.deferred import DeferredTensor, deferred
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
 from offload.order import expect_reads
+from offload.pretrained import as_in, is_of_transformers
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.tensor.arguments import checked_device

@@ -33,7 +33,7 @@ FLOORS = {
     "values": 5,
     "cache": 5,
     "deferred": 5,
-    "conversion": 6,
+    "pretrained": 6,
     "loader": 7,
     "integrations": 8,
     "testing": 8,
@@ -42,7 +42,7 @@ FLOORS = {
 NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
-GUESTS = {"conversion": {"transformers"}, "device_map": {"accelerate"}, "loader": {"accelerate"}}
+GUESTS = {"pretrained": {"transformers"}, "device_map": {"accelerate"}, "loader": {"accelerate"}}
 
 PUBLIC = [
     "ON_DISK",

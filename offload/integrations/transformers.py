@@ -17,7 +17,6 @@ import torch
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.conversion import filled, let_quantizer_save
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
@@ -30,6 +29,7 @@ from offload.loader import (
     tensor_slots,
 )
 from offload.order import expect_reads
+from offload.pretrained import filled, let_quantizer_save
 
 _CPU = torch.device("cpu")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
