@@ -33,14 +33,16 @@ FLOORS = {
     "values": 5,
     "cache": 5,
     "loader": 6,
-    "integrations": 7,
-    "testing": 7,
-    "cli": 8,
+    "saving": 7,
+    "conversion": 8,
+    "integrations": 8,
+    "testing": 8,
+    "cli": 9,
 }
 NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
-GUESTS = {"device_map": {"accelerate"}, "loader": {"accelerate"}}
+GUESTS = {"device_map": {"accelerate"}, "loader": {"accelerate"}, "saving": {"huggingface_hub", "torchao"}}
 
 PUBLIC = [
     "ON_DISK",
@@ -59,6 +61,7 @@ PUBLIC = [
     "materialize",
     "memory_summary",
     "register_subclass",
+    "save_checkpoint",
     "set_max_memory",
     "set_read_ahead",
 ]
