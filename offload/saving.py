@@ -384,16 +384,13 @@ def _restore(backup: Path, path: Path) -> None:
 
 
 def _earlier(folder: Path) -> list[Path]:
-    """The files of the checkpoint that stands in a folder, its index first: what a new one replaces or removes."""
+    """The files of the checkpoint that stands in a folder, its index first: what a new one replaces or removes.
+
+    Of shards those that are ours, also without an index: a process that was killed left them.
+    """
     found = [path for path in (folder / _INDEX, folder / _SINGLE) if os.path.lexists(path)]
-    shards = {name for name in _weight_map(folder / _INDEX).values() if isinstance(name, str)}
-    named = [folder / name for name in sorted(shards) if _SHARD.fullmatch(name)]
-    return found + [path for path in named if os.path.lexists(path)]
-
-
-def _weight_map(index: Path) -> Mapping[str, Any]:
-    found = _json(index).get("weight_map")
-    return found if isinstance(found, dict) else {}
+    shards = (path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name))
+    return found + [path for path in shards if _is_ours(path)]
 
 
 def _json(path: Path) -> Mapping[str, Any]:

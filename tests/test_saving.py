@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,17 @@ from torch import nn
 import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.checkpoint import open_checkpoint
-from offload.errors import ForeignFileError, UnknownSubclassError, UnsupportedOpError, WriteError
+from offload.errors import (
+    CheckpointError,
+    ForeignFileError,
+    MissingFileError,
+    UnknownSubclassError,
+    UnsupportedOpError,
+    WriteError,
+)
 from offload.storage import write as write_module
 from offload.storage.dtypes import WORDS, dtype_name
-from tests.processes import run_script
+from tests.processes import in_fork, run_script
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
@@ -461,6 +469,34 @@ def test_whichever_call_fails_the_earlier_checkpoint_stands(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     assert fails_at > 1 or what == "link"
     assert len(seen) >= fails_at - 1
+
+
+@pytest.mark.parametrize("before", SIZES)
+@pytest.mark.parametrize("after", SIZES)
+def test_a_process_that_is_killed_leaves_no_mixture(tmp_path: Path, before: int, after: int) -> None:
+    """At each renaming: there is the old checkpoint, or the new one, or an error. The next one sweeps up."""
+    save_checkpoint(VALUES, tmp_path, before)
+    real = os.replace
+
+    for last in range(10):
+
+        def killed(last: int = last) -> None:
+            seen: list[int] = []
+            os.replace = lambda *args: os._exit(1) if len(seen) == last else (seen.append(0), real(*args))
+            save_checkpoint(OTHERS, tmp_path, after)
+
+        ended_well = in_fork(killed)
+        with suppress(CheckpointError, MissingFileError):
+            found = offload.load_file(tmp_path)
+            assert VALUES.keys() == found.keys()
+            values = {name: value.materialize() for name, value in found.items()}
+            assert_same(values, VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS)
+        paths = save_checkpoint(VALUES, tmp_path, before)
+        assert sorted(paths) == sorted(tmp_path.iterdir())
+        assert_same(VALUES, loaded(tmp_path))
+        if ended_well:
+            break
+    assert last > 0
 
 
 def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
