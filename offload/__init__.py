@@ -13,6 +13,7 @@
 | say how much stays in memory | `set_max_memory`, `keep_resident`, `evict`, `set_read_ahead` |
 | see what is in memory | `memory_summary` |
 | open a safetensors file | `load_file` |
+| write a checkpoint, in little memory | `save_checkpoint` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
@@ -30,6 +31,7 @@ from offload.loader import (
     load_checkpoint_in_model,
     load_file,
 )
+from offload.saving import save_checkpoint
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
@@ -52,6 +54,7 @@ __all__ = [
     "materialize",
     "memory_summary",
     "register_subclass",
+    "save_checkpoint",
     "set_max_memory",
     "set_read_ahead",
 ]

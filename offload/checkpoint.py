@@ -20,6 +20,7 @@ from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import Layout
 
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 from offload.errors import CheckpointError, OffloadError
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
     from offload.checkpoint import Checkpoint
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +63,19 @@ def generate(options: argparse.Namespace) -> None:
             do_sample=options.sample,
             streamer=TextStreamer(tokenizer, skip_prompt=True),
         )
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write a checkpoint anew: in another dtype, in other shards, as safetensors, or as an offload folder."""
+    from offload.conversion import convert_checkpoint
+
+    convert_checkpoint(
+        options.source,
+        options.target,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        to_offload_folder=options.to == "offload",
+    )
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -121,12 +137,29 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
     command.set_defaults(run=generate)
 
+    command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
+    command.add_argument("source", type=Path, help="a checkpoint's file, index or folder, or an offload folder")
+    command.add_argument("target", type=Path, help="the new folder")
+    command.add_argument("--dtype", type=_dtype, help="of the floating-point values: bf16, fp16, fp32, float64...")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)")
+    command.add_argument("--to", choices=["safetensors", "offload"], default="safetensors", help="(safetensors)")
+    command.set_defaults(run=convert)
+
     command = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
     command.add_argument(
         "path", type=Path, help="a .safetensors file, an index, a checkpoint's folder, an offload folder"
     )
     command.set_defaults(run=inspect)
     return parser
+
+
+def _dtype(text: str) -> torch.dtype:
+    from offload.storage.dtypes import dtype_named
+
+    found = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
+    if found is None or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype: bf16, fp16, fp32, float64...")
+    return found
 
 
 def _positive(text: str) -> int:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from conftest import contents
+from safetensors.torch import load_file, save_file
 
 from offload import OffloadedTensor, cli
+from offload.checkpoint import open_checkpoint
+from offload.storage.process import process_tag
+from offload.storage.write import TEMPORARY
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
@@ -94,3 +102,128 @@ def _tokenizer(folder: Path) -> object:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+# convert
+
+
+def test_convert_gives_a_folder_that_transformers_loads(llama_folder: Path, tmp_path: Path) -> None:
+    """In another dtype and other shards, with configuration and tokenizer, without code and other weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    shutil.copytree(llama_folder, source)
+    tokenizer = _tokenizer(source)
+    for name in ("modeling_x.py", "training_args.bin", "other.safetensors", "other.safetensors.index.json"):
+        (source / name).write_text("{}")
+    (source / "notes.txt").write_text("of the model")
+    before = contents(source)
+
+    assert 0 == cli.main(["convert", str(source), str(target), "--dtype", "fp32", "--max-shard-size", "100KB"])
+
+    assert before == contents(source)
+    assert ["target"] == os.listdir(tmp_path / "new")
+    names = {path.name for path in target.iterdir()}
+    shards = {name for name in names if name.startswith("model")}
+    assert {name for name in before if name.endswith((".json", ".txt"))} - {"other.safetensors.index.json"} == names - {
+        name for name in shards if name.endswith(".safetensors")
+    }
+    assert len(shards) > 2
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    found = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert {torch.float32} == {value.dtype for value in found.values()}
+    assert tokenizer("w3 w5").input_ids == AutoTokenizer.from_pretrained(target)("w3 w5").input_ids
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "torch.float16"])
+def test_convert_to_an_offload_folder_and_back(tmp_path: Path, dtype: str | None) -> None:
+    values = {"a/A": torch.randn(30, 4), "b": torch.arange(5), "c.t": torch.randn(4, 6)}
+    save_file(values, tmp_path / "source.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    options = ["--dtype", dtype] if dtype else []
+
+    forth = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "there"), "--to", "offload", *options]
+    back = ["convert", str(tmp_path / "there"), str(tmp_path / "back")]
+
+    assert [0, 0] == [cli.main(forth), cli.main(back)]
+    assert open_checkpoint(tmp_path / "there").is_offload_folder
+    assert ["model.safetensors"] == os.listdir(tmp_path / "back")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    kind = {None: torch.float32, "bf16": torch.bfloat16, "torch.float16": torch.float16}[dtype]
+    expected = {name: value.to(kind) if value.is_floating_point() else value for name, value in values.items()}
+    assert expected.keys() == found.keys()
+    assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path: Path) -> None:
+    """But not into how it was quantized."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = {"dtype": "float32", "text": {"torch_dtype": "float32", "x": [1]}, "quantization_config": {"dtype": "u4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert 0 == cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--dtype", "bf16"])
+
+    config["dtype"] = config["text"]["torch_dtype"] = "bfloat16"
+    assert config == json.loads((tmp_path / "new" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("there", ["file", "full folder", "link"])
+def test_convert_does_not_touch_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
+    target = tmp_path / "target"
+    if there == "file":
+        target.write_text("mine")
+    elif there == "link":
+        (tmp_path / "empty").mkdir()
+        target.symlink_to(tmp_path / "empty")
+    else:
+        target.mkdir()
+        (target / "notes").write_text("mine")
+    before, names = contents(tmp_path), sorted(os.listdir(tmp_path))
+
+    assert 1 == cli.main(["convert", str(tmp_path / "source.safetensors"), str(target)])
+
+    assert before == contents(tmp_path)
+    assert names == sorted(os.listdir(tmp_path))
+    assert f"{target} is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["safetensors", "offload"])
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    save_file({"w": torch.ones(2), "v": torch.ones(2)}, tmp_path / "source.safetensors")
+    (tmp_path / "target").mkdir()
+    real, seen = os.pwrite, []
+
+    def failing(*args: object) -> int:
+        seen.append(0)
+        if len(seen) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    arguments = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "target"), "--to", to]
+
+    assert 1 == cli.main([*arguments, "--dtype", "bf16"])
+
+    assert ["source.safetensors", "target"] == sorted(os.listdir(tmp_path))
+    assert [] == os.listdir(tmp_path / "target")
+
+
+def test_what_a_killed_conversion_left_is_swept(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
+    dead = tmp_path / f"{TEMPORARY}{process_tag().rpartition('-')[0]}-1-abcd"
+    alive = tmp_path / f"{TEMPORARY}{process_tag()}-abcd"
+    dead.mkdir()
+    alive.mkdir()
+
+    assert 0 == cli.main(["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "target")])
+
+    assert (False, True) == (dead.exists(), alive.exists())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf17", ""])
+def test_convert_to_no_floating_point_dtype_is_a_wrong_command_line(dtype: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["convert", "a", "b", "--dtype", dtype])

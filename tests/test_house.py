@@ -35,14 +35,21 @@ FLOORS = {
     "deferred": 5,
     "pretrained": 6,
     "loader": 7,
-    "integrations": 8,
-    "testing": 8,
-    "cli": 9,
+    "saving": 8,
+    "conversion": 9,
+    "integrations": 9,
+    "testing": 9,
+    "cli": 10,
 }
 NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
-GUESTS = {"pretrained": {"transformers"}, "device_map": {"accelerate"}, "loader": {"accelerate"}}
+GUESTS = {
+    "device_map": {"accelerate"},
+    "loader": {"accelerate"},
+    "pretrained": {"transformers"},
+    "saving": {"huggingface_hub", "torchao"},
+}
 
 PUBLIC = [
     "ON_DISK",
@@ -61,6 +68,7 @@ PUBLIC = [
     "materialize",
     "memory_summary",
     "register_subclass",
+    "save_checkpoint",
     "set_max_memory",
     "set_read_ahead",
 ]

@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint import COMPANIONS
 from offload.errors import CheckpointError
 
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_WANTED = [*COMPANIONS, "*.safetensors"]
 
 
 def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:

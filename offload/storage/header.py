@@ -145,10 +145,12 @@ def parse(text: bytes, size: int) -> Header:
     return Header(metadata, entries, unreadable)
 
 
-def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any]) -> tuple[bytes, list[int]]:
+def build(
+    layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int]]:
     """The first bytes of a file that holds values of these layouts, and the byte at which each value starts.
 
-    `notes` goes into the `offload` metadata.
+    `notes` goes into the `offload` metadata, `metadata` beside it.
 
     Raises:
         UnsupportedOpError: there is no form for a dtype.
@@ -166,10 +168,16 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any]) -> tuple[byte
         begins.append(begin)
         begin += layout.nbytes
     own = {"version": VERSION, **({"values": values} if values else {}), **notes}
-    text = json.dumps({"__metadata__": {"format": "pt", MARK: json.dumps(own)}, **specs}, ensure_ascii=False).encode()
+    said = {**(metadata or {}), "format": "pt", MARK: json.dumps(own)}
+    text = json.dumps({"__metadata__": said, **specs}, ensure_ascii=False).encode()
     length = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
     head = _LENGTH.pack(length) + text.ljust(length)
     return head, [len(head) + begin for begin in begins]
+
+
+def is_standard(layout: Layout) -> bool:
+    """Whether safetensors has a word for such values: any of its readers gives them back as they are."""
+    return not _spec(layout)[2]
 
 
 def _refuse_unstorable(key: str, layout: Layout) -> None:

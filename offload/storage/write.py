@@ -9,9 +9,10 @@ Always true:
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from offload.storage.file import TensorFile
 from offload.storage.header import Layout, build
 from offload.storage.process import is_dead, process_tag
 
-_TEMPORARY = ".offload-tmp-"
-_BLOCK = 32 << 20  # bytes that are gathered at a time from a value that is not contiguous, or not on the CPU
+TEMPORARY = ".offload-tmp-"
+_BLOCK = 4 << 20  # bytes that are gathered at a time from a value that is not contiguous, or not on the CPU
 _STEP = 1 << 20  # bytes that are copied or zeroed at a time
 
 
@@ -55,11 +56,10 @@ def write_values(
     with _replacing(path, _end(head, layouts), durable=durable) as fd:
         _write_all(fd, memoryview(head), 0)
         for (key, value), start in zip(values.items(), starts, strict=True):
-            at = start
-            blocks = _blocks(value.permute(layouts[key].order)) if isinstance(value, torch.Tensor) else value
-            for block in blocks:
-                at += _write_all(fd, _bytes_of(block), at)
-            assert at == start + layouts[key].nbytes
+            if isinstance(value, torch.Tensor):
+                write_tensor(fd, start, value.permute(layouts[key].order))
+            else:
+                _write_blocks(fd, start, value)
 
 
 def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], *, durable: bool) -> None:
@@ -98,18 +98,50 @@ def copy_entries(
         with _replacing(path, _end(head, layouts), durable=durable) as fd:
             _write_all(fd, memoryview(head), 0)
             for entry, start in zip(entries, starts, strict=True):
-                _copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes)
+                copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes)
     finally:
         os.close(fd_from)
+
+
+def write_beside(
+    temporary: Path,
+    path: Path,
+    layouts: Mapping[str, Layout],
+    metadata: Mapping[str, str],
+    fill: Callable[[int, str, int], None],
+) -> None:
+    """Write a whole file that is to become `path` as `temporary`, which is the caller's to rename or to remove.
+
+    `fill` is called with a file descriptor, the key of each value, and the byte at which the value starts.
+
+    Raises:
+        WriteError: the disk is full, the folder is read-only...
+    """
+    head, starts = build(layouts, {}, metadata)
+    size = _end(head, layouts)
+    with explained(path, size, "folder"), _new_file(temporary, size, durable=True) as fd:
+        _write_all(fd, memoryview(head), 0)
+        for key, start in zip(layouts, starts, strict=True):
+            fill(fd, key, start)
+
+
+def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Write the elements of a plain tensor in row-major order, as `dtype` if one is given, piece by piece."""
+    _write_blocks(fd, at, _blocks(tensor, dtype or tensor.dtype))
+
+
+def _write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
+    for block in blocks:
+        at += _write_all(fd, _bytes_of(block), at)
 
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder."""
     with os.scandir(folder) as items:
-        left = [Path(item.path) for item in items if item.name.startswith(_TEMPORARY)]
+        left = [Path(item.path) for item in items if item.name.startswith(TEMPORARY)]
     for path in left:
-        if is_dead(path.name.removeprefix(_TEMPORARY).rpartition("-")[0]):
-            _remove(path)
+        if is_dead(path.name.removeprefix(TEMPORARY).rpartition("-")[0]):
+            remove(path)
 
 
 def refuse_foreign(path: Path) -> None:
@@ -130,45 +162,68 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
+def temporary_for(path: Path) -> Path:
+    """A name beside `path` that nobody has; what a killed process leaves under it is swept."""
+    return path.with_name(f"{TEMPORARY}{process_tag()}-{secrets.token_hex(4)}")
+
+
+@contextmanager
+def _new_file(path: Path, size: int, *, durable: bool) -> Iterator[int]:
+    """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _reserve(fd, size)
+        yield fd
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def explained(path: Path, size: int, place: str = "offload_dir") -> Iterator[None]:
+    """Say of an error of the system what could not be written where, and what to do; `place` is what to change.
+
+    Raises:
+        WriteError
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OffloadError):
+            raise
+        raise WriteError(error.errno, _explain(error, size, place), str(path)) from error
+
+
 @contextmanager
 def _replacing(path: Path, size: int, *, durable: bool) -> Iterator[int]:
     """A descriptor of a temporary file of `size` bytes that becomes `path` if the block ends well."""
     refuse_foreign(path)
-    temporary = path.with_name(f"{_TEMPORARY}{process_tag()}-{secrets.token_hex(4)}")
-    try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    temporary = temporary_for(path)
+    with explained(path, size):
         try:
-            try:
-                _reserve(fd, size)
+            with _new_file(temporary, size, durable=durable) as fd:
                 yield fd
-                if durable:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
             os.replace(temporary, path)
         except BaseException:
-            _remove(temporary)
+            remove(temporary)
             raise
-    except OSError as error:
-        if isinstance(error, OffloadError):
-            raise
-        raise WriteError(error.errno, _explain(error, size), str(path)) from error
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _explain(error: OSError, size: int) -> str:
+def _explain(error: OSError, size: int, place: str) -> str:
     ways_out = {
-        errno.ENOSPC: "free some space, or take another offload_dir",
-        errno.EDQUOT: "your quota is used up: take another offload_dir",
+        errno.ENOSPC: f"free some space, or take another {place}",
+        errno.EDQUOT: f"your quota is used up: take another {place}",
         errno.EFBIG: "files may not be that large here (ulimit -f, or the file system)",
-        errno.EACCES: "the folder is not writable: take another offload_dir",
-        errno.EPERM: "the folder is not writable: take another offload_dir",
-        errno.EROFS: "the file system is read-only: take another offload_dir",
-        errno.ENOENT: "the folder is gone: make it again, or take another offload_dir",
+        errno.EACCES: f"the folder is not writable: take another {place}",
+        errno.EPERM: f"the folder is not writable: take another {place}",
+        errno.EROFS: f"the file system is read-only: take another {place}",
+        errno.ENOENT: f"the folder is gone: make it again, or take another {place}",
         errno.EMFILE: "too many files are open in this process (ulimit -n)",
     }
-    way_out = ways_out.get(error.errno or 0, "try again, or take another offload_dir")
+    way_out = ways_out.get(error.errno or 0, f"try again, or take another {place}")
     return f"{size} bytes could not be written ({error.strerror}); nothing was changed: {way_out}"
 
 
@@ -192,22 +247,34 @@ def _write_all(fd: int, data: memoryview, at: int) -> int:
     return done
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous CPU tensors that make up `tensor` in row-major order, without a whole copy of it."""
+def _blocks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Contiguous CPU tensors that make up `tensor` in row-major order, as `dtype`, without a whole copy of it.
+
+    They share a buffer, in which each is overwritten by the next. It is mapped and not allocated: glibc's heap keeps
+    aligned blocks of this size when they are freed, and has to grow for the next one.
+    """
     lies_as_it_reads = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if tensor.numel() == 0:
         return
-    if lies_as_it_reads and tensor.device.type == "cpu":
+    if lies_as_it_reads and tensor.device.type == "cpu" and tensor.dtype == dtype:
         yield tensor
-    elif tensor.numel() * tensor.itemsize <= _BLOCK:
-        yield tensor.cpu().contiguous().resolve_conj().resolve_neg()
-    elif tensor.dim() == 1:
-        for part in tensor.split(_BLOCK // tensor.itemsize):
-            yield from _blocks(part)
-    else:
-        rows = max(1, _BLOCK * len(tensor) // (tensor.numel() * tensor.itemsize))
-        for part in tensor.split(rows) if rows > 1 else tensor.unbind():
-            yield from _blocks(part)
+        return
+    most = max(_BLOCK // max(tensor.itemsize, dtype.itemsize), 1)
+    pages = mmap.mmap(-1, min(most, tensor.numel()) * dtype.itemsize)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8).view(dtype)
+    for part in _parts(tensor, most):
+        block = buffer[: part.numel()].view(part.shape)
+        yield block.copy_(part)
+
+
+def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Views of at most so many elements that make up `tensor` in row-major order."""
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    rows = most * len(tensor) // tensor.numel()
+    for part in tensor.split(rows) if rows > 1 else tensor.unbind():
+        yield from _parts(part, most)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -223,7 +290,7 @@ def _write_zeros(fd: int, at: int, count: int) -> None:
         _write_all(fd, zeros[: count - done], at + done)
 
 
-def _copy_range(source: int, start: int, target: int, at: int, count: int) -> None:
+def copy_range(source: int, start: int, target: int, at: int, count: int) -> None:
     """Copy bytes from file to file; `sendfile` copies fewer than asked for, or cannot (macOS: sockets only)."""
     done = _send_range(source, start, target, at, count)
     while done < count:
@@ -256,13 +323,13 @@ def _end(head: bytes, layouts: Mapping[str, Layout]) -> int:
     return len(head) + sum(layout.nbytes for layout in layouts.values())
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a temporary file if it is there and the folder lets us; what stays is swept later."""
     with suppress(OSError):
         path.unlink()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a replacement survive a power cut, where folders can be synced."""
     try:
         fd = os.open(folder, os.O_RDONLY)

@@ -19,6 +19,7 @@ How an op is carried out, in this order:
 | `rules` | 2 and 3: what follows from an op's schema |
 | `inner` | values that are themselves of a tensor subclass |
 | `outside` | numpy, DLPack, text, addresses, pickles |
+| `saved` | tensors on their way into a file that is not theirs |
 | `processes` | passing to another process |
 | `materialize` | tensors, modules and nests of them, plain again |
 | `traced` | what stands for a file while a compiler traces |

@@ -48,3 +48,10 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Range:
     if nbytes <= SMALL or span > _MOST_SCATTERED * nbytes:
         return UNTRACKED
     return tracked(handle, start + int(twin.storage_offset()) * twin.itemsize, span)
+
+
+def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
+    """The byte of the file at which a view begins whose elements lie there as they read; None for any other view."""
+    if handle.recipe is not None or not twin.is_contiguous() or twin.is_conj() or twin.is_neg():
+        return None
+    return handle.extent[0] + int(twin.storage_offset()) * twin.itemsize

@@ -1,0 +1,133 @@
+"""A checkpoint in another form: another dtype, other shards, safetensors from whatever it was, an offload folder.
+
+Always true:
+- the new folder appears whole or not at all, and the old one is only read
+- one value at a time is in memory, at most
+- configuration and tokenizer come along, code and other weights do not
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
+from offload.errors import ForeignFileError
+from offload.loader import PathLike, referenced
+from offload.progress import progress
+from offload.saving import save_checkpoint
+from offload.storage.dtypes import dtype_name
+from offload.storage.process import is_dead
+from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
+from offload.tensor.wrapper import OffloadedTensor
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def convert_checkpoint(
+    source: PathLike,
+    target: PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    to_offload_folder: bool = False,
+) -> Path:
+    """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
+
+    Args:
+        source: see `open_checkpoint`.
+        target: the new folder; it may be there if it is empty.
+        dtype, max_shard_size: see `save_checkpoint`.
+        to_offload_folder: one file a name, which can be written to in place, instead of a checkpoint.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ForeignFileError: `target` is there and not empty.
+        MissingFileError, CorruptFileError, CheckpointError, and as `save_checkpoint`.
+    """
+    opened = open_checkpoint(source)
+    with _new_folder(Path(os.path.abspath(target))) as folder:
+        if to_offload_folder:
+            _write_one_by_one(opened, folder, dtype)
+        else:
+            save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
+        if not os.path.isfile(source) or os.fspath(source).endswith(".index.json"):
+            _copy_companions(opened.path, folder, dtype)
+    return Path(os.path.abspath(target))
+
+
+def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    names = list(source)
+    tensors = referenced(source, [(name, torch.device("cpu")) for name in names], None)
+    for name, tensor in progress(zip(names, tensors, strict=True), "converting", total=len(names)):
+        casts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        OffloadedTensor.from_original_tensor(tensor.to(dtype) if casts else tensor, name, folder)
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it if the block ends well, and goes if not."""
+    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+        raise ForeignFileError(f"{target} is there, and is no empty folder: take another one, or remove it first")
+    temporary = temporary_for(target)
+    with explained(target, 0, "folder"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep_folders(target.parent)
+        temporary.mkdir()
+    try:
+        yield temporary
+        with explained(target, 0, "folder"):
+            os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+
+
+def _sweep_folders(parent: Path) -> None:
+    """Remove what killed processes left half made."""
+    for left in parent.glob(f"{TEMPORARY}*"):
+        if left.is_dir() and is_dead(left.name.removeprefix(TEMPORARY).rpartition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    for path in sorted(source.iterdir()):
+        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+        if not wanted or path.name.endswith(".index.json") or not path.is_file():
+            continue
+        with explained(folder / path.name, path.stat().st_size, "folder"):
+            if path.name == "config.json" and dtype is not None:
+                _copy_config(path, folder / path.name, dtype)
+            else:
+                shutil.copyfile(path, folder / path.name)
+
+
+def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy a model's configuration, with the new dtype: transformers loads what it says, whatever the weights are."""
+    config = _with_dtype(json.loads(path.read_text(encoding="utf-8")), dtype_name(dtype))
+    target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _with_dtype(config: Any, name: str) -> Any:
+    """`config`, and the parts that it has for parts of the model, with another dtype where one is said."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: name
+        if key in _DTYPE_KEYS and isinstance(value, str)
+        else value
+        if key == "quantization_config"
+        else _with_dtype(value, name)
+        for key, value in config.items()
+    }

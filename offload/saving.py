@@ -1,0 +1,453 @@
+"""Write a model, or named tensors, as a safetensors checkpoint.
+
+Always true:
+- no value comes into memory as a whole: what is on disk is copied from file to file, the rest goes piece by piece
+- every file is complete beside its place before the first one is put there, the index last; after a failure the
+  checkpoint that was there stands, and no temporary file is left
+- what is replaced or removed is an earlier checkpoint of ours; a file that tensors to be saved refer to is not
+- any safetensors reader gives the values back as they are
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint import Checkpoint
+from offload.errors import ForeignFileError, OffloadError, UnknownSubclassError, UnsupportedOpError
+from offload.loader import PathLike, referenced
+from offload.memory import as_bytes
+from offload.progress import progress_in_bytes
+from offload.storage.file import TensorFile
+from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
+from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
+from offload.tensor.arguments import refuse_unstorable
+from offload.tensor.saved import file_of, identity_of, subclass_value, write_value
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_LARGEST_STEP = 64  # bytes to which values are aligned where their sizes allow it
+_OWN_METADATA = ("format", MARK)
+
+
+def save_checkpoint(
+    model_or_state_dict: nn.Module | Mapping[str, torch.Tensor] | Checkpoint,
+    folder: PathLike,
+    max_shard_size: int | str = "5GB",
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[Path]:
+    """Write `model.safetensors`, or shards with an index, as `save_pretrained` does, in bounded memory.
+
+    Tied weights are written once. Quantized weights of torchao are written in torchao's own form.
+
+    Args:
+        model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.
+        folder: is made if need be. An earlier checkpoint in it is replaced if this function wrote it.
+        max_shard_size: bytes of the values in a file: "5GB", "500MiB", 4096. A value that is larger has its own file.
+        dtype: to convert floating-point values to, piece by piece; those of 8 bits and less stay as they are.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that is being saved from.
+        UnsupportedOpError: a value has no form in a safetensors file.
+        UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
+        WriteError: the disk is full, the folder is read-only...
+
+    Example:
+        >>> [path.name for path in save_checkpoint({"w": torch.ones(2)}, "saved")]
+        ['model.safetensors']
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} is not a floating-point one: only such values are converted")
+    plan = _plan(model_or_state_dict, dtype)
+    files = _shards(plan, _positive(max_shard_size))
+    folder = Path(os.path.abspath(folder))
+    targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
+    earlier = _earlier(folder)
+    _refuse_foreign({*targets, *earlier})
+    _refuse_offload_folder(folder)
+    _refuse_sources(plan.sources, {*targets, *earlier})
+    with explained(folder, plan.nbytes, "folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+    temporaries = {target: temporary_for(target) for target in targets}
+    try:
+        _write_all(plan, files, temporaries)
+        with explained(folder, plan.nbytes, "folder"):
+            _put_in_place(folder, temporaries, earlier)
+    finally:
+        for temporary in temporaries.values():
+            remove(temporary)
+    return targets
+
+
+# What is to be written
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A value as it will be in its file."""
+
+    tensor: torch.Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the files will hold.
+
+    Attributes:
+        parts: the values by key.
+        ties: the names that are left out, each with the key that has its value.
+        sources: the files that values come from, by name.
+        metadata: what every file says.
+        total_parameters: for the index.
+    """
+
+    parts: dict[str, _Part]
+    ties: dict[str, str]
+    sources: dict[str, Path]
+    metadata: dict[str, str]
+    total_parameters: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.layout.nbytes for part in self.parts.values())
+
+
+def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: torch.dtype | None) -> _Plan:
+    metadata: dict[str, str] = {}
+    discarded: Iterable[str] = ()
+    if isinstance(source, Checkpoint):
+        tensors: dict[str, Any] = _tensors_of(source)
+        metadata = _metadata_of(source)
+    elif isinstance(source, nn.Module):
+        tensors = dict(source.state_dict())
+        discarded = _discarded_names(source)
+    elif isinstance(source, Mapping):
+        tensors = dict(source)
+    else:
+        raise TypeError(f"a module, tensors by name, or a checkpoint can be saved, not a {type(source).__name__}")
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    ties = _ties(tensors, set(discarded))
+    parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype)
+    numbers = source.parameters() if isinstance(source, nn.Module) else [part.tensor for part in parts.values()]
+    sources = {name: file for name, tensor in tensors.items() if (file := file_of(tensor))}
+    return _Plan(parts, ties, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
+
+
+def _tensors_of(source: Checkpoint) -> dict[str, torch.Tensor]:
+    return dict(zip(source, referenced(source, [(name, torch.device("cpu")) for name in source], None), strict=True))
+
+
+def _metadata_of(source: Checkpoint) -> dict[str, str]:
+    """What the files of a checkpoint say beside their values: a quantized one can't be read without it."""
+    files = {id(value.file): value.file for value in source.values()}
+    found: dict[str, str] = {}
+    for file in files.values():
+        found = {**file.header.metadata, **found}
+    return {key: text for key, text in found.items() if key not in _OWN_METADATA}
+
+
+def _discarded_names(model: nn.Module) -> Iterable[str]:
+    """The names that a transformers model ties to others, which it expects under those."""
+    tied: Iterable[str] | None = getattr(model, "all_tied_weights_keys", None)
+    return tied or getattr(model, "_tied_weights_keys", None) or ()
+
+
+def _check(name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is text, not {name!r}")
+    if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
+        raise ValueError(f"no tensor in a safetensors file can be called {name!r}: rename it")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{name!r} is a {type(tensor).__name__}, not a tensor: save it elsewhere, and leave it out here"
+        )
+    refuse_unstorable(tensor, name)
+
+
+def _ties(tensors: Mapping[str, torch.Tensor], discarded: set[str]) -> dict[str, str]:
+    """The names that need no value of their own, each with the one that stands for it.
+
+    Of several names the first in the alphabet stands, as with `safetensors.torch.save_model`, but none of `discarded`
+    if there is another.
+    """
+    same: dict[Any, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        same[identity_of(tensor)].append(name)
+    ties: dict[str, str] = {}
+    for names in same.values():
+        kept = min([name for name in names if name not in discarded] or names)
+        ties.update((name, kept) for name in sorted(names) if name != kept)
+    return ties
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[dict[str, _Part], dict[str, str]]:
+    """The entries of the files, and what their metadata must say of them."""
+    parts: dict[str, _Part] = {}
+    quantized: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        value = subclass_value(tensor)
+        if value is None:
+            inner = {name: _part(name, tensor, dtype)}
+        else:
+            quantized[name] = value
+            inner = {key: _part(key, part, None) for key, part in _inner_tensors(name, value).items()}
+        if not parts.keys().isdisjoint(inner):
+            raise ValueError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
+        parts |= inner
+    return parts, _torchao_notes(tensors, quantized) if quantized else {}
+
+
+def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Part:
+    refuse_unstorable(tensor, name)
+    converts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    layout = contiguous(dtype if dtype is not None and converts else tensor.dtype, tuple(tensor.shape))
+    if not is_standard(layout):
+        raise UnsupportedOpError(
+            f"{name!r} is of {layout.dtype}, which safetensors has no word for: convert it first, "
+            "or keep it in an offload folder (OffloadedTensor.from_original_tensor, offload.disk_offload)"
+        )
+    return _Part(tensor.detach(), layout)
+
+
+def _shards(plan: _Plan, most: int) -> dict[str, list[str]]:
+    """The keys that go into each file, in the order in which they will lie there."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        plan.parts,
+        get_storage_size=lambda part: part.layout.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most,
+    )
+    files: dict[str, list[str]] = split.filename_to_tensors or {_SINGLE: []}
+    return {name: sorted(keys, key=lambda key: -_step(plan.parts[key].layout.nbytes)) for name, keys in files.items()}
+
+
+def _step(nbytes: int) -> int:
+    """The alignment that a value of so many bytes leaves to the next one: entries must lie without gaps.
+
+    Where those of larger steps come first, each is aligned to its own step, which is at least the size of an element.
+    """
+    return min(nbytes & -nbytes, _LARGEST_STEP) or _LARGEST_STEP
+
+
+def _positive(size: int | str) -> int:
+    most = as_bytes(size, 0)
+    if most < 1:
+        raise ValueError(f"max_shard_size={size!r} leaves no room for any value: use '5GB', '500MiB', 4096...")
+    return most
+
+
+# Quantized weights
+
+
+def _inner_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors of a quantized weight, by the keys under which torchao looks for them."""
+    keys = _in_torchaos_form(name, value)[0]
+    if len(keys) == 0 or not all(key.startswith(_prefix(name)) for key in keys):
+        raise _no_form(name, value, "its form is not the known one")
+    return {key: getattr(value, key.removeprefix(_prefix(name))) for key in keys}
+
+
+def _prefix(name: str) -> str:
+    module, _, attribute = name.rpartition(".")
+    return f"{module}._{attribute}_"
+
+
+def _torchao_notes(tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The metadata by which torchao and transformers rebuild quantized weights; names without a dot can't be said."""
+    named = {name: quantized.get(name, torch.empty(0)) for name in tensors if "." in name}
+    notes = {name: _in_torchaos_form(name, value)[1] for name, value in named.items()}
+    return {**notes, "tensor_names": json.dumps(list(notes))}
+
+
+def _in_torchaos_form(name: str, value: torch.Tensor) -> tuple[list[str], str]:
+    """The keys of a weight's inner tensors, and the note about it.
+
+    Source: `torchao.prototype.safetensors`, which copies the tensors too: hence one at a time.
+    """
+    try:
+        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+        flat, notes = flatten_tensor_state_dict({name: value})
+    except ImportError as error:
+        raise _no_form(name, value, "torchao, which knows such forms, can't be imported") from error
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        raise _no_form(name, value, f"torchao has no form for it ({error})") from error
+    return list(flat), notes[name]
+
+
+def _no_form(name: str, value: torch.Tensor, why: str) -> UnknownSubclassError:
+    return UnknownSubclassError(
+        f"{name!r} is a {type(value).__name__}, and {why}: save its dequantize() or full_tensor(), "
+        "or keep it in an offload folder (offload.disk_offload)"
+    )
+
+
+# Files
+
+
+def _write_all(plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path]) -> None:
+    sharded = len(files) > 1
+    metadata = plan.metadata if sharded else {**plan.ties, **plan.metadata}
+    with progress_in_bytes(plan.nbytes, "saving") as advance:
+
+        def fill(fd: int, key: str, start: int) -> None:
+            part = plan.parts[key]
+            write_value(fd, start, part.tensor, part.layout.dtype)
+            advance(part.layout.nbytes)
+
+        for target, temporary in temporaries.items():
+            if target.name == _INDEX:
+                _write_index(target, temporary, plan, files)
+            else:
+                layouts = {key: plan.parts[key].layout for key in files[target.name]}
+                write_beside(temporary, target, layouts, metadata, fill)
+
+
+def _write_index(target: Path, temporary: Path, plan: _Plan, files: Mapping[str, list[str]]) -> None:
+    weight_map = {key: name for name, keys in files.items() for key in keys}
+    numbers = {"total_parameters": plan.total_parameters, "total_size": plan.nbytes}
+    own = {MARK: json.dumps({"version": VERSION})}
+    index = {"metadata": {**plan.ties, **numbers, **own}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    with explained(target, len(text), "folder"), open(temporary, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put_in_place(folder: Path, temporaries: Mapping[Path, Path], earlier: Iterable[Path]) -> None:
+    """Rename the new files to their places, the index last, and set the old ones aside; all of it, or nothing.
+
+    Where a new shard replaces an old one the old index goes first: a process that is killed right then leaves a folder
+    without an index, which is an error, and not a mixture of two checkpoints.
+    """
+    old = list(earlier)
+    aside = {path: temporary_for(path) for path in {*old, *temporaries} if path.exists()}
+    replaces_shards = any(path in temporaries and path.name != _INDEX for path in old)
+    try:
+        with ExitStack() as undo:
+            for path in (path for path in old if path.name == _INDEX and replaces_shards):
+                _set_aside(path, aside[path], undo)
+            for path, temporary in temporaries.items():
+                _keep(path, aside.get(path), undo)
+                os.replace(temporary, path)
+            for path in old:
+                if path not in temporaries and path.exists():
+                    _set_aside(path, aside[path], undo)
+            sync_folder(folder)
+            undo.pop_all()
+    finally:
+        for path in aside.values():
+            remove(path)
+
+
+def _set_aside(path: Path, backup: Path, undo: ExitStack) -> None:
+    undo.callback(_restore, backup, path)
+    os.replace(path, backup)
+
+
+def _keep(path: Path, backup: Path | None, undo: ExitStack) -> None:
+    """Give what stands at `path` a second name, so that it never is without one where links can be made."""
+    if backup is None:
+        undo.callback(remove, path)
+    elif not backup.exists():
+        undo.callback(_restore, backup, path)
+        try:
+            os.link(path, backup)
+        except OSError:
+            os.replace(path, backup)
+
+
+def _restore(backup: Path, path: Path) -> None:
+    with suppress(OSError):  # not there: it was not reached
+        os.replace(backup, path)
+
+
+def _earlier(folder: Path) -> list[Path]:
+    """The files of the checkpoint that stands in a folder, its index first: what a new one replaces or removes.
+
+    Of shards those that are ours, also without an index: a process that was killed left them.
+    """
+    found = [path for path in (folder / _INDEX, folder / _SINGLE) if os.path.lexists(path)]
+    shards = (path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name))
+    return found + [path for path in shards if _is_ours(path)]
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _refuse_foreign(paths: Iterable[Path]) -> None:
+    for path in sorted(paths):
+        if os.path.lexists(path) and not _is_ours(path):
+            raise ForeignFileError(
+                f"{path} exists and is not of a checkpoint that offload saved: it is left as it is. "
+                "Save to another folder, or move it away first."
+            )
+
+
+def _refuse_offload_folder(folder: Path) -> None:
+    """A checkpoint among values of single names would hide them: what is opened then is the checkpoint."""
+    for path in folder.glob("*.safetensors"):
+        if _value_name(path) is not None:
+            raise ForeignFileError(f"{folder} is an offload folder ({path.name}...): save to another one")
+
+
+def _value_name(path: Path) -> str | None:
+    try:
+        return TensorFile.open(path).notes.get("name")
+    except OffloadError:
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `save_checkpoint` wrote it."""
+    if path.is_symlink():
+        return False
+    if path.name == _INDEX:
+        metadata = _json(path).get("metadata")
+        return isinstance(metadata, dict) and MARK in metadata
+    try:
+        return TensorFile.open(path).is_ours
+    except OffloadError:
+        return False
+
+
+def _refuse_sources(sources: Mapping[str, Path], replaced: Iterable[Path]) -> None:
+    """Refuse to replace the files that the values come from: the tensors over them would be lost."""
+    known = {place for path in replaced for place in _places(path)}
+    for name, source in sources.items() if known else ():
+        if not known.isdisjoint(_places(source)):
+            raise ForeignFileError(
+                f"{name!r} refers to {source}, which saving here would replace: save to another folder"
+            )
+
+
+def _places(path: Path) -> Iterator[tuple[int, int]]:
+    with suppress(OSError):
+        status = os.stat(path)
+        yield status.st_dev, status.st_ino

@@ -1,0 +1,77 @@
+"""Tensors of any kind, as they go into a file that is not theirs.
+
+Always true:
+- a value on disk is copied from file to file, or read through its mapping: it does not come into memory as a whole
+- nothing here changes a tensor, or what stays in memory of it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from pathlib import Path
+
+import torch
+
+from offload.storage.handle import plain_world
+from offload.storage.subclasses import is_subclass_value
+from offload.storage.write import copy_range, write_tensor
+from offload.tensor.cuts import metadata_of
+from offload.tensor.extents import start_of_run
+from offload.tensor.wrapper import OffloadedTensor, current_twin, mapped_value
+
+
+def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Write the elements of a dense tensor in row-major order into a file, converted to `dtype` on the way.
+
+    Raises:
+        OSError: the file does not take it.
+        StaleViewError, and as `Handle.base`.
+    """
+    with plain_world():
+        value = mapped_value(tensor) if type(tensor) is OffloadedTensor else tensor
+        if value.dtype != dtype or not _copied(fd, at, tensor):
+            write_tensor(fd, at, value, dtype)
+
+
+def identity_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for two tensors that are the same view of the same memory or file: tied weights."""
+    if type(tensor) is OffloadedTensor:
+        return tensor._file_handle(), metadata_of(current_twin(tensor))
+    if is_subclass_value(tensor):
+        attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return type(tensor), tuple(identity_of(getattr(tensor, attribute)) for attribute in attributes)
+    if tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.untyped_storage().data_ptr(), metadata_of(tensor)
+
+
+def file_of(tensor: torch.Tensor) -> Path | None:
+    """The file that an offloaded tensor is over."""
+    return tensor.offload_path if type(tensor) is OffloadedTensor else None
+
+
+def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The wrapper subclass, such as a quantized weight, that this is or holds, over its mapped file; None if none."""
+    if type(tensor) is not OffloadedTensor:
+        return tensor if is_subclass_value(tensor) else None
+    if not tensor._file_handle().is_subclass:
+        return None
+    with plain_world():
+        return mapped_value(tensor)
+
+
+def _copied(fd: int, at: int, tensor: torch.Tensor) -> bool:
+    """Whether it could be copied from file to file."""
+    if type(tensor) is not OffloadedTensor:
+        return False
+    handle, twin = tensor._file_handle(), current_twin(tensor)
+    start = start_of_run(handle, twin)
+    if start is None:
+        return False
+    source = handle.file.descriptor(settled=not handle.owned)
+    try:
+        copy_range(source, start, fd, at, twin.numel() * twin.itemsize)
+    finally:
+        os.close(source)
+    return True

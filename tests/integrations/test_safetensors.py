@@ -1,0 +1,189 @@
+"""safetensors and huggingface_hub save and load models on disk with functions of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+from huggingface_hub import load_torch_model, save_torch_model, save_torch_state_dict
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+import offload
+from tests.processes import run_script
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, and a norm with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.base = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.base.weight
+
+
+def net(seed: int) -> Tied:
+    torch.manual_seed(seed)
+    made = Tied().eval()
+    made.norm.running_mean.normal_()
+    return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Another model's values than those that are loaded into it."""
+    (tmp_path / "checkpoint").mkdir()
+    save_model(net(1), tmp_path / "checkpoint" / "model.safetensors")
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def on_disk(checkpoint: Path) -> Tied:
+    """Over its checkpoint, buffers too."""
+    with offload.init_empty_weights():
+        empty = Tied().eval()
+    return offload.load_checkpoint_and_dispatch(empty, checkpoint, offload_buffers=True)
+
+
+def by_safetensors(model: nn.Module, folder: Path) -> None:
+    save_model(model, str(folder / "model.safetensors"))
+
+
+def by_hub(model: nn.Module, folder: Path) -> None:
+    save_torch_model(model, folder)
+
+
+def by_hub_in_shards(model: nn.Module, folder: Path) -> None:
+    save_torch_model(model, folder, max_shard_size=100)
+
+
+def by_hub_from_a_state_dict(model: nn.Module, folder: Path) -> None:
+    save_torch_state_dict(model.state_dict(), folder, shared_tensors_to_discard=["base.weight"])
+
+
+def parts(folder: Path) -> dict[str, tuple[Any, bytes]]:
+    """Every file as its header, or all of it, and its data; the library writes metadata in any order."""
+    found = {}
+    for name, (_, data) in contents(folder).items():
+        end = 8 + int.from_bytes(data[:8], "little") if name.endswith(".safetensors") else len(data)
+        found[name] = json.loads(data[8 if end < len(data) else 0 : end]), data[end:]
+    return found
+
+
+SAVERS = [by_safetensors, by_hub, by_hub_in_shards, by_hub_from_a_state_dict]
+
+
+@pytest.mark.parametrize("save", SAVERS)
+def test_what_they_save_of_a_model_on_disk_is_what_they_save_in_memory(
+    on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[[nn.Module, Path], Any]
+) -> None:
+    """Byte for byte. Tied weights once, under the same name."""
+    before = contents(checkpoint)
+    for name in ("plain", "disk"):
+        (tmp_path / name).mkdir()
+
+    save(net(1), tmp_path / "plain")
+    save(on_disk, tmp_path / "disk")
+
+    assert parts(tmp_path / "plain") == parts(tmp_path / "disk")
+    assert before == contents(checkpoint)
+    assert all(map(offload.is_offloaded, on_disk.parameters()))
+
+
+def load_by_safetensors(model: nn.Module, folder: Path) -> None:
+    assert (set(), []) == load_model(model, folder / "model.safetensors")
+
+
+def load_by_hub(model: nn.Module, folder: Path) -> None:
+    load_torch_model(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [(by_safetensors, load_by_safetensors), (by_hub, load_by_hub), (by_hub_in_shards, load_by_hub)],
+)
+def test_what_they_load_goes_to_files_of_the_models_own(
+    on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[..., Any], load: Callable[..., Any]
+) -> None:
+    """Neither the checkpoint that the model referred to nor the one that is loaded is written to."""
+    (tmp_path / "new").mkdir()
+    save(net(2), tmp_path / "new")
+    before = contents(checkpoint), contents(tmp_path / "new")
+
+    load(on_disk, tmp_path / "new")
+
+    assert before == (contents(checkpoint), contents(tmp_path / "new"))
+    expected, found = net(2).state_dict(), on_disk.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name].materialize()) for name, value in expected.items())
+    assert on_disk.head.weight is on_disk.base.weight
+    folders = {tmp_path / "new", checkpoint}
+    assert all(parameter.offload_path.parent not in folders for parameter in on_disk.parameters())
+
+
+MEASURED = """
+    import json, sys, threading, torch, offload
+    from huggingface_hub import save_torch_model
+    from safetensors.torch import load_model, save_model
+    from torch import nn
+    from offload.memory import anonymous_bytes
+
+    source, folder, what = sys.argv[1:]
+
+    def network(path, layers, size):
+        with offload.init_empty_weights():
+            empty = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(layers)))
+        return offload.load_checkpoint_and_dispatch(empty, path)
+
+    def act(model, path):
+        if what == "save_torch_model":
+            return save_torch_model(model, folder)
+        if what == "save_model":
+            return save_model(model, f"{folder}/model.safetensors")
+        return load_model(model, path)
+
+    act(network(sys.argv[1] + ".small", 1, 8), sys.argv[1] + ".small")  # imports, first calls
+    model = network(source, 8, 2800)
+    before, peak, done = anonymous_bytes(), [], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            peak.append(anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    act(model, source)
+    done.set()
+    watcher.join()
+    print(json.dumps(dict(grown=max(peak) - before, looks=len(peak))))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("what", ["save_model", "save_torch_model", "load_model"])
+def test_they_do_it_in_little_memory(tmp_path: Path, what: str) -> None:
+    """A model of 250 MB, in 8 values."""
+    values = {f"{layer}.weight": torch.full((2800, 2800), layer + 0.5) for layer in range(8)}
+    save_file(values, tmp_path / "source")
+    save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "source.small")
+    (tmp_path / "saved").mkdir()
+
+    measured = json.loads(run_script(MEASURED, tmp_path / "source", tmp_path / "saved", what))
+
+    assert measured["looks"] > 5
+    assert measured["grown"] < 16e6
+    if what != "load_model":
+        found = load_file(tmp_path / "saved" / "model.safetensors")
+        assert values.keys() == found.keys()
+        assert all(torch.equal(value, found[name]) for name, value in values.items())
