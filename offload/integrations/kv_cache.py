@@ -152,8 +152,7 @@ class _Rows:
         """`states` in the file, in place of all that is there; as they are, if they are there already, or nothing."""
         if states is None or states.numel() == 0 or self._holds(states):
             return states
-        with torch.inference_mode(False), torch.no_grad():
-            return self.append(None, states)
+        return self.append(None, states)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
         copy = _Rows(self._name, None, self._max_length)
@@ -253,9 +252,8 @@ class _LayerOnDisk:
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        with torch.inference_mode(False), torch.no_grad():
-            keys = self._rows_of_keys.append(self._keys, key_states)
-            return keys, self._rows_of_values.append(self._values, value_states)
+        keys = self._rows_of_keys.append(self._keys, key_states)
+        return keys, self._rows_of_values.append(self._values, value_states)
 
 
 class _SlidingLayerOnDisk(_LayerOnDisk):

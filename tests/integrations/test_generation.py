@@ -134,17 +134,14 @@ def test_a_text_generation_pipeline(llama: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=splitter, unk_token="<unk>", pad_token="<pad>")
     tokenizer.padding_side = "left"
 
-    expected, got = (
-        pipeline("text-generation", model=who, tokenizer=tokenizer, device="cpu")(
-            ["w3 w4 w5", "w8"], batch_size=2, max_new_tokens=8, do_sample=False
-        )
-        for who in (plain, model)
-    )
+    said = []
+    for who in (plain, model):
+        torch.manual_seed(0)
+        write = pipeline("text-generation", model=who, tokenizer=tokenizer, device="cpu")
+        said.append(write(["w3 w4 w5", "w8"], batch_size=2, max_new_tokens=8, do_sample=True))
 
-    assert expected == got
-    assert (
-        3 + 8 == len(tokenizer(got[0][0]["generated_text"]).input_ids)  # the first new word joins the last one
-    )
+    assert said[0] == said[1]
+    assert len(set(said[1][0][0]["generated_text"].split())) > 5
     assert is_on_disk(model)
 
 

@@ -167,6 +167,31 @@ def test_a_cache_that_was_reset_takes_a_batch_of_another_size(model: Any) -> Non
     assert same(expected, generated(model, ids(5, 6), past))
 
 
+def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
+    past = offload.kv_cache(model)
+    generated(model, ids(2, 13), past)
+
+    past.reset()
+
+    model.bfloat16()
+    expected = generated(model, ids(2, 13), DynamicCache(config=model.config))
+    assert same(expected, generated(model, ids(2, 13), past))
+    assert torch.bfloat16 == past.layers[0].keys.dtype
+
+
+@torch.no_grad()
+def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None:
+    """While the past is recorded nothing leaves it, also over several calls."""
+    model = model_of(CONFIGS["sliding"])
+    caches = DynamicCache(config=model.config), offload.kv_cache(model)
+    caches[1].activate_past_recording()
+
+    for tokens in ids(1, 40).split([12, 3, 1, 24], dim=1):
+        expected, got = (model(tokens, past_key_values=past).logits for past in caches)
+        assert torch.equal(expected, got)
+    assert [7, 40] == [past.layers[0].keys.shape[2] for past in caches]
+
+
 @torch.no_grad()
 def test_the_room_grows_and_the_tokens_stay(model: Any) -> None:
     """256 tokens to begin with, and half as many again as there are; a window moves to the beginning of the room."""
@@ -266,6 +291,15 @@ def test_a_deep_copy_goes_its_own_way(model: Any, tmp_path: Path) -> None:
     assert other.layers[0].keys.offload_dir != tmp_path
 
 
+@torch.no_grad()
+def test_a_deep_copy_of_an_empty_cache_does_not_claim_its_names(llama: Any, tmp_path: Path) -> None:
+    past = offload.kv_cache(llama, tmp_path)
+
+    other = copy.deepcopy(past)
+
+    assert torch.equal(llama(ids(1, 3), past_key_values=past).logits, llama(ids(1, 3), past_key_values=other).logits)
+
+
 def test_under_inference_mode_and_outside_it(llama: Any) -> None:
     caches = DynamicCache(config=llama.config), offload.kv_cache(llama)
     with torch.inference_mode():
@@ -301,7 +335,7 @@ def test_states_of_linear_attention_stay_in_memory() -> None:
         "linear_value_head_dim": 8,
     }
     config = Qwen3NextConfig(
-        **SIZES, **heads, num_experts=0, layer_types=["linear_attention", "full_attention"], pad_token_id=0
+        **SIZES, **linear, num_experts=0, layer_types=["linear_attention", "full_attention"], pad_token_id=0
     )
     model = model_of(config)
     past = offload.kv_cache(model)
