@@ -447,7 +447,8 @@ LONG = """
         global most
         for layer in range(layers):
             keys_so_far, values_so_far = past.update(keys + layer, values + layer, layer)
-            out = sdpa_attention_forward(attention, query, keys_so_far, values_so_far, None)[0]
+            seen = attention, query[:, :, -8:], keys_so_far, values_so_far
+            out = sdpa_attention_forward(*seen, None, is_causal=False)[0]
             most = max(most, anonymous_bytes())
         return out
 
@@ -464,13 +465,14 @@ LONG = """
 """
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_400_mb_take_the_anonymous_memory_of_a_layer() -> None:
-    """The layer's part is 42 MB. What attention allocates and frees for its results goes back at once, so that it does
-    not count: by default the C library keeps some 100 MB of it."""
+    """Half of a layer's 42 MB at most. What attention allocates and frees goes back at once, so that it does not count:
+    by default the C library keeps some 100 MB of it."""
     found = json.loads(run_script(LONG, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}))
 
     assert found["kept"] > 400e6
-    assert found["grown"] < 42e6
+    assert found["grown"] < 21e6
     assert all(total > 0 for total in found["totals"])
 
 
