@@ -7,6 +7,7 @@
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
 | know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
+| keep a model's keys and values on disk | `kv_cache` |
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
 | move a model that is in memory to disk | `disk_offload` |
@@ -23,6 +24,7 @@ from offload.budget import evict, keep_resident, memory_summary, set_max_memory,
 from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
+from offload.integrations.kv_cache import kv_cache
 from offload.integrations.transformers import from_pretrained
 from offload.loader import (
     LoadReport,
@@ -48,6 +50,7 @@ __all__ = [
     "init_empty_weights",
     "is_offloaded",
     "keep_resident",
+    "kv_cache",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",

@@ -62,6 +62,7 @@ PUBLIC = [
     "init_empty_weights",
     "is_offloaded",
     "keep_resident",
+    "kv_cache",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",

@@ -207,6 +207,17 @@ class Handle:
             self._write(path, tensor, layout)
             self.generation += self.layout != old
 
+    def clear(self, layout: Layout) -> None:
+        """Make the value zeros of `layout`, as `allocate` does. Views that were cut before are stale, in any case.
+
+        Raises:
+            WriteError: the old value stands.
+        """
+        with self._lock, self._claimed() as path, _naming(self.name):
+            write_empty(path, self.name, layout, {"name": self.name}, durable=self.folder is not None)
+            self._take(TensorFile.open(path))
+            self.generation += 1
+
     def flush(self) -> None:
         """Wait until what was written is on the disk.
 

@@ -3,6 +3,7 @@
 Always true:
 - what is small, and not known to be read soon, is left to the mapping; so is a view that is scattered over much more
   than it reads
+- a view of most of a value counts as the value: one that grows by a row at a time is one range, not a new one each time
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from offload.storage.handle import Handle
 from offload.storage.pages import Range
 
 _MOST_SCATTERED = 2  # times as many bytes as are read
+_MOST = 2  # times a part is more than the value
 
 
 def brought_in(handle: Handle, twin: torch.Tensor) -> Range:
@@ -47,6 +49,8 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Range:
     span = (1 + int(steps)) * twin.itemsize
     if nbytes <= SMALL or span > _MOST_SCATTERED * nbytes:
         return UNTRACKED
+    if span * _MOST > most:
+        return whole or tracked(handle, start, most)
     return tracked(handle, start + int(twin.storage_offset()) * twin.itemsize, span)
 
 

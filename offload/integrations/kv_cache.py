@@ -1,0 +1,281 @@
+"""transformers: keys and values on disk, so that a context may be longer than memory.
+
+Always true:
+- a layer's keys are one file and its values another, (batch, heads, room, size): a token writes its own rows alone
+- what a layer gives to attention is a view of the file, of the tokens that are there; nothing is copied to give it
+- transformers' own layers count, crop, slide and reorder; only where their keys and values are is another matter
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
+from offload.storage.header import Layout, contiguous_stride
+from offload.tensor.outside import CPU
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
+
+_LEAST_ROOM = 256  # tokens
+_STEP = 64  # tokens to a multiple of which there is room: heads then begin at whole cache lines, as plain tensors do
+_log = logging.getLogger("offload")
+
+
+def kv_cache(
+    config_or_model: Any, offload_dir: str | os.PathLike[str] | None = None, *, max_length: int | None = None
+) -> Any:
+    """A cache of keys and values on disk for transformers' models: `model.generate(past_key_values=kv_cache(model))`.
+
+    It is transformers' `DynamicCache`, and gives the same numbers: it grows, crops, follows beams and assistants, is
+    reset, deep-copied (to a private folder), and goes on from one call to the next. Full and sliding-window attention
+    is on disk; the small states of linear attention and convolutions, and what a model keeps in layers of its own
+    kind, stay in memory.
+
+    What it gave for one step is a view: valid until the next, as the rows are written in place.
+
+    Args:
+        config_or_model: the model that it is for, or its configuration.
+        offload_dir: a new or empty folder for the files, which stay and are not opened again; None for a private one,
+            whose files go with the cache.
+        max_length: tokens to reserve room for at once, in layers that keep all tokens. None to grow by half when there
+            is no more room, which copies.
+
+    Returns:
+        A `DynamicCache`; for an encoder with a decoder, an `EncoderDecoderCache` of two.
+
+    Raises:
+        ForeignFileError: `offload_dir` is not empty.
+        UnsupportedOpError: when it is used while gradients are recorded; keys and values on disk carry none.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        >>> past = kv_cache(model)
+        >>> model.generate(torch.tensor([[1, 2, 3]]), past_key_values=past, max_new_tokens=4, min_new_tokens=4).shape
+        torch.Size([1, 7])
+        >>> past.get_seq_length(), is_offloaded(past.layers[0].keys)
+        (6, True)
+    """
+    from transformers import EncoderDecoderCache
+
+    config = getattr(config_or_model, "config", config_or_model)
+    folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
+    if not getattr(config, "is_encoder_decoder", False):
+        return _on_disk(config, "", folder, max_length)
+    parts = [_on_disk(config, prefix, folder, max_length) for prefix in ("decoder.", "cross.")]
+    return EncoderDecoderCache(*parts)
+
+
+def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
+    folder = Path(os.path.abspath(offload_dir))
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ForeignFileError(
+            f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache are "
+            "not opened again. Take a new folder, or empty this one."
+        )
+    return folder
+
+
+def _on_disk(config: Any, prefix: str, folder: Path | None, max_length: int | None) -> Any:
+    from transformers import DynamicCache
+
+    made = DynamicCache(config=config)
+    lengths = [None if sliding else max_length for sliding in made.is_sliding]
+    made.layers = [
+        _layer_on_disk(layer, f"{prefix}layers.{place}", folder, length)
+        for place, (layer, length) in enumerate(zip(made.layers, lengths, strict=True))
+    ]
+    return made
+
+
+def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int | None) -> Any:
+    """A layer as this new one, with keys and values on disk; itself if it does not keep them as most do."""
+    kind = _kind_on_disk(layer.__class__)
+    if kind is None:
+        _log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
+        return layer
+    on_disk = kind.__new__(kind)
+    on_disk.__dict__.update(layer.__dict__)
+    on_disk._open(name, folder, max_length)
+    return on_disk
+
+
+@cache
+def _kind_on_disk(kind: Any) -> Any:
+    """`kind` of transformers' layers with keys and values on disk; None for one that does not keep them as most do."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    update = getattr(kind, "update", None)
+    if update is DynamicSlidingWindowLayer.update:
+        part: type[_LayerOnDisk] = _SlidingLayerOnDisk
+    elif update is DynamicLayer.update:
+        part = _LayerOnDisk
+    else:
+        return None
+    return type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # not to be the one for a layer type
+
+
+class _Rows:
+    """What a layer keeps of each token, keys or values, in a file with room for more: (batch, heads, room, size)."""
+
+    def __init__(self, name: str, folder: Path | None, max_length: int | None) -> None:
+        self._name = name
+        self._folder = folder
+        self._max_length = max_length
+        self._file: OffloadedTensor | None = None
+
+    def append(self, kept: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
+        """The tokens of `kept`, which is a view of the file, and after them `states`.
+
+        Raises:
+            ShapeMismatchError, DtypeMismatchError: `states` are not of the kind that is kept.
+            WriteError: there is no room on the disk.
+        """
+        first, end = 0, 0
+        if kept is not None and is_offloaded(kept):
+            self._refuse_others(kept, states)
+            first = kept.storage_offset() // kept.shape[-1]
+            end = first + kept.shape[-2]
+        if not self._takes(states, end):
+            first, end = 0, self._make_room(kept if first < end else None, states)
+        assert self._file is not None
+        self._file[:, :, end : end + states.shape[-2]] = states
+        return self._file[:, :, first : end + states.shape[-2]].to(states.device)  # type: ignore[return-value]
+
+    def put(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """`states` in the file, in place of all that is there; as they are, if they are there already, or nothing."""
+        if states is None or states.numel() == 0 or self._holds(states):
+            return states
+        return self.append(None, states)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
+        copy = _Rows(self._name, None, self._max_length)
+        copy._file = None if self._file is None else self._file.__deepcopy__(memo)
+        return copy
+
+    def _holds(self, states: torch.Tensor) -> bool:
+        return is_offloaded(states) and self._file is not None and states._handle is self._file._handle  # type: ignore[attr-defined]
+
+    def _takes(self, states: torch.Tensor, end: int) -> bool:
+        """Whether `states` fit in the file after so many tokens."""
+        file = self._file
+        return (
+            file is not None
+            and file.dtype == states.dtype
+            and (*file.shape[:2], file.shape[3]) == (*states.shape[:2], states.shape[3])
+            and end + states.shape[2] <= file.shape[2]
+        )
+
+    def _make_room(self, kept: torch.Tensor | None, states: torch.Tensor) -> int:
+        """Have room for `states` after the tokens of `kept`, which begin the file then; how many they are."""
+        count = 0 if kept is None else kept.shape[-2]
+        batch, heads, new, size = states.shape
+        needed = count + new
+        room = max(needed * 3 // 2, _LEAST_ROOM) if needed > (self._max_length or 0) else self._max_length
+        shape = (batch, heads, -(-room // _STEP) * _STEP, size)  # type: ignore[operator]
+        if self._file is None:
+            self._file = OffloadedTensor.empty(shape, dtype=states.dtype, name=self._name, offload_dir=self._folder)
+            return 0
+        before = None if kept is None else mapped_value(kept.to(CPU))  # type: ignore[arg-type]
+        handle = self._file._file_handle()
+        handle.clear(Layout(states.dtype, shape, contiguous_stride(shape)))
+        self._file = wrap_handle(handle, CPU)
+        if before is not None:
+            self._file[:, :, :count] = before
+        return count
+
+    def _refuse_others(self, kept: torch.Tensor, states: torch.Tensor) -> None:
+        if (*kept.shape[:2], kept.shape[3]) != (*states.shape[:2], states.shape[3]):
+            raise ShapeMismatchError(
+                f"{self._name!r} holds tokens of shape {tuple(kept.shape)}, those to add have {tuple(states.shape)}: "
+                "reset() the cache, or take another one for another batch"
+            )
+        if kept.dtype != states.dtype:
+            raise DtypeMismatchError(
+                f"{self._name!r} holds {kept.dtype}, the tokens to add are {states.dtype}: "
+                "reset() the cache, or run the model in one dtype"
+            )
+
+
+class _LayerOnDisk:
+    """The part of a layer that keeps its keys and values on disk; whatever the rest assigns to them goes there."""
+
+    is_initialized: bool
+    lazy_initialization: Any
+
+    def _open(self, name: str, folder: Path | None, max_length: int | None) -> None:
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._rows_of_keys = _Rows(f"{name}.keys", folder, max_length)
+        self._rows_of_values = _Rows(f"{name}.values", folder, max_length)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._keys
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._keys = self._rows_of_keys.put(states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._values
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._values = self._rows_of_values.put(states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, with these new ones."""
+        self._keys, self._values = self._appended(key_states, value_states)
+        return self._keys, self._values
+
+    def reset(self) -> None:
+        """Forget all tokens; the room for them stays."""
+        self._keys = self._values = None
+        self.is_initialized = False
+        super().reset()  # type: ignore[misc]
+
+    def _appended(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedOpError(
+                f"{self._rows_of_keys._name!r}: keys and values on disk carry no gradients. Run the model under "
+                "torch.no_grad(), or pass use_cache=False to train it."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys = self._rows_of_keys.append(self._keys, key_states)
+        return keys, self._rows_of_values.append(self._values, value_states)
+
+
+class _SlidingLayerOnDisk(_LayerOnDisk):
+    """As `_LayerOnDisk`, of which only the tokens in a window are kept."""
+
+    sliding_window: int
+    cumulative_length: int
+    record_past: bool
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that the new ones, which are among them, can see."""
+        keys, values = self._appended(key_states, value_states)
+        new = key_states.shape[-2]
+        self.cumulative_length += new
+        if not self.record_past:
+            self._keys, self._values = _last(keys, self.sliding_window - 1), _last(values, self.sliding_window - 1)
+            return keys, values
+        self._keys, self._values = keys, values  # until `crop` says which of them stay
+        return _last(keys, self.sliding_window - 1 + new), _last(values, self.sliding_window - 1 + new)
+
+
+def _last(states: torch.Tensor, count: int) -> torch.Tensor:
+    return states[:, :, -count:]
