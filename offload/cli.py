@@ -18,7 +18,7 @@ from offload.errors import CheckpointError, OffloadError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.checkpoint import Checkpoint
+    from offload.checkpoint import Checkpoint, StoredValue
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,11 +87,16 @@ def _table(source: Checkpoint) -> Table:
     table.add_column("size", decimal(source.nbytes), justify="right")
     table.add_column("file", overflow="fold")
     for name, value in source.items():
-        layout = value.layout
-        dtype = str(layout.dtype).removeprefix("torch.") if layout else value.file.notes["subclass"]["class"]
-        shape = str(list(layout.shape)) if layout else str(value.file.notes["subclass"]["shape"])
-        table.add_row(name, dtype, shape, decimal(value.nbytes), value.file.path.name)
+        table.add_row(name, *_kind_and_shape(value), decimal(value.nbytes), value.file.path.name)
     return table
+
+
+def _kind_and_shape(value: StoredValue) -> tuple[str, str]:
+    if value.layout is not None:
+        return str(value.layout.dtype).removeprefix("torch."), str(list(value.layout.shape))
+    if value.key in value.file.header.unreadable:
+        return value.file.header.unreadable[value.key], ""
+    return value.file.notes["subclass"]["class"], str(value.file.notes["subclass"]["shape"])
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 from offload.errors import ForeignFileError, OffloadError, WriteError
 from offload.storage.file import TensorFile
-from offload.storage.header import Layout, build
+from offload.storage.header import Entry, Layout, build
 from offload.storage.process import is_dead, process_tag
 
 _TEMPORARY = ".offload-tmp-"
@@ -73,7 +73,7 @@ def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], 
 
 def copy_entries(
     source: TensorFile,
-    keys: Sequence[str],
+    entries: Sequence[Entry],
     path: Path,
     notes: Mapping[str, Any],
     *,
@@ -86,7 +86,6 @@ def copy_entries(
 
     Raises: as `write_values` and `TensorFile.descriptor`.
     """
-    entries = [source.entry(key) for key in keys]
     layouts = {entry.key: entry.layout for entry in entries}
     head, starts = build(layouts, notes)
     fd_from = source.descriptor(settled=settled)
