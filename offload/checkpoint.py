@@ -143,7 +143,7 @@ def _the_only(folder: Path, names: list[str]) -> str:
 def _open_index(path: Path) -> Checkpoint:
     shards: dict[str, dict[str, StoredValue]] = {}
     values: dict[str, StoredValue] = {}
-    for name, shard in _weight_map(path).items():
+    for name, shard in weight_map(path).items():
         if shard not in shards:
             shards[shard] = _open_shard(path.parent, shard, name)
         if name not in shards[shard]:
@@ -161,23 +161,29 @@ def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
         raise MissingFileError(f"{folder / shard}, which holds {name!r}, is missing: get that shard again") from error
 
 
-def _weight_map(path: Path) -> Mapping[str, str]:
+def weight_map(path: Path) -> Mapping[str, str]:
+    """The file of each name, as an index has it.
+
+    Raises:
+        MissingFileError: it is not there.
+        CheckpointError: it is no index, names something twice, or something outside its folder.
+    """
     try:
-        weight_map: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
+        places: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
     except FileNotFoundError as error:
         raise MissingFileError(f"{path} is missing") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from error
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of shards ({type(error).__name__}: {error})") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(f"{path} is not an index of shards: its weight_map does not map names to file names")
-    for name, shard in weight_map.items():
+    for name, shard in places.items():
         if PurePosixPath(shard).name != shard or shard in ("", ".", ".."):
             raise CheckpointError(f"{path} places {name!r} in {shard!r}, outside its folder: refused")
         if not shard.endswith((".safetensors", *PICKLES)):
             raise CheckpointError(f"{path} places {name!r} in {shard!r}, which is neither .safetensors nor .bin")
-    return weight_map
+    return places
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Fill a model's empty weights from a checkpoint, each where the device map says.
 
 Always true:
-- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written
+- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written, but for what lies
+  in a pickle as no tensor can
 - tied weights stay one parameter, over one file
 - a model that `load_checkpoint_and_dispatch` returns has no tensor without data, but where the map says "meta"
 """
@@ -171,10 +172,10 @@ def disk_offload(
 def load_file(
     path: PathLike, device: torch.device | str | int = "cpu", offload_dir: PathLike | None = None
 ) -> dict[str, OffloadedTensor]:
-    """The tensors of a `.safetensors` file by name, on disk: `safetensors.torch.load_file` without the reading.
+    """The tensors of a file or folder by name, on disk: `safetensors.torch.load_file` without the reading.
 
     Args:
-        path: the file; it is never written to.
+        path: see `open_checkpoint`; it is never written to.
         device: where ops run.
         offload_dir: where a tensor goes at its first write; None for a private folder.
 

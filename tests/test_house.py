@@ -25,6 +25,7 @@ FLOORS = {
     "residency": 2,
     "checkpoint": 2,
     "staging": 2,
+    "verify": 3,
     "prefetch": 3,
     "tensor": 4,
     "ops": 5,

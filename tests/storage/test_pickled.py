@@ -10,6 +10,7 @@ import random
 import re
 import struct
 import tarfile
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from offload import OffloadedTensor, load_file
 from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
 from offload.storage.pickled import NESTS
 from offload.storage.write import _blocks, _bytes_of
 from tests.conftest import contents
@@ -258,7 +260,7 @@ def test_a_reference_passes_to_another_process_which_reads_the_pickle_again(tmp_
             print(answers.get())
             child.join()
     """
-    (tmp_path / "pass.py").write_text(__import__("textwrap").dedent(script))
+    (tmp_path / "pass.py").write_text(textwrap.dedent(script))
 
     assert "[10.0, 12.0]\n" == run_script(
         "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')", tmp_path / "pass.py", path
@@ -285,9 +287,7 @@ def test_a_file_that_changes_after_it_was_opened_is_found_out(tmp_path, key):
     os.utime(path, ns=(0, 0))
 
     with pytest.raises(ChangedFileError, match="changed since it was opened"):
-        w.sum() if key == "plain" else __import__("offload.storage.loose").storage.loose.value_of(
-            file.header.loose[key], file
-        )
+        w.sum() if key == "plain" else Handle.reference(file, key)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
