@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -27,8 +27,10 @@ from offload.memory import uncollected
 from offload.order import expect_reads
 from offload.progress import progress
 from offload.storage.handle import Handle
+from offload.storage.modes import plain_world
+from offload.storage.scratch import scratch
 from offload.tensor.arguments import checked_device
-from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded, wrap_handles
+from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded, value_on_cpu, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
@@ -261,6 +263,17 @@ def referenced(
     return wrap_handles(handles)
 
 
+def convert(stored: OffloadedTensor, dtype: torch.dtype) -> None:
+    """Give a stored value another dtype, in a file of its own and in the memory of that value."""
+    handle = stored._file_handle()
+    if handle.is_subclass:
+        stored.update_values(stored.to(dtype), strict_dtype=False)
+        return
+    with plain_world():
+        value = scratch(replace(handle.layout, dtype=dtype)).copy_(value_on_cpu(stored))
+    stored.update_values(value, strict_dtype=False)
+
+
 def place_tensors(
     slots: Iterable[Slot],
     placed: Mapping[str, Place],
@@ -397,11 +410,11 @@ def _fill(
 def _converted(stored: OffloadedTensor, dtype: torch.dtype | None, *, on_disk: bool) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         has = stored.dtype
-    cast = dtype is not None and dtype != has and has.is_floating_point
+    wanted = dtype if dtype is not None and has.is_floating_point else has
     if not on_disk:
-        return stored.materialize().to(dtype if cast else has)
-    if cast:
-        stored.update_values(stored.to(dtype), strict_dtype=False)
+        return stored.materialize().to(wanted)
+    if wanted != has:
+        convert(stored, wanted)
     return stored
 
 

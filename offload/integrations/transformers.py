@@ -23,6 +23,7 @@ from offload.integrations.hub import folder_of
 from offload.loader import (
     LoadReport,
     connect_devices,
+    convert,
     place_tensors,
     referenced,
     refuse_meta,
@@ -123,7 +124,7 @@ def _tensors(source: Checkpoint, dtype: torch.dtype, offload_dir: Any) -> dict[s
     tensors = dict(zip(source, opened, strict=True))
     for tensor in progress(opened, "opening"):
         if tensor.is_floating_point() and tensor.dtype != dtype and tensor.dtype.itemsize > 1:
-            tensor.update_values(tensor.to(dtype), strict_dtype=False)
+            convert(tensor, dtype)
     return tensors
 
 

@@ -2,7 +2,7 @@
 
 Always true:
 - what is copied out is what torch gives for the value: packed bytes are unpacked, foreign byte order is turned
-- memory is taken for the bytes of one value at most, and none where it lies aligned in the file
+- memory is taken for one value at a time, and for its record where that is packed; it goes back to the system
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from offload.errors import CorruptFileError
 from offload.storage.header import Entry, Layout
+from offload.storage.scratch import scratch, scratch_bytes
 
 if TYPE_CHECKING:
     from offload.storage.file import TensorFile
@@ -87,7 +88,7 @@ def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...])
 
 
 def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
-    """The value as a plain tensor, over the file where that can be. It must not be written to.
+    """The value as a plain tensor of its own, of the layout in which it is copied out.
 
     Raises:
         CorruptFileError, and as `TensorFile.descriptor`.
@@ -96,7 +97,7 @@ def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
     value = torch.empty(0, dtype=loose.layout.dtype, device="cpu").set_(storage, 0, loose.layout.shape, loose.stride)
     if loose.is_conjugated:
         value = value.conj()
-    return value._neg_view() if loose.is_negated else value
+    return scratch(loose.layout).copy_(value._neg_view() if loose.is_negated else value)
 
 
 def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
@@ -105,7 +106,7 @@ def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
     if record.packed is not None:
         storage = _in_memory(_unpacked(record, file)[loose.begin : loose.begin + loose.span])
     elif record.is_swapped or loose.start % dtype.itemsize:
-        storage = _in_memory(memoryview(_read(file, loose.start, loose.span)))
+        storage = _in_memory(_read(file, loose.start, loose.span))
     else:
         storage = file.mapped(shared=False)[loose.start : loose.start + loose.span]
     if record.is_swapped:
@@ -119,11 +120,10 @@ def _in_memory(data: memoryview) -> torch.UntypedStorage:
     return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
 
-def _read(file: TensorFile, start: int, count: int) -> bytearray:
+def _read(file: TensorFile, start: int, count: int) -> memoryview:
     fd = file.descriptor()
     try:
-        data = bytearray(count)
-        done = 0
+        data, done = memoryview(scratch_bytes(count))[:count], 0
         while done < count:
             block = os.pread(fd, min(count - done, _STEP), start + done)
             if not block:
@@ -137,7 +137,7 @@ def _read(file: TensorFile, start: int, count: int) -> bytearray:
 
 def _unpacked(record: Record, file: TensorFile) -> memoryview:
     """A deflated record, unpacked; what is packed is read a block at a time."""
-    data, done = bytearray(record.nbytes), 0
+    data, done = memoryview(scratch_bytes(record.nbytes))[: record.nbytes], 0
     try:
         for part in _inflated(record, file):
             if done + len(part) > record.nbytes:
@@ -148,7 +148,7 @@ def _unpacked(record: Record, file: TensorFile) -> memoryview:
         raise CorruptFileError(f"{file.path} can't be unpacked ({error}): get the file again") from error
     if done < record.nbytes:
         raise CorruptFileError(f"{file.path} gives {done} bytes of {record.nbytes}: get the file again")
-    return memoryview(data)
+    return data
 
 
 def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:

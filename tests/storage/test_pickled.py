@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import json
 import os
 import pickle
 import random
@@ -165,7 +166,7 @@ def test_a_storage_that_starts_in_the_middle_of_an_element_is_copied_from_file_t
     """As the old form has it: its data begins where its pickles happen to end."""
     seen = set()
     for length in range(8):
-        values = {"w" + "x" * length: torch.randn(5, 3), "h": torch.ones(3, dtype=torch.int16)}
+        values = {"w" + "x" * length: torch.randn(5, 3), "h": torch.ones(4, dtype=torch.int16)}
         path = saved(tmp_path / f"{length}.bin", values, **LEGACY)
         check_all(path)
         seen.add(len(in_place(path)))
@@ -297,6 +298,58 @@ def test_a_file_that_is_gone_is_named(tmp_path):
 
     with pytest.raises(MissingFileError, match=r"'w'.*missing.*x\.bin"):
         w.sum()
+
+
+COPIED = """
+    import ctypes, json, sys, torch
+    from offload import load_file
+    from offload.memory import anonymous_bytes
+    from offload.storage import handle
+    from offload.storage.file import TensorFile
+
+    seen, write_values = [], handle.write_values
+
+    def watched(*args, **options):
+        seen.append(anonymous_bytes())
+        return write_values(*args, **options)
+
+    handle.write_values = watched
+    [w[0, 0].item() for w in load_file(sys.argv[2]).values()]  # imports, first calls
+    TensorFile.open(sys.argv[1])
+    seen.clear()
+    before = anonymous_bytes()
+    tensors = load_file(sys.argv[1])
+    right = all(w[0, 0].item() == w[-1, -1].item() == float(name) for name, w in tensors.items())
+    print(json.dumps([right, len(seen), max(seen, default=before) - before, anonymous_bytes() - before]))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell")
+@pytest.mark.parametrize("how", ["columns", "packed", "swapped", "legacy"])
+def test_what_is_copied_out_takes_the_memory_of_one_value(tmp_path, how):
+    """Of 12 with 4 MiB each; a packed one takes that of its record too."""
+    made = {str(n): torch.full((1024, 1024), float(n)) for n in range(12)}
+    if how == "columns":
+        made = {name: torch.cat([w, w], 1)[:, 512:1536] for name, w in made.items()}
+    if how == "swapped":
+        made = {
+            name: torch.frombuffer(bytearray(w.numpy().byteswap()), dtype=w.dtype).view_as(w)
+            for name, w in made.items()
+        }
+    form = LEGACY if how == "legacy" else {}
+    path = saved(tmp_path / "x.bin", made, **form)
+    small = saved(tmp_path / "y.bin", {"w": torch.ones(1, 4)[:, ::2]})
+    if how == "packed":
+        repacked(path, zipfile.ZIP_DEFLATED)
+    if how == "swapped":
+        repacked(path, byteorder=b"big")
+
+    right, written, peak, left = json.loads(run_script(COPIED, path, small))
+
+    assert right
+    assert (0 if how == "legacy" else 12) == written  # the old form is copied from file to file, if it need be
+    assert (0 if how == "legacy" else 3 << 20) <= peak < (16 << 20)
+    assert left < 6 << 20
 
 
 # What is in a pickle beside tensors
