@@ -82,7 +82,7 @@ def verify(options: argparse.Namespace) -> int:
     if verdict.findings:
         _console().print(_findings(verdict))
     errors = sum(finding.is_error for finding in verdict.findings)
-    state = "whole" if verdict.is_whole else f"{errors} errors"
+    state = "whole" if verdict.is_whole else f"{errors} error{'s' * (errors > 1)}"
     print(f"{options.path}: {state} ({len(verdict.files)} files, {verdict.tensors} tensors, {decimal(verdict.nbytes)})")
     return 0 if verdict.is_whole else 1
 
