@@ -139,11 +139,13 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: bool) -> Record:
-    file.seek(info.header_offset)
-    local = file.read(_LOCAL.size)
-    mark, name, extra = _LOCAL.unpack(local) if len(local) == _LOCAL.size else (b"", 0, 0)
-    start = info.header_offset + _LOCAL.size + name + extra
-    if mark != _ZIP or info.header_offset < 0 or start + info.compress_size > end or info.flag_bits & 1:
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    file.seek(max(info.header_offset, 0))
+    local = file.read(_LOCAL.size + len(name))
+    mark, length, extra = _LOCAL.unpack(local[: _LOCAL.size]) if len(local) > _LOCAL.size else (b"", 0, 0)
+    start = info.header_offset + _LOCAL.size + length + extra
+    is_there = mark == _ZIP and length == len(name) and local.endswith(name) and start + info.compress_size <= end
+    if not is_there or info.flag_bits & 1:
         raise CorruptFileError(f"its record {info.filename} is not where its zip directory says")
     if info.compress_type == zipfile.ZIP_DEFLATED:
         return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)

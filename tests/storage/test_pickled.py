@@ -548,11 +548,14 @@ def test_a_record_given_twice_is_refused(tmp_path):
         TensorFile.open(path)
 
 
-def test_a_directory_that_points_elsewhere_is_refused(tmp_path):
-    path = saved(tmp_path / "x.bin", {"w": torch.ones(4)})
+@pytest.mark.parametrize("place", ["nowhere", "at another record"])
+def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(4), "v": torch.zeros(4)})
     data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        other = archive.getinfo("x/data/1").header_offset if place == "at another record" else 5
     at = data.rindex(b"x/data/0") - 46  # its entry in the directory; bytes 42 to 46 say where the record is
-    data[at + 42 : at + 46] = struct.pack("<I", 5)
+    data[at + 42 : at + 46] = struct.pack("<I", other)
     path.write_bytes(data)
 
     with pytest.raises(CorruptFileError, match=r"x/data/0 is not where its zip directory says"):
