@@ -13,7 +13,7 @@
 | move a model that is in memory to disk | `disk_offload` |
 | say how much stays in memory | `set_max_memory`, `keep_resident`, `evict`, `set_read_ahead` |
 | see what is in memory | `memory_summary` |
-| open a safetensors file | `load_file` |
+| open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |

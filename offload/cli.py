@@ -2,7 +2,8 @@
 
 Always true:
 - what was asked for goes to standard output, everything else to standard error
-- an error that a user can mend is one line and exit code 1; a wrong command line is exit code 2
+- an error that a user can mend is one line and exit code 1, as is what `verify` finds; a wrong command line is exit
+  code 2
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from offload.errors import CheckpointError, OffloadError
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
     from rich.table import Table
 
-    from offload.checkpoint import Checkpoint
+    from offload.checkpoint import Checkpoint, StoredValue
+    from offload.verify import Verdict
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -28,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives the exit code."""
     options = _parser().parse_args(argv)
     try:
-        options.run(options)
+        code: int | None = options.run(options)
     except (OffloadError, RuntimeError, ValueError, OSError) as error:
         if options.traceback:
             raise
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -80,15 +83,46 @@ def convert(options: argparse.Namespace) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """Print the tensors of a checkpoint or an offload folder as a table."""
-    from rich.console import Console
-
     from offload.checkpoint import open_checkpoint
 
-    source = open_checkpoint(options.path)
+    _console().print(_table(open_checkpoint(options.path)))
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Look whether a checkpoint, or an offload folder, is whole; print what is wrong as a table."""
+    from rich.filesize import decimal
+
+    from offload.verify import verify as verified
+
+    verdict = verified(options.path)
+    if verdict.findings:
+        _console().print(_findings(verdict))
+    errors = sum(finding.is_error for finding in verdict.findings)
+    state = "whole" if verdict.is_whole else f"{errors} error{'s' * (errors > 1)}"
+    print(f"{options.path}: {state} ({len(verdict.files)} files, {verdict.tensors} tensors, {decimal(verdict.nbytes)})")
+    return 0 if verdict.is_whole else 1
+
+
+def _findings(verdict: Verdict) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("file", overflow="fold")
+    table.add_column("what", overflow="fold")
+    for finding in verdict.findings:
+        table.add_row("error" if finding.is_error else "warning", finding.path.name, Text(finding.what))
+    return table
+
+
+def _console() -> Console:
+    """Of lines that are not cut, where nobody looks on."""
+    from rich.console import Console
+
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=10_000)
-    console.print(_table(source))
+    return console if console.is_terminal else Console(width=10_000)
 
 
 def _table(source: Checkpoint) -> Table:
@@ -103,11 +137,16 @@ def _table(source: Checkpoint) -> Table:
     table.add_column("size", decimal(source.nbytes), justify="right")
     table.add_column("file", overflow="fold")
     for name, value in source.items():
-        layout = value.layout
-        dtype = str(layout.dtype).removeprefix("torch.") if layout else value.file.notes["subclass"]["class"]
-        shape = str(list(layout.shape)) if layout else str(value.file.notes["subclass"]["shape"])
-        table.add_row(name, dtype, shape, decimal(value.nbytes), value.file.path.name)
+        table.add_row(name, *_kind_and_shape(value), decimal(value.nbytes), value.file.path.name)
     return table
+
+
+def _kind_and_shape(value: StoredValue) -> tuple[str, str]:
+    if value.layout is not None:
+        return str(value.layout.dtype).removeprefix("torch."), str(list(value.layout.shape))
+    if value.key in value.file.header.unreadable:
+        return value.file.header.unreadable[value.key], ""
+    return value.file.notes["subclass"]["class"], str(value.file.notes["subclass"]["shape"])
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -127,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
-    command.add_argument("model", help="a folder with a safetensors checkpoint, or a model on the hub")
+    command.add_argument("model", help="a folder with a checkpoint, or a model on the hub")
     command.add_argument("--prompt", required=True)
     command.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="64 if not given")
     command.add_argument("--device", help="where to compute: cpu, cuda, cuda:1... (the accelerator, if there is one)")
@@ -147,9 +186,13 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
     command.add_argument(
-        "path", type=Path, help="a .safetensors file, an index, a checkpoint's folder, an offload folder"
+        "path", type=Path, help="a .safetensors or .bin file, an index, a checkpoint's folder, an offload folder"
     )
     command.set_defaults(run=inspect)
+
+    command = commands.add_parser("verify", help="look whether a checkpoint is whole", description=verify.__doc__)
+    command.add_argument("path", type=Path, help="as for inspect; of a folder, all that is in it")
+    command.set_defaults(run=verify)
     return parser
 
 

@@ -21,13 +21,16 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map_only
 
 from offload.errors import UnsupportedOpError
-from offload.storage.handle import Handle, plain_world
+from offload.storage.handle import Handle
+from offload.storage.header import contiguous
+from offload.storage.modes import plain_world
+from offload.storage.scratch import scratch
 from offload.storage.write import layout_of
 from offload.tensor.cuts import sent_to
 from offload.tensor.outside import CPU
 from offload.tensor.rules import written_arguments
 from offload.tensor.tables import Rule
-from offload.tensor.wrapper import OffloadedTensor, guest_of, mapped_value, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, mapped_value, value_on_cpu, wrap_handle
 
 _BLOCK = 8 << 20  # bytes that are put together at a time
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
@@ -104,7 +107,7 @@ class DeferredTensor(torch.Tensor):
         """The value in memory, as a plain tensor."""
         whole = torch.empty_like(self._twin, device=CPU)
         for part in self._parts:
-            _place_in(whole, part).copy_(guest_of(part.source))
+            _place_in(whole, part).copy_(_on_cpu(part.source))
         return sent_to(whole, device)
 
     def settled(self) -> torch.Tensor:
@@ -137,6 +140,11 @@ def deferred(source: torch.Tensor) -> DeferredTensor:
     with plain_world():
         twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     return _made([Part(source, (0,) * source.dim())], twin)
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is stored; one that is deferred is stored now."""
+    return tensor.settled() if isinstance(tensor, DeferredTensor) else tensor
 
 
 def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
@@ -241,7 +249,7 @@ def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
 
 def _blocks(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Contiguous tensors of `dtype` that make up the whole, in row-major order. Each is good until the next."""
-    return _blocks_of(parts, shape, dtype, torch.empty(_BLOCK, dtype=torch.uint8, device=CPU))
+    return _blocks_of(parts, shape, dtype, scratch(contiguous(torch.uint8, (_BLOCK,))))
 
 
 def _blocks_of(
@@ -250,7 +258,7 @@ def _blocks_of(
     if math.prod(shape) == 0:
         return
     if len(parts) == 1 and _lies_as_it_reads(parts[0].source, dtype):
-        yield guest_of(parts[0].source)
+        yield _on_cpu(parts[0].source)
     elif math.prod(shape) * dtype.itemsize <= _BLOCK:
         yield _joined(parts, shape, dtype, buffer)
     elif shape[0] == 1:
@@ -284,8 +292,12 @@ def _between(part: Part, start: int, stop: int) -> Part:
 def _joined(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor) -> torch.Tensor:
     block = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     for part in parts:
-        _place_in(block, part).copy_(guest_of(part.source))
+        _place_in(block, part).copy_(_on_cpu(part.source))
     return block
+
+
+def _on_cpu(source: torch.Tensor) -> torch.Tensor:
+    return value_on_cpu(source) if isinstance(source, OffloadedTensor) else source
 
 
 def _place_in(whole: torch.Tensor, part: Part) -> torch.Tensor:

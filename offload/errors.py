@@ -44,7 +44,7 @@ class MissingFileError(OffloadError, FileNotFoundError):
 
 
 class CorruptFileError(OffloadError, ValueError):
-    """A file that is not a whole, valid safetensors file."""
+    """A file of tensors that is not whole, or none at all."""
 
 
 class ChangedFileError(OffloadError, RuntimeError):
@@ -80,7 +80,7 @@ class UnknownSubclassError(OffloadError, TypeError):
 
 
 class CheckpointError(OffloadError, ValueError):
-    """A checkpoint that is incomplete, inconsistent or of another model."""
+    """A checkpoint that is incomplete, inconsistent, of another model, or holds code."""
 
 
 class DeviceMapError(OffloadError, ValueError):

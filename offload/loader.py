@@ -1,7 +1,8 @@
 """Fill a model's empty weights from a checkpoint, each where the device map says.
 
 Always true:
-- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written
+- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written, but for what lies
+  in a pickle as no tensor can
 - tied weights stay one parameter, over one file
 - a model that `load_checkpoint_and_dispatch` returns has no tensor without data, but where the map says "meta"
 """
@@ -20,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.deferred import DeferredTensor, deferred
+from offload.deferred import DeferredTensor, deferred, settled
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
@@ -180,10 +181,10 @@ def disk_offload(
 def load_file(
     path: PathLike, device: torch.device | str | int = "cpu", offload_dir: PathLike | None = None
 ) -> dict[str, OffloadedTensor]:
-    """The tensors of a `.safetensors` file by name, on disk: `safetensors.torch.load_file` without the reading.
+    """The tensors of a file or folder by name, on disk: `safetensors.torch.load_file` without the reading.
 
     Args:
-        path: the file; it is never written to.
+        path: see `open_checkpoint`; it is never written to.
         device: where ops run.
         offload_dir: where a tensor goes at its first write; None for a private folder.
 
@@ -442,10 +443,23 @@ def _converted(
     with DisableTorchFunctionSubclass():
         has = tensor.dtype
     if dtype is not None and dtype != has and has.is_floating_point:
-        tensor = (tensor if isinstance(tensor, DeferredTensor) else deferred(tensor)).to(dtype)
+        tensor = tensor.to(dtype) if isinstance(tensor, DeferredTensor) else _cast(tensor, dtype)
     if isinstance(tensor, DeferredTensor):
         return _brought(tensor, name, place, offload_dir)
     return tensor if place.on_disk else materialize(tensor)
+
+
+def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A value in another dtype: deferred, or, where its own file is open to be written, written there."""
+    assert isinstance(stored, OffloadedTensor)
+    handle = stored._file_handle()
+    if handle.is_subclass:
+        stored.update_values(stored.to(dtype), strict_dtype=False)
+    elif handle.owned:
+        stored.update_values(settled(deferred(stored).to(dtype)), strict_dtype=False)
+    else:
+        return deferred(stored).to(dtype)
+    return stored
 
 
 def _brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.storage.handle import plain_world
+from offload.storage.modes import plain_world
 from offload.tensor import inner  # noqa: F401  (registers its rule)
 from offload.tensor.arguments import checked_device
 from offload.tensor.cuts import sent_to

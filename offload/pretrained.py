@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.deferred import DeferredTensor, deferred
-from offload.storage.handle import plain_world
+from offload.storage.modes import plain_world
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value
 
 

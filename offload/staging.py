@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from offload.storage.handle import plain_world
 from offload.storage.locks import ForkSafeLock
+from offload.storage.modes import plain_world
 
 _SLOT = 32 << 20  # bytes
 _SLOTS = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import os
 from pathlib import Path
 
 import pytest
@@ -94,19 +94,113 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
         open_checkpoint(path)
 
 
-def test_a_pickled_checkpoint_is_not_opened(tmp_path: Path) -> None:
-    """Not even looked at: it could run code."""
+# What torch.save wrote
 
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """Two shards of torch.save and their index, and what a training leaves beside them."""
+    torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    places = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    _index(tmp_path, {**places, "c": places["b"]}, "pytorch_model.bin.index.json")
+    torch.save(Path, tmp_path / "training_args.bin")
+    return tmp_path
+
+
+def test_shards_of_torch_save_are_opened_by_folder_and_by_index(pickled: Path) -> None:
+    for path in (pickled, pickled / "pytorch_model.bin.index.json"):
+        checkpoint = open_checkpoint(path)
+
+        assert ["a", "b", "c"] == list(checkpoint)
+        assert checkpoint.nbytes == 32
+
+
+@pytest.mark.parametrize("name", ["other.bin.index.json", "x.fp16.bin.index.json"])
+def test_an_index_of_any_name_is_found(pickled: Path, name: str) -> None:
+    (pickled / "pytorch_model.bin.index.json").rename(pickled / name)
+
+    assert ["a", "b", "c"] == list(open_checkpoint(pickled))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
+def test_a_folder_with_one_file_of_torch_save_is_that_file(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / name)
+    for beside in ("optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state_0.pth"):
+        torch.save({"x": torch.ones(1)}, tmp_path / beside)
+
+    assert ["w"] == list(open_checkpoint(tmp_path))
+    assert ["w"] == list(open_checkpoint(tmp_path / name))
+
+
+def test_safetensors_wins_where_both_forms_are(pickled: Path) -> None:
+    torch.save({"w": torch.zeros(1)}, pickled / "pytorch_model.bin")
+    save_file({"w": torch.ones(1)}, pickled / "model.safetensors")
+
+    assert pickled / "model.safetensors" == open_checkpoint(pickled)["w"].file.path
+
+
+def test_an_index_of_safetensors_wins_over_a_file_of_torch_save(sharded: Path) -> None:
+    torch.save({"w": torch.zeros(1)}, sharded / "pytorch_model.bin")
+
+    assert ["a", "b", "c"] == list(open_checkpoint(sharded))
+
+
+def test_a_missing_shard_of_torch_save_is_named(pickled: Path) -> None:
+    (pickled / "pytorch_model-00002-of-00002.bin").unlink()
+
+    with pytest.raises(
+        MissingFileError, match=r"00002-of-00002\.bin, which holds 'b', is missing: get that shard again"
+    ):
+        open_checkpoint(pickled)
+
+
+def test_a_shard_of_torch_save_from_another_checkpoint_is_found_out(pickled: Path) -> None:
+    torch.save({"z": torch.ones(1)}, pickled / "pytorch_model-00001-of-00002.bin")
+
+    with pytest.raises(CheckpointError, match=r"'a' is in pytorch_model-00001-of-00002\.bin, and it is not"):
+        open_checkpoint(pickled)
+
+
+def test_a_tensor_in_a_shard_that_the_index_places_elsewhere_is_taken_from_there(sharded: Path) -> None:
+    save_file({"a": torch.arange(3.0), "b": torch.zeros(2, 2)}, sharded / "one.safetensors")
+
+    assert sharded / "two.safetensors" == open_checkpoint(sharded)["b"].file.path
+
+
+def test_a_name_twice_in_an_index_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors", "a": "two.safetensors"}}')
+
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json names 'a' twice"):
+        open_checkpoint(path)
+
+
+def test_a_name_twice_in_a_header_is_refused(tmp_path: Path) -> None:
+    spec = '{"dtype": "F32", "shape": [], "data_offsets": [0, 4]}'
+    text = f'{{"a": {spec}, "a": {spec}}}'.encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+
+    with pytest.raises(CorruptFileError, match=r"x\.safetensors.*names 'a' twice"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_of_files_that_are_no_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'a' in 'one\.json', which is neither \.safetensors nor \.bin"):
+        open_checkpoint(_index(tmp_path, {"a": "one.json"}))
+
+
+def test_a_pickle_with_code_is_refused_and_not_run_wherever_it_stands(pickled: Path) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str]]:
-            return Path.touch, (tmp_path / "exploded",)  # type: ignore[return-value]
+            return os.mkdir, (str(pickled / "exploded"),)
 
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    torch.save({"a": torch.ones(3), "bomb": Bomb()}, pickled / "pytorch_model-00001-of-00002.bin")
 
-    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(CheckpointError, match=r"\.safetensors"):
+    for path in (pickled, pickled / "pytorch_model-00001-of-00002.bin"):
+        with pytest.raises(CheckpointError, match=r"00001-of-00002\.bin is a pickle of more than tensors"):
             open_checkpoint(path)
-    assert not (tmp_path / "exploded").exists()
+    assert not (pickled / "exploded").exists()
 
 
 def test_two_checkpoints_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
@@ -118,7 +212,7 @@ def test_two_checkpoints_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_no_folder_say_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"should hold a \.safetensors checkpoint"):
+    with pytest.raises(CheckpointError, match=r"should hold a checkpoint, \.safetensors or \.bin; it holds none"):
         open_checkpoint(tmp_path)
     with pytest.raises(MissingFileError, match="nowhere"):
         open_checkpoint(tmp_path / "nowhere")

@@ -42,6 +42,19 @@ def test_inspect_reads_an_offload_folder(tmp_path: Path, capsys: pytest.CaptureF
     assert kept.name in capsys.readouterr().out
 
 
+def test_inspect_lists_what_torch_save_wrote_and_why_something_can_t_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.zeros(4), "part": torch.zeros(8)[::2], "s": torch.eye(2).to_sparse()}, tmp_path / "x.bin")
+
+    assert 0 == cli.main(["inspect", str(tmp_path / "x.bin")])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["w", "float32", "[4]", "16", "bytes", "x.bin"] for line in lines)
+    assert any(line.split() == ["part", "float32", "[4]", "16", "bytes", "x.bin"] for line in lines)
+    assert any(line.split()[:4] == ["s", "is", "a", "sparse_coo"] for line in lines if line.strip())
+
+
 def test_an_error_is_one_line_and_exit_code_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == cli.main(["inspect", str(tmp_path / "nowhere")])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import offload
 from tests.processes import ROOT, run_script
@@ -25,6 +26,7 @@ FLOORS = {
     "residency": 2,
     "checkpoint": 2,
     "staging": 2,
+    "verify": 3,
     "prefetch": 3,
     "tensor": 4,
     "ops": 5,
@@ -242,6 +244,20 @@ def test_importing_a_part_of_offload_works_by_itself():
     """
 
     run_script(script, *sorted(KNOWN))
+
+
+def test_pickles_are_read_by_the_unpickler_of_weights_only_and_in_one_place():
+    from offload.storage import pickled
+
+    uses = {
+        (dotted(path), ast.unparse(node))
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("Unpickler")
+    }
+
+    assert {("offload.storage.pickled", "_weights_only_unpickler.Unpickler")} == uses
+    assert torch.serialization._weights_only_unpickler is pickled._weights_only_unpickler
 
 
 def test_nothing_in_the_package_unpickles():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError, MissingFileError, WriteError
+from tests.processes import run_script
 
 
 class Net(nn.Module):
@@ -51,6 +53,22 @@ def checkpoint(net: Net, tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
+@pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "legacy.pt", "trainer.ckpt"])
+def pickled(net: Net, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The same of torch.save: one file, shards, the old form, and beside the state of a training."""
+    path, state = tmp_path / request.param, net.state_dict()
+    if path.suffix == ".json":
+        shards = {name: f"{number % 2}.bin" for number, name in enumerate(state)}
+        for shard in ("0.bin", "1.bin"):
+            torch.save({name: tensor for name, tensor in state.items() if shards[name] == shard}, tmp_path / shard)
+        path.write_text(json.dumps({"weight_map": shards}))
+    elif path.suffix == ".ckpt":
+        torch.save({"state_dict": state, "epoch": 3, "optimizer": {"lr": 0.1}}, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=path.suffix == ".bin")
+    return path
+
+
 def empty_net() -> Net:
     with offload.init_empty_weights():
         return Net().eval()
@@ -72,6 +90,41 @@ def test_loading_writes_nothing_and_touches_nothing(checkpoint: Path, tmp_path: 
     loaded(torch.randn(4, 8))
 
     assert before == contents(tmp_path)
+
+
+def test_a_model_is_loaded_from_what_torch_save_wrote(net: Net, pickled: Path, tmp_path: Path) -> None:
+    x, before = torch.randn(4, 8), contents(tmp_path)
+
+    loaded = offload.load_checkpoint_and_dispatch(empty_net(), pickled, offload_buffers=True, strict=True)
+
+    assert all(offload.is_offloaded(parameter) for parameter in loaded.parameters())
+    assert loaded.first.weight is loaded.last.weight
+    assert torch.equal(net(x), loaded(x))
+    assert before == contents(tmp_path)
+
+
+def test_in_what_torch_save_wrote_another_dtype_is_converted_once_to_disk(
+    net: Net, pickled: Path, tmp_path: Path
+) -> None:
+    before = contents(tmp_path)
+
+    loaded = offload.load_checkpoint_and_dispatch(
+        empty_net(), pickled, offload_dir=tmp_path / "half", dtype=torch.float16
+    )
+
+    assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
+    assert tmp_path / "half" / "first.weight.safetensors" == loaded.first.weight.offload_path
+    assert before == {name: found for name, found in contents(tmp_path).items() if not name.startswith("half")}
+
+
+def test_what_torch_save_wrote_is_loaded_into_a_model_in_memory(net: Net, pickled: Path) -> None:
+    model = Net().eval()
+
+    report = offload.load_checkpoint_in_model(model, pickled, "cpu")
+
+    assert "all match" == str(report)
+    assert not offload.is_offloaded(model.first.weight)
+    assert torch.equal(net.first.weight, model.first.weight)
 
 
 def test_a_write_goes_to_the_offload_dir_and_not_to_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
@@ -199,6 +252,14 @@ def test_strict_makes_a_difference_an_error_before_anything_is_loaded(checkpoint
     assert before is model.first.weight
 
 
+def test_strict_names_what_is_unexpected_and_both_shapes_of_what_does_not_fit(checkpoint: Path, tmp_path: Path) -> None:
+    torch.save({**load_in_memory(checkpoint), "odd": torch.ones(1), "norm.bias": torch.zeros(9)}, tmp_path / "odd.bin")
+
+    words = r"1 unexpected: odd; 1 mismatched: norm\.bias \(checkpoint \(9,\), model \(8,\)\)"
+    with pytest.raises(CheckpointError, match=rf"odd\.bin does not fit this Net: {words}"):
+        offload.load_checkpoint_and_dispatch(Net(), tmp_path / "odd.bin", strict=True)
+
+
 def test_nothing_may_stay_without_data(checkpoint: Path, tmp_path: Path) -> None:
     """torch lets `cpu @ meta` through and returns uninitialised memory."""
     state = load_in_memory(checkpoint)
@@ -261,6 +322,27 @@ def test_an_offload_folder_opens_again_with_the_values_as_last_updated(tmp_path:
     assert torch.equal(expected, again(x))
     again.first.bias.fill_(4.0)
     assert 4.0 == OffloadedTensor.from_file(again.first.bias.offload_path)[0].item()
+
+
+def test_an_offload_folder_of_another_process_opens_with_the_values_as_last_updated(tmp_path: Path) -> None:
+    script = """
+        import sys, torch, offload
+        write = offload.OffloadedTensor.from_original_tensor
+        values = [write(torch.ones(3, 2), name, sys.argv[1]) for name in ("a/b", "c", "d")]
+        values[0].update_values(torch.full((3, 2), 2.0))
+        values[1][1].mul_(5)
+        values[2].update_values(torch.zeros(4, dtype=torch.int8), strict_shape=False, strict_dtype=False)
+    """
+    run_script(script, tmp_path)
+    before = contents(tmp_path)
+
+    values = offload.load_file(tmp_path, offload_dir=tmp_path)
+
+    assert {"a/b", "c", "d"} == values.keys()
+    assert torch.equal(torch.full((3, 2), 2.0), values["a/b"].materialize())
+    assert [[1, 1], [5, 5], [1, 1]] == values["c"].tolist()
+    assert torch.equal(torch.zeros(4, dtype=torch.int8), values["d"].materialize())
+    assert before == contents(tmp_path)
 
 
 def test_disk_offload_moves_a_model_in_memory_to_disk(net: Net, tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.processes import run_script
 
 LAYERS, WIDTH = 32, 4096  # float32: 2 GiB
 
@@ -71,3 +75,82 @@ def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writi
     assert measured["loaded"] < 32e6
     assert measured["run"] < 32e6
     assert measured["written"] == 0
+
+
+PICKLED = """
+    import gc, json, os, sys, torch, offload
+    from offload.memory import anonymous_bytes
+    from torch import nn
+
+    folder, offload_dir, dtype, layers, width = sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:])
+
+    def written():
+        with open("/proc/self/io") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+    def empty(layers, width):
+        with offload.init_empty_weights():
+            return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).eval()
+
+    write = os.pwrite
+
+    def watched(*args):
+        seen.append(anonymous_bytes())  # what is to be written is there
+        return write(*args)
+
+    dtype = getattr(torch, dtype)
+    torch.save(empty(1, 8).to_empty(device="cpu").state_dict(), offload_dir + ".bin")
+    offload.load_checkpoint_and_dispatch(empty(1, 8), offload_dir + ".bin", dtype=dtype)  # imports, first calls
+    os.pwrite = watched
+    before, written_before, seen = anonymous_bytes(), written(), [0]
+    model = offload.load_checkpoint_and_dispatch(empty(layers, width), folder, offload_dir=offload_dir, dtype=dtype)
+    took, peak = anonymous_bytes() - before, max(seen) - before
+    right = all(weight[0, 0].item() == number % 7 for number, weight in enumerate(model.parameters()))
+    files = sorted(os.listdir(offload_dir)) if os.path.exists(offload_dir) else []
+    print(json.dumps(dict(took=took, peak=peak, written=written() - written_before, files=len(files), right=right)))
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 MB in 16 weights and 4 shards of torch.save."""
+    folder = tmp_path_factory.mktemp("shards")
+    places = {}
+    for shard in range(4):
+        weights = {f"{number}.weight": torch.full((2048, 2048), number % 7.0) for number in range(shard, 16, 4)}
+        torch.save(weights, folder / f"pytorch_model-{shard}.bin")
+        places.update(dict.fromkeys(weights, f"pytorch_model-{shard}.bin"))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards: Path, tmp_path: Path) -> None:
+    """The size of one weight is 16 MiB."""
+    said = json.loads(run_script(PICKLED, shards, tmp_path / "values", "float32", 16, 2048))
+
+    assert said["right"]
+    assert 0 == said["files"]
+    assert said["written"] < 1 << 16
+    assert said["took"] < 6 << 20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("form", ["torch.save", "safetensors"])
+def test_another_dtype_is_converted_in_the_memory_of_a_block(shards: Path, tmp_path: Path, form: str) -> None:
+    """Weights have 8 MiB in bfloat16, all of them 128 MiB."""
+    source = shards if form == "torch.save" else as_safetensors(shards, tmp_path / "model.safetensors")
+
+    said = json.loads(run_script(PICKLED, source, tmp_path / "values", "bfloat16", 16, 2048))
+
+    assert said["right"]
+    assert 16 == said["files"]
+    assert 1 << 20 <= said["peak"] < 16 << 20
+
+
+def as_safetensors(folder: Path, path: Path) -> Path:
+    weights = {}
+    for shard in folder.glob("*.bin"):
+        weights.update(torch.load(shard, weights_only=True, mmap=True))
+    save_file(weights, path)
+    return path

@@ -2,7 +2,7 @@
 
 Always true:
 - a local folder needs no network
-- only configuration, tokenizer and safetensors files are fetched, never code
+- only configuration, tokenizer and weights are fetched, never code: .safetensors, and .bin where there are none
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from offload.checkpoint import COMPANIONS
 from offload.errors import CheckpointError
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
+_PICKLED = ["*.bin"]
+_NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  # other forms, and what trained it
 
 
 def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
@@ -34,7 +36,11 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
+        folder = Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
+        if not any(folder.glob("*.safetensors")):
+            wanted = {"allow_patterns": _PICKLED, "ignore_patterns": _NOT_PICKLED}
+            folder = Path(snapshot_download(str(name_or_path), **wanted, **hub_options))
+        return folder
     except HFValidationError as error:
         raise CheckpointError(f"{name_or_path} is neither a folder nor a name on the hub ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -52,7 +52,7 @@ def from_pretrained(
     """A pretrained transformers model whose weights are on disk, or where the device map says.
 
     Args:
-        name_or_path: a folder with a safetensors checkpoint, or a model on the hub.
+        name_or_path: a folder with a checkpoint (see `open_checkpoint`), or a model on the hub.
         model_class: a model class of transformers, or one of its `Auto` classes; `AutoModelForCausalLM` if None.
         device_map: see `offload.load_checkpoint_and_dispatch`.
         offload_dir: where weights go that are converted or later written to; None for a private folder.

@@ -7,5 +7,6 @@
 | `write` | put a whole file in place, or leave the old one |
 | `folders` | the user's folders, and private ones that vanish |
 | `header` `dtypes` `subclasses` `names` | the format |
-| `process` `locks` | whose files these are, and who waits |
+| `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |
+| `process` `locks` `modes` | whose files these are, who waits, and what torch is in the middle of |
 """

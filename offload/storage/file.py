@@ -1,4 +1,4 @@
-"""A safetensors file, checked and mapped.
+"""A file of tensors, safetensors or what torch.save wrote, checked and mapped.
 
 Always true:
 - a header is parsed once for all the tensors of a file, and before anything is mapped
@@ -19,11 +19,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from offload.errors import ChangedFileError, CorruptFileError, MissingFileError, OffloadError
+from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError, OffloadError
+from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
 from offload.storage.locks import ForkSafeLock
 
@@ -42,7 +43,7 @@ class Identity:
 
 
 class TensorFile:
-    """An opened safetensors file. Use `TensorFile.open`; one object serves all the tensors of a file."""
+    """An opened file of tensors. Use `TensorFile.open`; one object serves all the tensors of a file."""
 
     __slots__ = ("__weakref__", "_private", "_shared", "header", "identity", "lost_writes", "path")
 
@@ -60,7 +61,8 @@ class TensorFile:
 
         Raises:
             MissingFileError: there is no file at `path`.
-            CorruptFileError: what is there is not a whole safetensors file.
+            CorruptFileError: what is there is not a whole file of tensors.
+            CheckpointError: a pickle that holds code, or no tensors by name.
         """
         path = Path(os.path.abspath(path))
         with _LOCK:
@@ -89,15 +91,13 @@ class TensorFile:
 
         Raises:
             KeyError: the file has none such; the message names some that it has.
-            CorruptFileError: torch has no dtype for it.
+            CorruptFileError: torch can't read it.
         """
         if key in self.header.unreadable:
-            raise CorruptFileError(
-                f"{key!r} in {self.path} is stored as {self.header.unreadable[key]}: no torch dtype fits"
-            )
+            raise CorruptFileError(f"{key!r} in {self.path} {self.header.unreadable[key]}")
         if key not in self.entries:
-            some = ", ".join(sorted(self.entries)[:5])
-            raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.entries)}: {some}...")
+            some = ", ".join(sorted(self.header.keys)[:5])
+            raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}...")
         return self.entries[key]
 
     def check(self) -> None:
@@ -185,12 +185,25 @@ def _read(path: Path) -> tuple[Identity, Header]:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         with open(fd, "rb") as file:
             identity = Identity.of(os.fstat(fd))
-            length = header_length(file.read(8), identity.size)
-            return identity, parse(file.read(length), identity.size)
+            return identity, _read_header(file, identity.size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from (error.__cause__ or error)
     except OffloadError as error:
         raise CorruptFileError(f"{path} can't be used: {error}. Get the file again.") from error
     except OSError as error:
         raise _explained(path, error) from error
+
+
+def _read_header(file: BinaryIO, size: int) -> Header:
+    """Told by how it begins, whatever its name."""
+    start = file.read(pickled.MAGIC_SIZE)
+    if start.startswith(_LFS):
+        raise CorruptFileError("it is a git-lfs pointer, a note in place of the file: run `git lfs pull`")
+    file.seek(0)
+    if pickled.is_pickled(start):
+        return pickled.read_header(file, size)
+    length = header_length(file.read(8), size)
+    return parse(file.read(length), size)
 
 
 def _open_descriptor(path: Path, flags: int) -> int:
@@ -204,7 +217,7 @@ def _open_descriptor(path: Path, flags: int) -> int:
         return fd
     os.close(fd)
     what = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
-    raise CorruptFileError(f"{path} is {what}: a safetensors file was expected")
+    raise CorruptFileError(f"{path} is {what}: a file of tensors was expected")
 
 
 def _explained(path: Path, error: OSError) -> OffloadError:
@@ -257,6 +270,7 @@ def _libc_mmap() -> tuple[Callable[..., int | None] | None, Callable[..., int]]:
 
 
 _mmap, _munmap = _libc_mmap()
+_LFS = b"version https://git-lfs"
 _WRITABLE = 0x200  # PyBUF_WRITE
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]

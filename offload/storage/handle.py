@@ -24,6 +24,8 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import claim, discard, named_folder, release
 from offload.storage.header import Entry, Layout
 from offload.storage.locks import ForkSafeLock
+from offload.storage.loose import Loose, value_of
+from offload.storage.modes import plain_world
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
 from offload.storage.write import copy_entries, layout_of, write_empty, write_values
 
@@ -126,10 +128,26 @@ class Handle:
     def reference(cls, file: TensorFile, key: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """The value `key` of a file that stays as it is; a first write copies it to `offload_dir`.
 
-        A file of ours that holds a subclass is referenced by the value's name.
+        A file of ours that holds a subclass is referenced by the value's name. A value that no tensor can be over where
+        it lies is copied there at once.
         """
+        if key in file.header.loose:
+            return cls._copied_out(file, file.header.loose[key], offload_dir)
         handle = cls(key, None if offload_dir is None else Path(os.path.abspath(offload_dir)))
         handle._open(file)
+        return handle
+
+    @classmethod
+    def _copied_out(cls, file: TensorFile, loose: Loose, offload_dir: str | os.PathLike[str] | None) -> Handle:
+        handle = cls(loose.key, _folder_for(loose.key, offload_dir))
+        notes, durable = {"name": loose.key}, handle.folder is not None
+        with handle._claimed() as path, _naming(loose.key), plain_world():
+            if loose.entry is not None:
+                copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
+            else:
+                value = value_of(loose, file)
+                write_values(path, {loose.key: value}, {loose.key: loose.layout}, notes, durable=durable)
+            handle._take(TensorFile.open(path))
         return handle
 
     @classmethod
@@ -366,7 +384,8 @@ class Handle:
             with _naming(self.name):
                 keys = [self.name] if self.recipe is None else list(self.file.entries)
                 notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
-                copy_entries(self.file, keys, path, notes, settled=not self.owned, durable=durable)
+                entries = [self.file.entry(key) for key in keys]
+                copy_entries(self.file, entries, path, notes, settled=not self.owned, durable=durable)
 
     def __del__(self) -> None:
         if sys.is_finalizing():  # the private folder went as a whole; modules go now
@@ -374,18 +393,6 @@ class Handle:
         _MAPPED.pop(id(self), None)
         if getattr(self, "_pid", 0) == os.getpid():
             discard(self.file.path)
-
-
-@contextmanager
-def plain_world() -> Iterator[None]:
-    """Outside every mode (fake, functional, inference, a default device), where a tensor is just a tensor."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
-        yield
 
 
 @contextmanager

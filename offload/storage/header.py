@@ -16,14 +16,17 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
+
+if TYPE_CHECKING:
+    from offload.storage.loose import Loose
 
 ALIGNMENT = 4096
 MARK = "offload"
@@ -73,11 +76,23 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself. `entries` holds what torch can read; `unreadable` names the words it cannot."""
+    """What a file says of itself.
+
+    Attributes:
+        entries: what tensors can be over, where it is.
+        unreadable: what torch cannot read, with the reason.
+        loose: what is copied out of the file.
+    """
 
     metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
     unreadable: Mapping[str, str]
+    loose: Mapping[str, Loose] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all values."""
+        return (*self.entries, *self.loose, *self.unreadable)
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
@@ -106,11 +121,15 @@ def header_length(prefix: bytes, size: int) -> int:
     Raises:
         CorruptFileError: no safetensors file starts like this.
     """
+    if not size:
+        raise CorruptFileError("it is empty")
     if len(prefix) < _LENGTH.size:
         raise CorruptFileError(f"it has {size} bytes, fewer than the 8 that a safetensors file starts with")
     (length,) = _LENGTH.unpack(prefix)
     if length > _LONGEST:
-        raise CorruptFileError(f"its first 8 bytes claim a header of {length} bytes: not a safetensors file")
+        raise CorruptFileError(
+            f"its first 8 bytes claim a header of {length} bytes: not a safetensors file, nor one of torch.save"
+        )
     if _LENGTH.size + length > size:
         raise CorruptFileError(f"its header of {length} bytes is cut off: the file has only {size} bytes")
     return int(length)
@@ -135,7 +154,7 @@ def parse(text: bytes, size: int) -> Header:
     for key, (word, shape, begin, end) in _in_order(raw, size - data_start):
         layout = _layout(word, shape, noted.get(key, {}))
         if layout is None:
-            unreadable[key] = word
+            unreadable[key] = f"is stored as {word}: no torch dtype fits"
         elif layout.nbytes != end - begin:
             raise CorruptFileError(
                 f"its header gives {key!r} {end - begin} bytes, but {word} {_short(shape)} takes {layout.nbytes}"

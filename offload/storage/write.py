@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ import torch
 
 from offload.errors import ForeignFileError, OffloadError, WriteError
 from offload.storage.file import TensorFile
-from offload.storage.header import Layout, build
+from offload.storage.header import Entry, Layout, build, contiguous
 from offload.storage.process import is_dead, process_tag
+from offload.storage.scratch import scratch
 
 TEMPORARY = ".offload-tmp-"
 _BLOCK = 4 << 20  # bytes that are gathered at a time from a value that is not contiguous, or not on the CPU
@@ -77,7 +77,7 @@ def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], 
 
 def copy_entries(
     source: TensorFile,
-    keys: Sequence[str],
+    entries: Sequence[Entry],
     path: Path,
     notes: Mapping[str, Any],
     *,
@@ -90,7 +90,6 @@ def copy_entries(
 
     Raises: as `write_values` and `TensorFile.descriptor`.
     """
-    entries = [source.entry(key) for key in keys]
     layouts = {entry.key: entry.layout for entry in entries}
     head, starts = build(layouts, notes)
     fd_from = source.descriptor(settled=settled)
@@ -250,8 +249,7 @@ def _write_all(fd: int, data: memoryview, at: int) -> int:
 def _blocks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Contiguous CPU tensors that make up `tensor` in row-major order, as `dtype`, without a whole copy of it.
 
-    They share a buffer, in which each is overwritten by the next. It is mapped and not allocated: glibc's heap keeps
-    aligned blocks of this size when they are freed, and has to grow for the next one.
+    They share a buffer, in which each is overwritten by the next.
     """
     lies_as_it_reads = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if tensor.numel() == 0:
@@ -260,8 +258,7 @@ def _blocks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield tensor
         return
     most = max(_BLOCK // max(tensor.itemsize, dtype.itemsize), 1)
-    pages = mmap.mmap(-1, min(most, tensor.numel()) * dtype.itemsize)
-    buffer = torch.frombuffer(pages, dtype=torch.uint8).view(dtype)
+    buffer = scratch(contiguous(dtype, (min(most, tensor.numel()),)))
     for part in _parts(tensor, most):
         block = buffer[: part.numel()].view(part.shape)
         yield block.copy_(part)

@@ -12,7 +12,8 @@ import torch
 from offload.prefetch.reads import POOL, changing
 from offload.residency import Pool, Value
 from offload.staging import lend, settle
-from offload.storage.handle import Handle, plain_world
+from offload.storage.handle import Handle
+from offload.storage.modes import plain_world
 from offload.tensor.cuts import cut, sent_to, twin_of
 from offload.tensor.extents import brought_in
 

@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import UnsupportedOpError
 from offload.storage.file import TensorFile
-from offload.storage.handle import plain_world
+from offload.storage.modes import plain_world
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
@@ -19,10 +19,10 @@ def only_key(file: TensorFile, key: str | None) -> str:
         return key
     if "name" in file.notes:
         return str(file.notes["name"])
-    if len(file.entries) != 1:
-        some = ", ".join(sorted(file.entries)[:5])
-        raise KeyError(f"{file.path} holds {len(file.entries)} tensors ({some}...): say which one with key=")
-    return next(iter(file.entries))
+    keys = file.header.keys
+    if len(keys) != 1:
+        raise KeyError(f"{file.path} holds {len(keys)} tensors ({', '.join(sorted(keys)[:5])}...): say which with key=")
+    return keys[0]
 
 
 def refuse_unstorable(tensor: object, name: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from offload.staging import send
-from offload.storage.handle import Handle, plain_world
+from offload.storage.handle import Handle
 from offload.storage.header import Layout
+from offload.storage.modes import plain_world
 from offload.storage.subclasses import is_subclass_value
 
 

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from offload.storage.handle import Handle, plain_world
+from offload.storage.handle import Handle
+from offload.storage.modes import plain_world
 from offload.tensor.traced import Traced
 
 CPU = torch.device("cpu")

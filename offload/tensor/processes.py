@@ -19,9 +19,10 @@ import torch
 
 from offload.errors import ChangedFileError
 from offload.storage.file import Identity, TensorFile
-from offload.storage.handle import Handle, plain_world
+from offload.storage.handle import Handle
 from offload.storage.header import Layout
 from offload.storage.locks import ForkSafeLock
+from offload.storage.modes import plain_world
 from offload.tensor.cuts import metadata_of, twin_with, whole_twin
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap
 

@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import UnsupportedOpError
-from offload.storage.handle import plain_world
+from offload.storage.modes import plain_world
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.cuts import cut, cut_like, sent_to
 from offload.tensor.outside import CPU

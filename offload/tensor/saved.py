@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from offload.storage.handle import plain_world
+from offload.storage.modes import plain_world
 from offload.storage.subclasses import is_subclass_value
 from offload.storage.write import copy_range, write_tensor
 from offload.tensor.cuts import metadata_of

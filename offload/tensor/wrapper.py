@@ -24,8 +24,9 @@ from torch._C import DisableTorchFunctionSubclass
 from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
-from offload.storage.handle import Handle, plain_world
+from offload.storage.handle import Handle
 from offload.storage.header import Layout, contiguous_stride
+from offload.storage.modes import plain_world
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import checked_device, only_key, refuse_unstorable
@@ -103,16 +104,15 @@ class OffloadedTensor(SeenFromOutside):
         *,
         offload_dir: PathLike | None = None,
     ) -> OffloadedTensor:
-        """A tensor over an entry of a safetensors file, in place: nothing is copied, the file is never written to.
+        """A tensor over an entry of a file, in place: nothing is copied, the file is never written to.
 
         Args:
-            path: a `.safetensors` file of any origin.
+            path: a `.safetensors` file of any origin, or one of torch.save; of that, odd entries are copied at once.
             key: the entry; may be left out where the file holds one value.
-            device: where ops on it run.
-            offload_dir: where a copy goes at the first write; None for a private folder.
+            device, offload_dir: where ops on it run; where a copy goes at the first write (None: a private folder).
 
         Raises:
-            MissingFileError, CorruptFileError, KeyError
+            MissingFileError, CorruptFileError, CheckpointError, KeyError
         """
         file = TensorFile.open(path)
         return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), checked_device(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,34 @@ def test_the_class_can_be_named_outright(llama_folder: Path) -> None:
 
 def test_a_generation_config_comes_along(llama_folder: Path, tmp_path: Path) -> None:
     import json
-    import shutil
 
     shutil.copytree(llama_folder, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "max_length": 77}))
 
     assert 77 == offload.from_pretrained(tmp_path).generation_config.max_length
+
+
+@pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
+def test_a_checkpoint_of_torch_save_is_loaded_in_place(
+    llama_folder: Path, in_memory: Any, tokens: torch.Tensor, tmp_path: Path, max_shard_size: str
+) -> None:
+    """Tied weights stand in it twice."""
+    from huggingface_hub import save_torch_state_dict
+
+    shutil.copy(llama_folder / "config.json", tmp_path)
+    state = in_memory.state_dict()
+    save_torch_state_dict(state, tmp_path, max_shard_size=max_shard_size, safe_serialization=False)
+    before = contents(tmp_path)
+
+    model = offload.from_pretrained(tmp_path)
+
+    assert (max_shard_size == "1GB") == (tmp_path / "pytorch_model.bin").is_file()
+    assert {tmp_path} == {weight.offload_path.parent for weight in model.parameters()}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
+    assert before == contents(tmp_path)
 
 
 def test_another_dtype_is_converted_to_disk(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:

@@ -167,7 +167,7 @@ def test_an_offset_beyond_four_gigabytes_is_no_trouble():
 def test_a_dtype_that_torch_lacks_is_listed_and_hides_nothing_else():
     header = parse(*bytes_of({"a": entry("F6_E2M3", [4], 0, 3), "b": entry("U8", [2], 3, 5)}, room=5))
 
-    assert {"a": "F6_E2M3"} == header.unreadable
+    assert {"a": "is stored as F6_E2M3: no torch dtype fits"} == header.unreadable
     assert ["b"] == list(header.entries)
 
 

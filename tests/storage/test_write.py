@@ -220,7 +220,9 @@ def test_a_value_is_copied_from_file_to_file(tmp_path, monkeypatch, kernel):
         monkeypatch.setattr(os, "sendfile", part)
 
     for key, value in values.items():
-        copy_entries(source, [key], tmp_path / "copy.safetensors", {"name": key}, settled=True, durable=True)
+        copy_entries(
+            source, [source.entry(key)], tmp_path / "copy.safetensors", {"name": key}, settled=True, durable=True
+        )
 
         assert same(value, load_file(tmp_path / "copy.safetensors")[key])
         (tmp_path / "copy.safetensors").unlink()
@@ -232,7 +234,7 @@ def test_a_changed_source_is_not_copied(tmp_path):
     os.utime(tmp_path / "model.safetensors", ns=(0, 0))
 
     with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
-        copy_entries(source, ["w"], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
+        copy_entries(source, [source.entry("w")], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
     assert ["model.safetensors"] == os.listdir(tmp_path)
 
 

@@ -1,0 +1,162 @@
+"""Values that no tensor can be over where they lie in a file: they are copied out, one by one.
+
+Always true:
+- what is copied out is what torch gives for the value: packed bytes are unpacked, foreign byte order is turned
+- memory is taken for one value at a time, and for its record where that is packed; it goes back to the system
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.errors import CorruptFileError
+from offload.storage.header import Entry, Layout
+from offload.storage.scratch import scratch, scratch_bytes
+
+if TYPE_CHECKING:
+    from offload.storage.file import TensorFile
+
+_STEP = 1 << 20  # bytes that are read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The bytes of a storage in a file.
+
+    Attributes:
+        start: where they begin.
+        nbytes: how many they are, unpacked.
+        packed: how many they are in the file, where they are deflated; None where they lie as they are.
+        is_swapped: whether their byte order is that of another machine.
+    """
+
+    start: int
+    nbytes: int
+    packed: int | None = None
+    is_swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A value that is cut out of a record.
+
+    Attributes:
+        layout: how it lies once it is copied out.
+        begin: the byte of the record at which it begins.
+        stride: in elements, how it lies in the record.
+        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of those that are stored.
+    """
+
+    key: str
+    layout: Layout
+    record: Record
+    begin: int
+    stride: tuple[int, ...]
+    is_conjugated: bool = False
+    is_negated: bool = False
+
+    @property
+    def entry(self) -> Entry | None:
+        """Its bytes as they lie in the file, if copying these is enough."""
+        lies_otherwise = self.stride != self.layout.stride or self.is_conjugated or self.is_negated
+        if lies_otherwise or self.record.packed is not None or self.record.is_swapped:
+            return None
+        return Entry(self.key, self.layout, self.start)
+
+    @property
+    def start(self) -> int:
+        """The byte of the file at which it begins, where its record is not packed."""
+        return self.record.start + self.begin
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first element to its last one."""
+        return span_of(self.layout.dtype, self.layout.shape, self.stride)
+
+
+def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
+
+
+def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
+    """The value as a plain tensor of its own, of the layout in which it is copied out.
+
+    Raises:
+        CorruptFileError, and as `TensorFile.descriptor`.
+    """
+    storage = _bytes_of(loose, file)
+    value = torch.empty(0, dtype=loose.layout.dtype, device="cpu").set_(storage, 0, loose.layout.shape, loose.stride)
+    if loose.is_conjugated:
+        value = value.conj()
+    return scratch(loose.layout).copy_(value._neg_view() if loose.is_negated else value)
+
+
+def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
+    """From its first element to its last, in the byte order of this machine."""
+    record, dtype = loose.record, loose.layout.dtype
+    if record.packed is not None:
+        storage = _in_memory(_unpacked(record, file)[loose.begin : loose.begin + loose.span])
+    elif record.is_swapped or loose.start % dtype.itemsize:
+        storage = _in_memory(_read(file, loose.start, loose.span))
+    else:
+        storage = file.mapped(shared=False)[loose.start : loose.start + loose.span]
+    if record.is_swapped:
+        storage.byteswap(dtype)
+    return storage
+
+
+def _in_memory(data: memoryview) -> torch.UntypedStorage:
+    if not data:
+        return torch.UntypedStorage(0, device="cpu")
+    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+
+
+def _read(file: TensorFile, start: int, count: int) -> memoryview:
+    fd = file.descriptor()
+    try:
+        data, done = memoryview(scratch_bytes(count))[:count], 0
+        while done < count:
+            block = os.pread(fd, min(count - done, _STEP), start + done)
+            if not block:
+                raise CorruptFileError(f"{file.path} ended early: get the file again")
+            data[done : done + len(block)] = block
+            done += len(block)
+        return data
+    finally:
+        os.close(fd)
+
+
+def _unpacked(record: Record, file: TensorFile) -> memoryview:
+    """A deflated record, unpacked; what is packed is read a block at a time."""
+    data, done = memoryview(scratch_bytes(record.nbytes))[: record.nbytes], 0
+    try:
+        for part in _inflated(record, file):
+            if done + len(part) > record.nbytes:
+                raise zlib.error(f"more than the {record.nbytes} bytes that were promised")
+            data[done : done + len(part)] = part
+            done += len(part)
+    except zlib.error as error:
+        raise CorruptFileError(f"{file.path} can't be unpacked ({error}): get the file again") from error
+    if done < record.nbytes:
+        raise CorruptFileError(f"{file.path} gives {done} bytes of {record.nbytes}: get the file again")
+    return data
+
+
+def _inflated(record: Record, file: TensorFile) -> Iterator[bytes]:
+    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+    end = record.start + (record.packed or 0)
+    for at in range(record.start, end, _STEP):
+        block = bytes(_read(file, at, min(end - at, _STEP)))
+        while block:
+            yield inflate.decompress(block, _STEP)
+            block = inflate.unconsumed_tail
+    yield inflate.flush()

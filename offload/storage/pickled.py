@@ -1,0 +1,331 @@
+"""The header of a file that torch.save wrote: what is in it, and where.
+
+Always true:
+- pickles are read by the unpickler of `torch.load(weights_only=True)` and no other, over tensors without data: nothing
+  in the file is run, and no value is read
+- where a value lies comes from the file's own directory and not from guesses; every extent has been checked to lie in
+  the file
+- a value in whole, aligned, native elements without gaps is an entry, and a tensor can be over it where it is; any
+  other is loose, or unreadable with a reason
+- names over one storage are values of their own
+
+Source of the formats: `torch/serialization.py` (`_save`, `_legacy_save`), and PKWARE's APPNOTE for zip.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeAlias
+
+import torch
+from torch import _weights_only_unpickler
+
+from offload.errors import CheckpointError, CorruptFileError, OffloadError
+from offload.storage.dtypes import dtype_name, dtype_named
+from offload.storage.header import Entry, Header, Layout, contiguous
+from offload.storage.loose import Loose, Record, span_of
+from offload.storage.modes import plain_world
+
+MAGIC_SIZE = 512  # bytes that tell how a file is to be read
+NESTS = ("state_dict", "model", "module", "model_state_dict")
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
+_TAR = b"ustar"
+_LOCAL = struct.Struct("<4s22xHH")  # of a zip record: mark, length of its name, length of its extra field
+_NUMEL = struct.Struct("<q")
+_LONGEST = 1 << 30  # bytes of a pickle
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
+
+# What was pickled, the storages in it by their address, and where these lie by their key.
+Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record]]"
+
+
+def is_pickled(start: bytes) -> bool:
+    """Whether a file that begins like this is, or pretends to be, for torch.load."""
+    if start.startswith(_ZIP):
+        return start[8:9] != b"{"  # a safetensors header of 67 MB begins so too
+    return start.startswith(_LEGACY) or _is_bare_pickle(start) or start[257:262] == _TAR
+
+
+def read_header(file: BinaryIO, size: int) -> Header:
+    """The checked header of such a file of `size` bytes.
+
+    Raises:
+        CorruptFileError: it is not whole.
+        CheckpointError: code in it, an old or foreign form, no tensors by name.
+    """
+    start = file.read(MAGIC_SIZE)
+    file.seek(0)
+    with plain_world():
+        if start.startswith(_ZIP):
+            saved, pieces, records = _read_zip(file)
+        elif start.startswith(_LEGACY):
+            saved, pieces, records = _read_legacy(file, size)
+        elif start[257:262] == _TAR:
+            raise CheckpointError(
+                "is in the tar form of PyTorch before 0.2, which can't be read safely: "
+                f"open it with torch.load where you trust it, and {_SAVE_TENSORS}"
+            )
+        else:
+            raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
+        return _header(_tensors_in(saved), pieces, records)
+
+
+def _is_bare_pickle(start: bytes) -> bool:
+    """A pickle of protocol 2 to 5, and not the length of a safetensors header: that has zeros behind, and then JSON."""
+    return start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and start[8:9] != b"{"
+
+
+# The two forms
+
+
+def _read_zip(file: BinaryIO) -> Saved:
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, ValueError, struct.error, EOFError, NotImplementedError) as error:
+        raise CorruptFileError(f"it is cut off or damaged: its zip directory can't be read ({error})") from error
+    infos = {info.filename: info for info in archive.infolist()}
+    if len(infos) < len(archive.infolist()):
+        raise CorruptFileError("its zip directory names a record twice")
+    root = _root(infos)
+    is_swapped = _is_swapped(archive, infos.get(f"{root}byteorder"))
+
+    saved, pieces = _unpickle(io.BytesIO(_content(archive, infos[f"{root}data.pkl"])))
+    records = {}
+    for piece in pieces.values():
+        info = infos.get(f"{root}data/{piece.key}")
+        if info is None:
+            raise CorruptFileError(f"it has no record data/{piece.key}, which its pickle names")
+        if piece.key not in records:
+            records[piece.key] = _zip_record(file, info, archive.start_dir, is_swapped=is_swapped)
+    return saved, pieces, records
+
+
+def _root(infos: Mapping[str, Any]) -> str:
+    """The folder in the archive that all is in, with its slash."""
+    roots = [name.removesuffix("data.pkl") for name in infos if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(roots) != 1:
+        raise CheckpointError(f"is a zip archive, but torch.save did not write it: {_SAVE_TENSORS}")
+    if f"{roots[0]}constants.pkl" in infos:
+        raise CheckpointError(
+            "is a TorchScript archive, a program with its weights: "
+            "torch.jit.load it where you trust it, and save its state_dict()"
+        )
+    return roots[0]
+
+
+def _is_swapped(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None) -> bool:
+    order = b"little" if info is None else _content(archive, info)
+    if order not in (b"little", b"big"):
+        raise CorruptFileError(f"its byte order is {order[:20]!r}, neither little nor big")
+    return order != sys.byteorder.encode()
+
+
+def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    if info.file_size > _LONGEST:
+        raise CorruptFileError(f"its {info.filename} claims {info.file_size} bytes: no pickle of tensors is like that")
+    try:
+        return archive.read(info)
+    except Exception as error:  # a bad checksum, an unknown method, a wish for a password, bytes that are not deflated
+        raise CorruptFileError(f"its {info.filename} can't be read ({error})") from error
+
+
+def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: bool) -> Record:
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+    file.seek(max(info.header_offset, 0))
+    local = file.read(_LOCAL.size + len(name))
+    mark, length, extra = _LOCAL.unpack(local[: _LOCAL.size]) if len(local) > _LOCAL.size else (b"", 0, 0)
+    start = info.header_offset + _LOCAL.size + length + extra
+    is_there = mark == _ZIP and length == len(name) and local.endswith(name) and start + info.compress_size <= end
+    if not is_there or info.flag_bits & 1:
+        raise CorruptFileError(f"its record {info.filename} is not where its zip directory says")
+    if info.compress_type == zipfile.ZIP_DEFLATED:
+        return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise CorruptFileError(f"its record {info.filename} is packed in a way that torch does not read")
+    return Record(start, info.file_size, is_swapped=is_swapped)
+
+
+def _read_legacy(file: BinaryIO, size: int) -> Saved:
+    """Pickles one after another; then the storages, each as a count of elements and its bytes, the lowest first."""
+    for _ in range(3):  # the mark, the protocol, and the machine that wrote it
+        _unpickle(file)
+    saved, pieces = _unpickle(file)
+    keys, _ = _unpickle(file)
+    known = {piece.key: piece for piece in pieces.values()}
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key in known for key in keys):
+        raise CorruptFileError("its list of storages is malformed")
+    is_swapped, records, at = sys.byteorder == "big", {}, file.tell()
+    for key in keys:
+        file.seek(at)
+        count = file.read(_NUMEL.size)
+        at += _NUMEL.size
+        nbytes = known[key].whole
+        if at + nbytes > size:
+            raise CorruptFileError(f"it is cut off: its storage {key} ends at byte {at + nbytes}, it has {size}")
+        if _NUMEL.unpack(count)[0] * known[key].itemsize != nbytes:
+            raise CorruptFileError(f"its storage {key} has another size than its pickle says")
+        records[key] = Record(at, nbytes, is_swapped=is_swapped)
+        at += nbytes
+    if records.keys() != known.keys():
+        raise CorruptFileError("its pickle names storages that its list has not")
+    return saved, pieces, records
+
+
+# Pickles
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A storage without data, as a pickle names it.
+
+    Attributes:
+        key: of the record that it is in.
+        begin, nbytes: in bytes, the part of the record that it is; an old pickle may name parts.
+        whole: bytes of the record.
+        itemsize: bytes of an element of it.
+        storage: kept, so that its address stays its own.
+    """
+
+    key: str
+    begin: int
+    nbytes: int
+    whole: int
+    itemsize: int
+    storage: torch.UntypedStorage
+
+
+def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
+    """The next object in a file, with the storages that it names, by address."""
+    pieces: dict[int, Piece] = {}
+
+    def storage_for(saved_id: Any) -> torch.TypedStorage:
+        _, kind, key, _, numel, *view = saved_id
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        if dtype_named(dtype_name(dtype)) is None:
+            raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
+        begin, count = (0, numel) if not view or view[0] is None else view[0][1:]
+        if not 0 <= begin <= begin + count <= numel:
+            raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
+        storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
+        pieces[storage._cdata] = Piece(
+            str(key), begin * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize, dtype.itemsize, storage
+        )
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    unpickler = _weights_only_unpickler.Unpickler(file, encoding="utf-8")
+    unpickler.persistent_load = storage_for  # type: ignore[method-assign]
+    with _explained(), _without_sparse_checks():
+        return unpickler.load(), pieces
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what is wrong with a pickle."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0].partition(" Please use")[0]
+        raise CheckpointError(
+            f"is a pickle of more than tensors, and is not opened, as it could run code ({reason}): {_SAVE_TENSORS}"
+        ) from error
+    except Exception as error:  # whatever made-up bytes lead the unpickler, or torch, to
+        raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {_short(error)})") from error
+
+
+@contextmanager
+def _without_sparse_checks() -> Iterator[None]:
+    """The unpickler leaves sparse tensors to be checked by the next torch.load: these have no data."""
+    waiting = torch._utils._sparse_tensors_to_validate
+    before = len(waiting)
+    try:
+        yield
+    finally:
+        del waiting[before:]
+
+
+# From what was pickled to a header
+
+
+def _tensors_in(saved: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict by name, or of the one that is nested under a usual key."""
+    if isinstance(saved, dict):
+        nests = [nest for nest in NESTS if isinstance(saved.get(nest), dict) and _has_tensors(saved[nest])]
+        if len(nests) > 1:
+            raise CheckpointError(f"holds several models ({', '.join(nests)}): {_SAVE_TENSORS}")
+        if nests:
+            return _tensors_in(saved[nests[0]])
+        tensors = {key: value for key, value in saved.items() if isinstance(key, str) and _is_tensor(value)}
+        if tensors:
+            return tensors
+    raise CheckpointError(f"holds no tensors by name, but {_told(saved)}: {_SAVE_TENSORS}")
+
+
+def _has_tensors(saved: dict[Any, Any]) -> bool:
+    return any(_is_tensor(value) for value in saved.values()) or any(
+        isinstance(saved.get(nest), dict) and _has_tensors(saved[nest]) for nest in NESTS
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _told(saved: Any) -> str:
+    if not isinstance(saved, dict):
+        return f"a {type(saved).__name__}"
+    items = ", ".join(f"{_short(repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8])
+    return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
+
+
+def _header(tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, Piece], records: Mapping[str, Record]) -> Header:
+    entries: dict[str, Entry] = {}
+    loose: dict[str, Loose] = {}
+    unreadable: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        found = _place(key, tensor, pieces, records)
+        if isinstance(found, str):
+            unreadable[key] = found
+        elif found.entry is not None and found.start % found.layout.dtype.itemsize == 0:
+            entries[key] = found.entry
+        else:
+            loose[key] = found
+    return Header({}, entries, unreadable, loose)
+
+
+def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records: Mapping[str, Record]) -> Loose | str:
+    """Where a value is, or why it can't be read."""
+    if type(tensor) not in _PLAIN:
+        return f"is a {type(tensor).__name__}: save its parts as plain tensors"
+    if tensor.layout != torch.strided:
+        return f"is a {str(tensor.layout).removeprefix('torch.')} tensor: save its to_dense(), or its parts"
+    piece = pieces.get(tensor.untyped_storage()._cdata)
+    if piece is None:
+        return "has no data: it was on the meta device when it was saved"
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    begin = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    record = records[piece.key]
+    end = piece.begin + begin + span_of(tensor.dtype, shape, stride)
+    if end > min(piece.begin + piece.nbytes, record.nbytes):
+        raise CorruptFileError(f"its pickle places {_short(key)!r} outside of its record {piece.key}")
+    layout = Layout(tensor.dtype, shape, stride)
+    if not layout.is_dense or tensor.is_contiguous():
+        layout = contiguous(tensor.dtype, shape)
+    if tensor.is_contiguous():  # the stride of a dimension of one element may be anything
+        stride = layout.stride
+    return Loose(key, layout, record, piece.begin + begin, stride, tensor.is_conj(), tensor.is_neg())
+
+
+def _short(value: object, most: int = 200) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,28 @@
+"""Memory for one value on its way from file to file.
+
+Always true:
+- it goes back to the system when it is dropped: what torch frees below 32 MB may stay in glibc's heap, where small
+  things take its place, so that a model's worth of it gathers
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from offload.storage.header import Layout
+
+
+def scratch_bytes(count: int) -> mmap.mmap:
+    """At least `count` writable bytes, all zero."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, max(count, 1))
+
+
+def scratch(layout: Layout) -> torch.Tensor:
+    """A plain tensor of that layout, all zero."""
+    flat = torch.frombuffer(scratch_bytes(layout.nbytes), dtype=torch.uint8, requires_grad=False)
+    empty = torch.empty(0, dtype=layout.dtype, device="cpu")
+    return empty.set_(flat.untyped_storage(), 0, layout.shape, layout.stride)

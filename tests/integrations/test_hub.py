@@ -1,0 +1,48 @@
+"""What is fetched from the hub: safetensors where there are some, else .bin, and never code."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.integrations.hub import folder_of
+
+BESIDE = ["config.json", "tokenizer.json", "vocab.txt"]
+NEVER = ["modeling_x.py", "run.sh", "training_args.bin", "optimizer.bin", "onnx/weights.bin", "model.onnx", "x.h5"]
+
+
+@pytest.fixture
+def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hub that has these files, and writes down what it was asked for."""
+
+    def of(*files: str) -> list[str]:
+        fetched: list[str] = []
+
+        def snapshot_download(name: str, **options: Any) -> str:
+            assert ("org/model", "main") == (name, options["revision"])
+            for file in files:
+                wanted = any(fnmatch(file, pattern) for pattern in options["allow_patterns"])
+                if wanted and not any(fnmatch(file, pattern) for pattern in options.get("ignore_patterns") or ()):
+                    fetched.append(file)
+                    (tmp_path / file).parent.mkdir(exist_ok=True)
+                    (tmp_path / file).write_text("")
+            return str(tmp_path)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+        assert tmp_path == folder_of("org/model", revision="main")
+        return sorted(fetched)
+
+    return of
+
+
+def test_bin_files_are_fetched_where_there_are_no_safetensors(fetch: Any) -> None:
+    weights = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+
+    assert sorted([*BESIDE, *weights]) == fetch(*BESIDE, *weights, *NEVER)
+
+
+def test_bin_files_are_not_fetched_where_there_are_safetensors(fetch: Any) -> None:
+    assert sorted([*BESIDE, "model.safetensors"]) == fetch(*BESIDE, "model.safetensors", "pytorch_model.bin", *NEVER)

@@ -1,0 +1,595 @@
+"""What torch.save wrote is read where it is, value by value as torch.load gives it, and nothing in it is run."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import os
+import pickle
+import random
+import re
+import struct
+import tarfile
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadedTensor, load_file
+from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError, OffloadError
+from offload.storage.dtypes import dtype_name, dtype_named
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.pickled import NESTS
+from offload.storage.write import _blocks, _bytes_of
+from tests.conftest import contents
+from tests.processes import run_script
+
+DTYPES = sorted(
+    (
+        dtype
+        for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+        if dtype_named(dtype_name(dtype)) and not re.fullmatch(r"torch\.(bits.*|u?int[1-7])", str(dtype))  # no copies
+    ),
+    key=str,
+)
+LEGACY = {"_use_new_zipfile_serialization": False}
+FORMS = pytest.mark.parametrize("form", [{}, LEGACY], ids=["zip", "legacy"])
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
+    pytest.mark.filterwarnings("ignore:Sparse.*tensor support is in beta"),
+]
+
+
+def saved(path: Path, values: object, **form: object) -> Path:
+    torch.save(values, path, **form)
+    return path
+
+
+def same(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Bit for bit."""
+    bits = [b"".join(bytes(_bytes_of(block)) for block in _blocks(x.detach(), x.dtype)) for x in (expected, found)]
+    return (expected.dtype, expected.shape, bits[0]) == (found.dtype, found.shape, bits[1])
+
+
+def check_all(path: Path) -> dict[str, OffloadedTensor]:
+    """Compares every value with what torch.load gives."""
+    expected = torch.load(path, weights_only=True)
+    found = load_file(path)
+    assert expected.keys() == found.keys()
+    assert [] == [name for name in expected if not same(expected[name], found[name].materialize())]
+    return found
+
+
+def repacked(path: Path, compression: int = zipfile.ZIP_STORED, **changes: bytes | None) -> Path:
+    """The archive written anew by another hand, in another order, some records changed or left out."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    root = next(iter(records)).split("/")[0]
+    records.update({f"{root}/{name}": data for name, data in changes.items()})
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in reversed(records.items()):
+            if data is not None:
+                archive.writestr(name, data)
+    return path
+
+
+def in_place(path: Path) -> set[str]:
+    return set(TensorFile.open(path).entries)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_what_torch_load_gives(tmp_path, dtype, form):
+    if form and dtype not in torch.storage._dtype_to_storage_type_map():
+        pytest.skip("torch keeps these in a form that only its zip files have")
+    values = torch.arange(48, dtype=torch.uint8) if dtype != torch.bool else torch.arange(48) % 2 == 0
+    value = values.view(dtype) if dtype != torch.bool else values
+
+    check_all(saved(tmp_path / "x.bin", {"w": value, "b": value[:1].clone(), "none": value[:0].clone()}, **form))
+
+
+def test_a_contiguous_tensor_is_read_where_it_is_and_nothing_is_written(tmp_path):
+    values = {"w": torch.randn(64, 32), "b": torch.randn(32), "n": torch.tensor(3), "p": nn.Parameter(torch.ones(3))}
+    path = saved(tmp_path / "x.bin", values)
+    before = contents(tmp_path)
+
+    found = check_all(path)
+
+    assert values.keys() == in_place(path)
+    assert {path} == {tensor.offload_path for tensor in found.values()}
+    assert before == contents(tmp_path)
+
+
+def test_transposed_tensors_are_read_where_they_are_with_their_strides(tmp_path):
+    values = {"t": torch.randn(4, 6).t(), "c": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)}
+    path = saved(tmp_path / "x.bin", values)
+
+    found = check_all(path)
+
+    assert values.keys() == in_place(path)
+    assert {key: value.stride() for key, value in values.items()} == {k: v.stride() for k, v in found.items()}
+
+
+@FORMS
+def test_values_with_gaps_or_overlaps_conjugates_and_negatives_are_copied_out(tmp_path, form):
+    base, numbers = torch.randn(6, 8), torch.randn(5, dtype=torch.complex64)
+    values = {
+        "columns": base[:, 2:5],
+        "every_other": base[0, ::2],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "windows": torch.arange(9.0).unfold(0, 3, 1),
+        "conjugate": numbers.conj(),
+        "negative": torch.randn(5, dtype=torch.complex64).conj().imag,
+    }
+    path = saved(tmp_path / "x.bin", values, **form)
+    before = path.read_bytes()
+
+    found = check_all(path)
+
+    assert set() == in_place(path)
+    assert all(path != tensor.offload_path for tensor in found.values())
+    assert before == path.read_bytes()
+
+
+def test_what_is_copied_out_goes_to_the_offload_dir(tmp_path):
+    path = saved(tmp_path / "x.bin", {"a": torch.randn(6, 8)[:, :3], "b": torch.ones(2)})
+
+    found = load_file(path, offload_dir=tmp_path / "values")
+
+    assert ["a.safetensors"] == os.listdir(tmp_path / "values")
+    assert tmp_path / "values" / "a.safetensors" == found["a"].offload_path
+
+
+@FORMS
+def test_names_over_one_storage_are_values_of_their_own(tmp_path, form):
+    base = torch.arange(12.0)
+    path = saved(tmp_path / "x.bin", {"w": base, "tied": base, "part": base[4:8], "tail": base[6:]}, **form)
+    found = check_all(path)
+
+    found["w"].zero_()
+    found["part"].fill_(7)
+
+    assert torch.equal(torch.zeros(12), found["w"].materialize())
+    assert torch.equal(torch.arange(12.0), found["tied"].materialize())
+    assert torch.equal(torch.full((4,), 7.0), found["part"].materialize())
+    assert torch.equal(torch.arange(6.0, 12.0), found["tail"].materialize())
+    assert torch.equal(torch.arange(12.0), torch.load(path, weights_only=True)["w"])
+
+
+def test_a_storage_that_starts_in_the_middle_of_an_element_is_copied_from_file_to_file(tmp_path):
+    """As the old form has it: its data begins where its pickles happen to end."""
+    seen = set()
+    for length in range(8):
+        values = {"w" + "x" * length: torch.randn(5, 3), "h": torch.ones(4, dtype=torch.int16)}
+        path = saved(tmp_path / f"{length}.bin", values, **LEGACY)
+        check_all(path)
+        seen.add(len(in_place(path)))
+
+    assert {0, 2} <= seen
+
+
+def test_records_in_another_order_are_found_by_their_names(tmp_path):
+    """Where a record is can't be told from those before it, though torch's mark of its own version is still there."""
+    values = {f"w{number}": torch.full((16,), float(number)) for number in range(6)}
+
+    path = repacked(saved(tmp_path / "x.bin", values))
+
+    check_all(path)
+
+
+def test_compressed_records_are_unpacked(tmp_path):
+    values = {"zeros": torch.zeros(1 << 20), "noise": torch.randn(1 << 19), "part": torch.arange(99.0)[3:50:2]}
+
+    path = repacked(saved(tmp_path / "x.bin", values), zipfile.ZIP_DEFLATED)
+
+    check_all(path)
+    assert set() == in_place(path)
+
+
+def test_the_byte_order_of_another_machine_is_turned(tmp_path):
+    values = {
+        "f": torch.randn(4, 3),
+        "i": torch.arange(5),
+        "u": torch.arange(9, dtype=torch.uint8),
+        "c": torch.ones(2) + 1j,
+    }
+    path = saved(tmp_path / "x.bin", values)
+    with zipfile.ZipFile(path) as archive:
+        records = [archive.read(f"x/data/{number}") for number in range(4)]
+    swapped = [
+        b"".join(data[i : i + n][::-1] for i in range(0, len(data), n))
+        for data, n in zip(records, (4, 8, 1, 4), strict=True)
+    ]
+
+    repacked(path, byteorder=b"big", **{f"data/{number}": data for number, data in enumerate(swapped)})
+
+    found = load_file(path)
+    assert all(same(values[name], found[name].materialize()) for name in values)
+
+
+def test_the_pickle_is_read_once_for_all_who_open_the_file(tmp_path, monkeypatch):
+    path = saved(tmp_path / "x.bin", {"a": torch.ones(3), "b": torch.zeros(3)})
+    first = OffloadedTensor.from_file(path, "a")
+    monkeypatch.setattr("offload.storage.pickled.read_header", None)
+
+    second = OffloadedTensor.from_file(path, "b")
+
+    assert [1, 1, 1, 0, 0, 0] == [*first.tolist(), *second.tolist()]
+
+
+def test_it_is_told_by_what_is_in_it_and_not_by_its_name(tmp_path):
+    saved(tmp_path / "x.safetensors", {"w": torch.ones(2)})
+
+    assert [1, 1] == OffloadedTensor.from_file(tmp_path / "x.safetensors").tolist()
+
+
+@pytest.mark.parametrize("mode", ["fake", "meta", "inference"])
+def test_it_is_opened_under_any_mode_of_torch(tmp_path, mode):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    path = saved(tmp_path / "x.bin", {"w": torch.arange(3.0), "t": torch.arange(8.0)[::2]})
+    with {"fake": FakeTensorMode(), "meta": torch.device("meta"), "inference": torch.inference_mode()}[mode]:
+        found = load_file(path)
+
+    assert [0, 1, 2] == found["w"].tolist()
+    assert [0, 2, 4, 6] == found["t"].tolist()
+
+
+def test_a_reference_passes_to_another_process_which_reads_the_pickle_again(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.arange(5.0), "t": torch.arange(8.0)[::2]})
+    script = """
+        import sys, torch, torch.multiprocessing as processes
+        from offload import load_file
+
+        def total(queue, answers):
+            answers.put([queue.get().sum().item() for _ in range(2)])
+
+        if __name__ == "__main__":
+            context = processes.get_context("spawn")
+            queue, answers = context.Queue(), context.Queue()
+            tensors = load_file(sys.argv[1])
+            child = context.Process(target=total, args=(queue, answers))
+            child.start()
+            queue.put(tensors["w"])
+            queue.put(tensors["t"])
+            print(answers.get())
+            child.join()
+    """
+    (tmp_path / "pass.py").write_text(textwrap.dedent(script))
+
+    assert "[10.0, 12.0]\n" == run_script(
+        "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')", tmp_path / "pass.py", path
+    )
+
+
+def test_a_write_goes_to_a_file_of_its_own(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(4), "v": torch.ones(2)})
+    before = path.read_bytes()
+    w = OffloadedTensor.from_file(path, "w", offload_dir=tmp_path / "values")
+
+    w.mul_(2)
+
+    assert before == path.read_bytes()
+    assert [2, 2, 2, 2] == OffloadedTensor.from_file(tmp_path / "values" / "w.safetensors").tolist()
+
+
+@pytest.mark.parametrize("key", ["plain", "loose"])
+def test_a_file_that_changes_after_it_was_opened_is_found_out(tmp_path, key):
+    path = saved(tmp_path / "x.bin", {"plain": torch.ones(4), "loose": torch.ones(8)[::2]})
+    file = TensorFile.open(path)
+    w = OffloadedTensor.from_file(path, "plain")
+    saved(path, {"plain": torch.zeros(4), "loose": torch.zeros(8)[::2]})
+    os.utime(path, ns=(0, 0))
+
+    with pytest.raises(ChangedFileError, match="changed since it was opened"):
+        w.sum() if key == "plain" else Handle.reference(file, key)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(4)})
+    w = OffloadedTensor.from_file(path)
+    path.unlink()
+
+    with pytest.raises(MissingFileError, match=r"'w'.*missing.*x\.bin"):
+        w.sum()
+
+
+COPIED = """
+    import ctypes, json, sys, torch
+    from offload import load_file
+    from offload.memory import anonymous_bytes
+    from offload.storage import handle
+    from offload.storage.file import TensorFile
+
+    seen, write_values = [], handle.write_values
+
+    def watched(*args, **options):
+        seen.append(anonymous_bytes())
+        return write_values(*args, **options)
+
+    handle.write_values = watched
+    [w[0, 0].item() for w in load_file(sys.argv[2]).values()]  # imports, first calls
+    TensorFile.open(sys.argv[1])
+    seen.clear()
+    before = anonymous_bytes()
+    tensors = load_file(sys.argv[1])
+    right = all(w[0, 0].item() == w[-1, -1].item() == float(name) for name, w in tensors.items())
+    print(json.dumps([right, len(seen), max(seen, default=before) - before, anonymous_bytes() - before]))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell")
+@pytest.mark.parametrize("how", ["columns", "packed", "swapped", "legacy"])
+def test_what_is_copied_out_takes_the_memory_of_one_value(tmp_path, how):
+    """Of 12 with 4 MiB each; a packed one takes that of its record too."""
+    made = {str(n): torch.full((1024, 1024), float(n)) for n in range(12)}
+    if how == "columns":
+        made = {name: torch.cat([w, w], 1)[:, 512:1536] for name, w in made.items()}
+    if how == "swapped":
+        made = {
+            name: torch.frombuffer(bytearray(w.numpy().byteswap()), dtype=w.dtype).view_as(w)
+            for name, w in made.items()
+        }
+    form = LEGACY if how == "legacy" else {}
+    path = saved(tmp_path / "x.bin", made, **form)
+    small = saved(tmp_path / "y.bin", {"w": torch.ones(1, 4)[:, ::2]})
+    if how == "packed":
+        repacked(path, zipfile.ZIP_DEFLATED)
+    if how == "swapped":
+        repacked(path, byteorder=b"big")
+
+    right, written, peak, left = json.loads(run_script(COPIED, path, small))
+
+    assert right
+    assert (0 if how == "legacy" else 12) == written  # the old form is copied from file to file, if it need be
+    assert (0 if how == "legacy" else 3 << 20) <= peak < (16 << 20)
+    assert left < 6 << 20
+
+
+# What is in a pickle beside tensors
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_a_state_dict_under_a_usual_key_is_taken_and_the_rest_is_left(tmp_path, nest):
+    path = saved(
+        tmp_path / "x.ckpt",
+        {nest: collections.OrderedDict(w=torch.ones(2), step=3), "epoch": 7, "loss": torch.tensor(0.5)},
+    )
+
+    assert ["w"] == list(load_file(path))
+
+
+def test_what_is_no_tensor_is_left_out(tmp_path):
+    path = saved(
+        tmp_path / "x.pt",
+        {"w": torch.ones(2), "step": 3, "note": "hello", 5: torch.ones(1), "inner": {"v": torch.ones(1)}},
+    )
+
+    assert ["w"] == list(load_file(path))
+
+
+def test_several_models_in_one_file_are_not_chosen_among(tmp_path):
+    path = saved(tmp_path / "x.pt", {"model": {"w": torch.ones(1)}, "state_dict": {"w": torch.zeros(1)}})
+
+    with pytest.raises(CheckpointError, match=r"x\.pt holds several models \(state_dict, model\)"):
+        TensorFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (torch.ones(2), "a Tensor"),
+        ([torch.ones(2)], "a list"),
+        ({}, "an empty dictionary"),
+        ({"step": 3, "args": {"lr": 0.1}}, r"a dictionary of 2 \('step': int, 'args': dict\)"),
+    ],
+)
+def test_a_file_without_tensors_by_name_says_what_it_holds(tmp_path, held, words):
+    with pytest.raises(CheckpointError, match=rf"holds no tensors by name, but {words}"):
+        TensorFile.open(saved(tmp_path / "x.pt", held))
+
+
+def test_sparse_and_foreign_and_empty_tensors_are_told_by_name_and_leave_the_others(tmp_path):
+    values = {
+        "w": torch.ones(2),
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "meta": torch.empty(3, device="meta"),
+    }
+    path = saved(tmp_path / "x.bin", values)
+    words = {"coo": "sparse_coo tensor: save its to_dense", "csr": "sparse_csr tensor", "meta": "on the meta device"}
+
+    assert [1, 1] == OffloadedTensor.from_file(path, "w").tolist()
+    for key, word in words.items():
+        with pytest.raises(CorruptFileError, match=rf"'{key}' in .*x\.bin .*{word}"):
+            OffloadedTensor.from_file(path, key)
+
+
+def test_sparse_tensors_in_a_file_do_not_trouble_the_next_torch_load(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(2), "coo": torch.eye(3).to_sparse()})
+    TensorFile.open(path)
+
+    with torch.sparse.check_sparse_tensor_invariants():
+        loaded = torch.load(path, weights_only=True)
+    assert torch.equal(torch.eye(3), loaded["coo"].to_dense())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_tensors_are_refused(tmp_path):
+    value = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+    with pytest.raises(CheckpointError, match=r"holds a quantized tensor \(torch.qint8\): dequantize"):
+        TensorFile.open(saved(tmp_path / "x.bin", {"q": value}))
+
+
+# What is refused
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@FORMS
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, form):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(1), "bomb": Bomb(tmp_path / "exploded")}, **form)
+
+    for opened in (TensorFile.open, load_file, OffloadedTensor.from_file):
+        with pytest.raises(
+            CheckpointError, match=r"x\.bin is a pickle of more than tensors.*run code.*mkdir"
+        ) as caught:
+            opened(path)
+        assert isinstance(caught.value.__cause__, pickle.UnpicklingError)
+    assert not (tmp_path / "exploded").exists()
+    with pytest.raises(FileExistsError):  # the bomb works
+        [torch.load(path, weights_only=False) for _ in range(2)]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_bare_pickle_is_not_opened(tmp_path, protocol):
+    (tmp_path / "x.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded"), protocol=protocol))
+
+    with pytest.raises(CheckpointError, match=r"a pickle that torch\.save did not write"):
+        TensorFile.open(tmp_path / "x.bin")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_whole_model_in_a_pickle_says_to_save_its_tensors(tmp_path):
+    with pytest.raises(CheckpointError, match=r"torch\.save\(model\.state_dict\(\), path\)"):
+        TensorFile.open(saved(tmp_path / "x.pt", nn.Linear(2, 2)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_torchscript_archive_says_what_to_do(tmp_path):
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "x.pt")
+
+    with pytest.raises(CheckpointError, match=r"TorchScript archive.*state_dict\(\)"):
+        TensorFile.open(tmp_path / "x.pt")
+
+
+def test_a_zip_of_something_else_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+
+    with pytest.raises(CheckpointError, match=r"zip archive, but torch\.save did not write it"):
+        TensorFile.open(tmp_path / "x.bin")
+
+
+def test_the_old_tar_form_is_refused(tmp_path):
+    with tarfile.open(tmp_path / "x.pt", "w:", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("storages"), io.BytesIO(b""))
+
+    with pytest.raises(CheckpointError, match=r"tar form of PyTorch before 0\.2.*torch\.load where you trust it"):
+        TensorFile.open(tmp_path / "x.pt")
+
+
+def test_a_git_lfs_pointer_is_called_so(tmp_path):
+    (tmp_path / "x.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+
+    with pytest.raises(CorruptFileError, match=r"x\.bin.*git-lfs pointer.*git lfs pull"):
+        TensorFile.open(tmp_path / "x.bin")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("", "it is empty"), ("hello", "it has 5 bytes"), ("<html>" * 9, "nor one of torch.save")]
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text, words):
+    (tmp_path / "x.bin").write_text(text)
+
+    with pytest.raises(CorruptFileError, match=rf"x\.bin can't be used: .*{words}"):
+        TensorFile.open(tmp_path / "x.bin")
+
+
+@FORMS
+def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path, form):
+    whole = saved(tmp_path / "x.bin", {"w": torch.randn(40), "b": torch.randn(3)}, **form).read_bytes()
+    path = tmp_path / "cut.bin"
+
+    for length in {1, 3, 10, 20, 100, len(whole) // 2, len(whole) - 100, len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        with pytest.raises((CorruptFileError, CheckpointError), match=r"cut\.bin"):
+            TensorFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data/0": None}, "it has no record data/0"),
+        ({"data/0": b"\0" * 8}, "outside of its record 0"),
+        ({"byteorder": b"middle"}, "neither little nor big"),
+        ({"data.pkl": b"\x80\x02}q\x00."[:4]}, "pickle is cut off or damaged"),
+    ],
+)
+def test_an_archive_that_contradicts_itself_is_refused(tmp_path, changes, words):
+    path = repacked(saved(tmp_path / "x.bin", {"w": torch.ones(4)}), **changes)
+
+    with pytest.raises(CorruptFileError, match=words):
+        TensorFile.open(path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_record_given_twice_is_refused(tmp_path):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(4)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x/data/0", b"\0" * 16)
+
+    with pytest.raises(CorruptFileError, match="names a record twice"):
+        TensorFile.open(path)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "at another record"])
+def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
+    path = saved(tmp_path / "x.bin", {"w": torch.ones(4), "v": torch.zeros(4)})
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        other = archive.getinfo("x/data/1").header_offset if place == "at another record" else 5
+    at = data.rindex(b"x/data/0") - 46  # its entry in the directory; bytes 42 to 46 say where the record is
+    data[at + 42 : at + 46] = struct.pack("<I", other)
+    path.write_bytes(data)
+
+    with pytest.raises(CorruptFileError, match=r"x/data/0 is not where its zip directory says"):
+        TensorFile.open(path)
+
+
+def test_packed_bytes_that_are_not_what_they_say_are_refused(tmp_path):
+    path = repacked(saved(tmp_path / "x.bin", {"w": torch.zeros(1 << 16)}), zipfile.ZIP_DEFLATED)
+    entry = TensorFile.open(path).header.loose["w"]
+    data = bytearray(path.read_bytes())
+    data[entry.record.start : entry.record.start + 20] = b"\xff" * 20
+    path.write_bytes(data)
+
+    with pytest.raises(CorruptFileError, match=r"x\.bin can't be unpacked"):
+        load_file(path)
+
+
+@FORMS
+def test_whatever_the_bytes_there_is_a_header_or_an_error_of_ours(tmp_path, form):
+    whole = saved(tmp_path / "x.bin", {"w": torch.randn(9), "v": torch.randn(8)[::2]}, **form).read_bytes()
+    chance = random.Random(0)
+    path, size, opened = tmp_path / "odd.bin", len(whole), 0
+
+    for number in range(400):
+        odd = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            odd[chance.randrange(size)] = chance.randrange(256)
+        path.write_bytes(odd)
+        os.utime(path, ns=(number, number))
+        try:
+            header = TensorFile.open(path).header
+        except OffloadError:
+            continue
+        opened += 1
+        assert all(0 <= e.start <= e.start + e.layout.nbytes <= size for e in header.entries.values())
+
+    assert 0 < opened < 400
