@@ -32,6 +32,7 @@ FLOORS = {
     "order": 5,
     "values": 5,
     "cache": 5,
+    "hooks": 5,
     "loader": 6,
     "integrations": 7,
     "testing": 7,
@@ -40,7 +41,7 @@ FLOORS = {
 NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
-GUESTS = {"device_map": {"accelerate"}, "loader": {"accelerate"}}
+GUESTS = {"device_map": {"accelerate"}, "hooks": {"accelerate"}}
 
 PUBLIC = [
     "ON_DISK",
