@@ -558,9 +558,7 @@ def test_where_modules_run_on_an_accelerator_hooks_still_move_inputs_and_hold_no
 @pytest.mark.gpu
 def test_a_model_that_runs_on_an_accelerator_takes_inputs_from_the_cpu_as_before(tmp_path: Path) -> None:
     model, x = net(), torch.randn(3, 4)
-    accelerate.dispatch_model(
-        model, {"linears": "disk", "norm": 0}, offload_dir=str(tmp_path), main_device=0
-    )
+    accelerate.dispatch_model(model, {"linears": "disk", "norm": 0}, offload_dir=str(tmp_path), main_device=0)
     expected = model(x)
 
     offload.disk_offload(model)
