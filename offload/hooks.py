@@ -82,17 +82,11 @@ def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: str | os.P
     return _cast(value, like.dtype)
 
 
-def origin_of(held: Held | None, tensor: torch.Tensor) -> Hashable:
+def origin_of(held: Held) -> Hashable:
     """What two values have in common just if they are tied: the same memory, entry or, where all else is lost, bytes.
 
     None for one that is like no other.
-
-    Args:
-        held: what a hook holds.
-        tensor: what the model itself has, which counts where no hook holds anything.
     """
-    if held is None:
-        return _memory_of(tensor)
     info = _index_entry(held)
     if info is None:
         in_memory = held.weights if isinstance(held.weights, dict) else getattr(held.weights, "state_dict", None)
@@ -258,7 +252,7 @@ def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _memory_of(value: Any) -> Hashable:
-    if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
+    if not isinstance(value, torch.Tensor) or not value.numel():
         return None
     return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 

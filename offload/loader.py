@@ -339,7 +339,8 @@ def _joined(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
     """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
     joined: dict[Hashable, Slot] = {}
     for slot in slots:
-        origin = origin_of(_held_for(slot, held), slot.tensor) if slot.is_parameter else None
+        found = _held_for(slot, held)
+        origin = origin_of(found) if found and slot.is_parameter else None
         first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
         if first is not slot:
             first.names += slot.names

@@ -16,7 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import offload
+from offload import loader
+from offload.device_map import Place
 from offload.errors import DeviceMapError
+from offload.hooks import move_activations
 
 
 class Block(nn.Module):
@@ -261,6 +264,50 @@ def test_tied_weights_that_the_map_parts_are_where_their_first_name_is(words: tu
     assert loaded.first.weight is loaded.last.weight
     assert words[0].startswith("disk") == offload.is_offloaded(loaded.first.weight)
     assert torch.equal(plain(x), loaded(x))
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
+    """Filled with what would run where, on accelerators that need not be there."""
+    found: dict[str, torch.device] = {}
+    monkeypatch.setattr(loader, "move_activations", lambda model, devices, skip_keys: found.update(devices))
+    return found
+
+
+GPU_0, GPU_1 = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned: dict[str, torch.device]) -> None:
+    loader.connect_devices(Tied(), {}, {"first.weight": Place(True, GPU_0), "last.weight": Place(True, GPU_1)}, None)
+    assert {} == planned  # all of it is on the first
+
+    model = nn.Sequential(Tied(), nn.Linear(4, 4, bias=False))
+    placed = {"0.first.weight": Place(True, GPU_0), "0.last.weight": Place(True, GPU_1), "1.weight": Place(True, GPU_1)}
+    loader.connect_devices(model, {}, placed, None)
+    assert {"": GPU_0, "0": GPU_0, "0.first": GPU_0, "0.last": GPU_0, "1": GPU_1} == planned
+
+
+def test_on_one_device_nothing_moves_activations(planned: dict[str, torch.device]) -> None:
+    names = [name for name, _ in Net().named_parameters()] + [name for name, _ in Net().named_buffers()]
+
+    loader.connect_devices(Net(), {}, dict.fromkeys(names, Place(True, GPU_0)), None)
+
+    assert {} == planned
+
+
+def test_hooks_bring_what_a_module_gets_to_its_device_and_the_result_back(net: Net) -> None:
+    """The one device that is everywhere stands for several."""
+    x = torch.randn(5, 8)
+    expected = net(x)
+
+    move_activations(net, {"": torch.device("cpu"), "layers.1": torch.device("cpu")}, skip_keys=["mask"])
+
+    hooks = {name: module._hf_hook for name, module in net.named_modules() if hasattr(module, "_hf_hook")}
+    assert {"": True, "layers.1": False} == {name: hook.io_same_device for name, hook in hooks.items()}
+    assert {torch.device("cpu")} == {hook.execution_device for hook in hooks.values()}
+    assert [["mask"], ["mask"]] == [hook.skip_keys for hook in hooks.values()]
+    assert not any(hook.offload for hook in hooks.values())
+    assert torch.equal(expected, net(x))
 
 
 # With an accelerator
