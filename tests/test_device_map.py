@@ -275,3 +275,40 @@ def test_the_dtype_once_loaded_decides_what_fits() -> None:
 def test_a_max_memory_that_makes_no_sense_is_refused(max_memory: object, words: str) -> None:
     with pytest.raises(DeviceMapError, match=words):
         inferred("auto", max_memory)
+
+
+def test_a_truth_value_is_no_number_of_a_device(two_gpus: None) -> None:
+    with pytest.raises(DeviceMapError, match="True for 'a' is not a place"):
+        places(["a.w"], {"a": True})
+
+
+@pytest.mark.parametrize(
+    ("word", "asked"), [("auto", [False]), ("balanced", [False]), ("balanced_low_0", [True]), ("sequential", [])]
+)
+def test_what_each_device_gets_is_balanced_by_accelerate(
+    word: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low_zeros = []
+
+    def balanced(model: object, shares: object, *, low_zero: bool, **_: object) -> dict[object, int]:
+        low_zeros.append(low_zero)
+        return {"cpu": 200}
+
+    monkeypatch.setattr(accelerate.utils, "get_balanced_memory", balanced)
+
+    found = inferred(word, {"cpu": 10_000})
+
+    assert asked == low_zeros
+    assert ("disk" in found.values()) == bool(asked)
+
+
+def test_buffers_on_disk_take_no_room_where_they_execute() -> None:
+    model = small()
+    model[2].register_buffer("large", torch.zeros(100))
+    options = {"max_memory": {0: 250, "cpu": "1GB"}, "no_split_module_classes": None, "dtype": None}
+
+    with pytest.warns(UserWarning, match="buffer"):
+        infer_device_map(model, "sequential", **options)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer_device_map(model, "sequential", offload_buffers=True, **options)  # type: ignore[arg-type]

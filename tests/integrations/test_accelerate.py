@@ -215,6 +215,22 @@ def test_tied_weights_that_accelerate_wrote_twice_and_forgot_are_two(tmp_path: P
     assert torch.equal(plain(x), model(x))
 
 
+def test_a_model_that_can_tie_its_weights_is_tied_again(tmp_path: Path) -> None:
+    """As those of transformers can, by `tie_weights`."""
+
+    class Tying(Tied):
+        def tie_weights(self) -> None:
+            self.linears[1].weight = self.linears[0].weight
+
+    plain, model, x = net(Tying), net(Tying), torch.randn(3, 4)
+    to_disk(model, tmp_path / "theirs")
+
+    offload.disk_offload(model)
+
+    assert model.linears[0].weight is model.linears[1].weight
+    assert torch.equal(plain(x), model(x))
+
+
 class PlusOne(ModelHook):
     """A user's hook."""
 
