@@ -105,8 +105,8 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
     device: Any = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
     try:
-        if device is None or isinstance(device, bool):
-            raise TypeError(f"{device} is no device")
+        if device is None:
+            raise TypeError("None is no device")
         return Place(on_disk, existing(device))
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         where = f" for {module!r}" if module else ""

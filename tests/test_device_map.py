@@ -277,11 +277,6 @@ def test_a_max_memory_that_makes_no_sense_is_refused(max_memory: object, words: 
         inferred("auto", max_memory)
 
 
-def test_a_truth_value_is_no_number_of_a_device(two_gpus: None) -> None:
-    with pytest.raises(DeviceMapError, match="True for 'a' is not a place"):
-        places(["a.w"], {"a": True})
-
-
 @pytest.mark.parametrize(
     ("word", "asked"), [("auto", [False]), ("balanced", [False]), ("balanced_low_0", [True]), ("sequential", [])]
 )
