@@ -3,25 +3,31 @@
 Always true:
 - the longest prefix in the map wins
 - every tensor has a place, or there is an error that names it
+- a name in the map that is in no model places nothing, and a warning tells it
 - a value on disk executes on the map's first accelerator, else the current one, else the CPU, unless it says which
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from offload.errors import DeviceMapError
+from offload.memory import as_bytes
 
 ON_DISK = "disk"
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 Word: TypeAlias = "str | int | torch.device"
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
+_WORDS = (ON_DISK, "cpu", "meta", "cuda", "xpu", "mps", *AUTOMATIC)
 DeviceMap: TypeAlias = "Word | Mapping[str, Word]"
 
 
@@ -40,6 +46,7 @@ def infer_device_map(
     max_memory: Mapping[int | str, Any] | float | str | None,
     no_split_module_classes: list[str] | None,
     dtype: torch.dtype | None,
+    offload_buffers: bool = False,
 ) -> dict[str, Any]:
     """The device map that accelerate computes for one of the words `AUTOMATIC`.
 
@@ -49,21 +56,23 @@ def infer_device_map(
         max_memory: bytes, or "8GiB", by device, which the weights there may take; None for what is free.
         no_split_module_classes: classes that stay on one device; None for those that the model itself names.
         dtype: of the weights once loaded.
+        offload_buffers: whether buffers of modules on disk are on disk too, and take no room where they execute.
 
     Raises:
-        DeviceMapError: `max_memory` does not name devices.
+        DeviceMapError: `max_memory` is not amounts of memory by device.
     """
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    if max_memory is not None and not isinstance(max_memory, Mapping):
-        raise DeviceMapError(f"device_map={word!r} needs max_memory by device, as {{'cpu': {max_memory!r}}}")
+    shares = None if max_memory is None else _checked_shares(max_memory, word)
     if no_split_module_classes is None:
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
     if word != "sequential":
-        max_memory = get_balanced_memory(model, max_memory, low_zero=word == "balanced_low_0", **options)
-    inferred: dict[str, Any] = infer_auto_device_map(model, max_memory=max_memory, **options)
+        shares = get_balanced_memory(model, shares, low_zero=word == "balanced_low_0", **options)
+    inferred: dict[str, Any] = infer_auto_device_map(
+        model, max_memory=shares, offload_buffers=offload_buffers, **options
+    )
     return inferred
 
 
@@ -94,17 +103,95 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     if word == ON_DISK:
         return Place(True, default)
     on_disk = isinstance(word, str) and word.startswith(f"{ON_DISK}:")
-    device = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
+    device: Any = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
     try:
         if device is None:
             raise TypeError("None is no device")
-        return Place(on_disk, torch.empty(0, device=device).device)
+        return Place(on_disk, existing(device))
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         where = f" for {module!r}" if module else ""
         raise DeviceMapError(
-            f"{word!r}{where} is not a place that a device map can name here: "
-            f"use 'disk', 'disk:<device>', 'meta', or a device that torch has ({str(error).splitlines()[0]})"
+            f"{word!r}{where} is not a place that a device map can name here{_meant(word)}: "
+            f"use 'disk', 'disk:<device>', 'cpu', 'meta', or a device that torch has ({str(error).splitlines()[0]})"
         ) from error
+
+
+def existing(device: Word) -> torch.device:
+    """The device with its index, as torch reports it; torch's own errors where there is no such device."""
+    return torch.empty(0, device=device).device
+
+
+def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
+    """The device that each module runs on, by its name, from the places of its tensors.
+
+    It is that of the module's own tensors, else the one that all tensors below it have in common; a module that has
+    neither is left out, as what stands below it decides. The model itself, `""`, begins where its first tensor is.
+
+    Args:
+        placed: the places of parameters and buffers; those on the meta device do not run.
+    """
+    own: dict[str, torch.device] = {}
+    below: dict[str, set[torch.device]] = {}
+    for name, place in placed.items():
+        if place.device == _META:
+            continue
+        module = name.rpartition(".")[0]
+        own.setdefault(module, place.device)
+        for prefix in _prefixes(module):
+            below.setdefault(prefix, set()).add(place.device)
+    found = {
+        name: own.get(name, next(iter(devices))) for name, devices in below.items() if name in own or len(devices) == 1
+    }
+    first = next(iter(own.values()), None)
+    return found if first is None else {"": first} | found
+
+
+def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: Iterable[str]) -> None:
+    """Warns of names in a device map that are of no module and no tensor: what they were to place is somewhere else."""
+    if not isinstance(device_map, Mapping):
+        return
+    known = {*modules, *tensors}
+    strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
+    if strangers:
+        warnings.warn(
+            f"the device map has places for what this model has not: {', '.join(strangers)}. They place nothing.",
+            stacklevel=4,
+        )
+
+
+def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
+    """Bytes by device, of a `max_memory` that says what is placed where."""
+    if not isinstance(max_memory, Mapping) or not max_memory:
+        raise DeviceMapError(
+            f"device_map={word!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
+        )
+    shares: dict[int | str, int] = {}
+    for device, amount in max_memory.items():
+        if device not in ("cpu", "mps", ON_DISK) and (not isinstance(device, int) or isinstance(device, bool)):
+            raise DeviceMapError(f"max_memory: {device!r} is no device here: use 'cpu', or 0, 1... for accelerators")
+        try:
+            if isinstance(amount, float):
+                raise ValueError(f"{amount!r} is a fraction, and here bytes are needed: use 4096 or '8GiB'")
+            shares[device] = as_bytes(amount, 0)
+        except ValueError as error:
+            raise DeviceMapError(f"max_memory for {device!r}: {error}") from error
+    return shares
+
+
+def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
+    """What somebody may have meant who wrote `word`, in words; empty if nothing is near."""
+    if word in AUTOMATIC:
+        return ": it is worked out for a whole model, by load_checkpoint_and_dispatch and from_pretrained"
+    near = get_close_matches(word, known, n=1) if isinstance(word, str) else []
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _prefixes(module: str) -> Iterable[str]:
+    """A module's name and those of all that it is in."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
 
 
 def _longest(name: str, known: Mapping[str, Place]) -> Place:
@@ -122,4 +209,4 @@ def _first_accelerator(said: Iterable[Place]) -> torch.device:
         if place.device.type not in ("cpu", "meta"):
             return place.device
     current = torch.accelerator.current_accelerator()
-    return _CPU if current is None else torch.empty(0, device=current).device
+    return _CPU if current is None else existing(current)

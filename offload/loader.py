@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -22,8 +22,18 @@ from torch._C import DisableTorchFunctionSubclass
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.deferred import DeferredTensor, deferred, settled
-from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, Place, infer_device_map, places
+from offload.device_map import (
+    AUTOMATIC,
+    ON_DISK,
+    DeviceMap,
+    Place,
+    execution_devices,
+    infer_device_map,
+    places,
+    warn_of_strangers,
+)
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
+from offload.hooks import Held, held_values, move_activations, origin_of, read_held, release
 from offload.memory import uncollected
 from offload.order import expect_reads
 from offload.pretrained import as_in, is_of_transformers
@@ -107,7 +117,12 @@ def load_checkpoint_and_dispatch(
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     if isinstance(device_map, str) and device_map in AUTOMATIC:
         device_map = infer_device_map(
-            model, device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes, dtype=dtype
+            model,
+            device_map,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            offload_buffers=offload_buffers,
         )
     slots = _tied_slots(model)
     placed = places(_names(slots), device_map)
@@ -140,6 +155,7 @@ def load_checkpoint_in_model(
     """
     slots = [slot for slot in _tied_slots(model) if slot.keys]
     placed = places(_names(slots), device_map)
+    warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
     return _load(
         model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
@@ -152,12 +168,16 @@ def disk_offload(
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
 ) -> Model:
-    """Move the parameters of a model that is in memory to disk, one by one.
+    """Move the parameters of a model to disk, one by one: from memory, or from where accelerate offloaded them to.
+
+    Of a model that accelerate dispatched, the values are those that its hooks hold: in memory, in its offload folder,
+    or in a safetensors checkpoint, which is referenced. The hooks go; those that you added stay. Where modules run on
+    an accelerator, the hooks that bring their inputs there stay too.
 
     Args:
         model: tied weights stay tied; what is on disk already stays where it is.
         offload_dir: the folder for the files, which then stay; None for a private one.
-        execution_device: where ops run; None for the device that each tensor is on.
+        execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
         offload_buffers: buffers too.
 
     Returns:
@@ -166,14 +186,18 @@ def disk_offload(
     Raises:
         MetaTensorError: some parameters have no data.
         WriteError, ForeignFileError, NameInUseError
+        MissingFileError, CorruptFileError, ShapeMismatchError: of what accelerate's hooks hold.
     """
-    slots = tensor_slots(model)
-    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta]
+    held = held_values(model)
+    slots = _joined(_tied_slots(model), held) if held else tensor_slots(model)
+    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not _held_for(slot, held)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
     device = None if execution_device is None else checked_device(execution_device)
-    placed = {slot.name: Place(True, device or slot.tensor.device) for slot in slots}
-    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
+    placed = {slot.name: Place(True, device or _device_of(slot, held)) for slot in slots}
+    place_tensors(_filled(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
+    runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
+    release(model, keep_moves=device is None and runs_elsewhere)
     expect_reads(model)
     return model
 
@@ -298,30 +322,11 @@ def connect_devices(
     model: nn.Module, device_map: DeviceMap, placed: Mapping[str, Place], skip_keys: str | list[str] | None
 ) -> None:
     """Where modules execute on several devices, let accelerate's hooks move the activations."""
-    devices = {place.device for place in placed.values()} - {torch.device("meta")}
-    if len(devices) < 2:
-        return
-    if not isinstance(device_map, Mapping):
-        raise DeviceMapError(
-            f"tensors are on several devices ({devices}), and {device_map!r} does not say which module goes where"
-        )
-    _move_activations(model, places(device_map, device_map), skip_keys=skip_keys)
-
-
-def _move_activations(model: nn.Module, modules: Mapping[str, Place], *, skip_keys: str | list[str] | None) -> None:
-    """Have accelerate's hooks bring the inputs of each mapped module to its device, and the outputs back."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    known = dict(model.named_modules())
-    first = next(iter(modules.values())).device
-    add_hook_to_module(
-        model, AlignDevicesHook(execution_device=first, io_same_device=True, skip_keys=skip_keys), append=True
-    )
-    for name, place in modules.items():
-        if name in known and name and place.device.type != "meta":
-            add_hook_to_module(
-                known[name], AlignDevicesHook(execution_device=place.device, skip_keys=skip_keys), append=True
-            )
+    warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
+    at = {name: placed[slot.name] for slot in tensor_slots(model) for name in slot.names}  # tied ones are where one is
+    devices = execution_devices(at)
+    if len(set(devices.values())) > 1:
+        move_activations(model, devices, skip_keys=skip_keys)
 
 
 def _tied_slots(model: nn.Module) -> list[Slot]:
@@ -329,6 +334,39 @@ def _tied_slots(model: nn.Module) -> list[Slot]:
     if callable(tie_weights):
         tie_weights()
     return tensor_slots(model)
+
+
+def _held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
+    return next((held[name] for name in slot.names if name in held), None)
+
+
+def _device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
+    found = _held_for(slot, held)
+    return found.device if found else slot.tensor.device
+
+
+def _joined(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
+    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        found = _held_for(slot, held)
+        origin = origin_of(found) if found and slot.is_parameter else None
+        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
+        if first is not slot:
+            first.names += slot.names
+            first.keys += slot.keys
+            first.owners += slot.owners
+    return list(joined.values())
+
+
+def _filled(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
+    """The slots one by one, each with the value that a hook holds for it."""
+    for slot in slots:
+        found = _held_for(slot, held)
+        if found:
+            value = read_held(slot.name, found, slot.tensor, offload_dir)
+            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
+        yield slot
 
 
 def _names(slots: Iterable[Slot]) -> Iterator[str]:
@@ -348,6 +386,12 @@ def _load(
     offload_buffers: bool,
 ) -> LoadReport:
     """Fill the slots that the checkpoint has values for, if it fits at all."""
+    held = held_values(model)
+    if held:
+        raise DeviceMapError(
+            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
+            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
+        )
     source = open_checkpoint(checkpoint)
     keyed = _keyed(slots, source)
     report = _compare(keyed, source)

@@ -35,6 +35,7 @@ FLOORS = {
     "values": 5,
     "cache": 5,
     "deferred": 5,
+    "hooks": 5,
     "pretrained": 6,
     "loader": 7,
     "saving": 8,
@@ -48,7 +49,7 @@ NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
 GUESTS = {
     "device_map": {"accelerate"},
-    "loader": {"accelerate"},
+    "hooks": {"accelerate"},
     "pretrained": {"transformers"},
     "saving": {"huggingface_hub", "torchao"},
 }

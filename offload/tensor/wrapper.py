@@ -65,10 +65,10 @@ class OffloadedTensor(SeenFromOutside):
 
     @staticmethod
     def __new__(cls: type[OffloadedTensor], tensor: torch.Tensor, requires_grad: bool = False) -> OffloadedTensor:
-        """The form in which accelerate rebuilds a parameter: `type(param)(tensor, requires_grad=...)`."""
-        if type(tensor) is not OffloadedTensor:
+        """How accelerate rebuilds a parameter, or empties it: `type(param)(tensor, requires_grad=...)`."""
+        if type(tensor) is not OffloadedTensor and not tensor.is_meta:
             tensor = cls.from_original_tensor(tensor, "tensor")
-        return tensor.detach().requires_grad_(requires_grad)  # type: ignore[return-value]
+        return torch.nn.Parameter(tensor.detach(), requires_grad)  # type: ignore[return-value]
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()

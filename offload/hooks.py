@@ -1,0 +1,265 @@
+"""accelerate's hooks: what those that move weights hold, and those that move activations.
+
+Always true:
+- what a hook holds is what it would put into its module at the next forward, read only when it is asked for
+- a hook that moves no weights stays as it is
+- accelerate's folders, and checkpoints that it refers to, are read and never written to
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.tensor.arguments import checked_device
+from offload.tensor.wrapper import is_offloaded, wrap_handle
+
+_DIGEST_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A value that a hook keeps while its module does not run.
+
+    Attributes:
+        weights: the mapping that has it, without accelerate's prefixes.
+        key: its name there.
+        device: where the hook has the module run.
+        is_tied: whether accelerate knows it to be tied, though not to which others.
+    """
+
+    weights: Any  # a mapping
+    key: str
+    device: torch.device
+    is_tied: bool
+
+
+def held_values(model: nn.Module) -> dict[str, Held]:
+    """The values that accelerate's hooks hold for a model, by the full names of its tensors.
+
+    Raises:
+        UnsupportedOpError: they are 8-bit weights of bitsandbytes, whose scales stand apart.
+    """
+    held: dict[str, Held] = {}
+    for prefix, module in model.named_modules():
+        for hook in _hooks_of(module):
+            if getattr(hook, "offload", False) and getattr(hook, "weights_map", None) is not None:
+                held.update(_held_by(hook, module, prefix))
+    return held
+
+
+def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: str | os.PathLike[str] | None) -> torch.Tensor:
+    """The value of the tensor `name`, with the shape and dtype of `like`.
+
+    An entry of a safetensors file is referenced there; a file of accelerate's is mapped.
+
+    Raises:
+        MetaTensorError: the hook has no such value.
+        MissingFileError, CorruptFileError, ShapeMismatchError
+    """
+    try:
+        value = _read(name, held, offload_dir)
+    except KeyError as error:
+        raise MetaTensorError(
+            f"{name!r} is empty, and accelerate's hook has no value {held.key!r} for it: load it first"
+        ) from error
+    if value.shape != like.shape:
+        raise ShapeMismatchError(
+            f"{name!r} has shape {tuple(like.shape)}, and the value that accelerate's hook holds for it "
+            f"{tuple(value.shape)}: the hook's weights are of another model"
+        )
+    return _cast(value, like.dtype)
+
+
+def origin_of(held: Held) -> Hashable:
+    """What two values have in common just if they are tied: the same memory, entry or, where all else is lost, bytes.
+
+    None for one that is like no other.
+    """
+    info = _index_entry(held)
+    if info is None:
+        in_memory = held.weights if isinstance(held.weights, dict) else getattr(held.weights, "state_dict", None)
+        return _memory_of(in_memory.get(held.key)) if isinstance(in_memory, dict) else None
+    if info.get("safetensors_file") is not None:
+        return os.path.abspath(info["safetensors_file"]), info.get("weight_name", held.key)
+    return (_digest(_data_file(held)), str(info)) if held.is_tied else None
+
+
+def release(model: nn.Module, *, keep_moves: bool) -> None:
+    """Free a model of the hooks that move weights, of what they hold and of what accelerate noted about it.
+
+    Args:
+        model: what its hooks hold is elsewhere already.
+        keep_moves: whether the hooks still bring activations to the device that their module runs on.
+    """
+    _forget_placement(model)
+    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    if not hooked:
+        return
+    from accelerate.hooks import AlignDevicesHook, remove_hook_from_module
+
+    for module in hooked:
+        moving = [hook for hook in _hooks_of(module) if isinstance(hook, AlignDevicesHook)]
+        for hook in moving:  # without weights of its own it touches none, neither in forward nor when it is detached
+            hook.offload, hook.weights_map, hook.tied_params_map = False, None, None
+        if not moving or keep_moves:
+            continue
+        left = _without(module._hf_hook, AlignDevicesHook)
+        if left is None:
+            remove_hook_from_module(module)
+        else:
+            module._hf_hook = left
+
+
+def move_activations(
+    model: nn.Module, devices: Mapping[str, torch.device], *, skip_keys: str | list[str] | None
+) -> None:
+    """Have hooks bring the inputs of modules, by name, to their devices, and the outputs of the model back."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for name, device in devices.items():
+        hook = AlignDevicesHook(execution_device=device, io_same_device=not name, skip_keys=skip_keys)
+        add_hook_to_module(model.get_submodule(name), hook, append=True)
+
+
+# What hooks there are
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    """The hooks on a module, one by one."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        yield from _flat(hook)
+
+
+def _flat(hook: Any) -> Iterator[Any]:
+    for part in getattr(hook, "hooks", ()):
+        yield from _flat(part)
+    if not hasattr(hook, "hooks"):
+        yield hook
+
+
+def _without(hook: Any, kind: type) -> Any | None:
+    """A hook without its parts of one kind; None if nothing is left."""
+    from accelerate.hooks import SequentialHook
+
+    if type(hook) is not SequentialHook:
+        return None if isinstance(hook, kind) else hook
+    left = [part for part in (_without(part, kind) for part in hook.hooks) if part is not None]
+    return SequentialHook(*left) if len(left) > 1 else next(iter(left), None)
+
+
+def _forget_placement(model: nn.Module) -> None:
+    """Undo what `dispatch_model` leaves on a model: its map, and `to` and `cuda` that refuse."""
+    vars(model).pop("hf_device_map", None)
+    for name, member in list(vars(model).items()):
+        if getattr(member, "__globals__", {}).get("__name__") == "accelerate.big_modeling":
+            delattr(model, name)
+
+
+def _held_by(hook: Any, module: nn.Module, prefix: str) -> Iterator[tuple[str, Held]]:
+    from accelerate.utils import named_module_tensors
+
+    device = checked_device("cpu" if hook.execution_device is None else hook.execution_device)
+    names = named_module_tensors(
+        module, include_buffers=hook.offload_buffers, recurse=hook.place_submodules, remove_non_persistent=True
+    )
+    for name, tensor in names:
+        weights, key = _unprefixed(hook.weights_map, name)
+        full_name = f"{prefix}.{name}" if prefix else name
+        if tensor.dtype == torch.int8 and "weight" in key and key.replace("weight", "SCB") in weights:
+            raise UnsupportedOpError(f"{full_name!r} is an 8-bit weight of bitsandbytes: dequantize the model first")
+        yield full_name, Held(weights, key, device, name in hook.tied_params_names)
+
+
+def _unprefixed(weights: Any, key: str) -> tuple[Mapping[str, Any], str]:
+    from accelerate.utils import PrefixedDataset
+
+    while type(weights) is PrefixedDataset:
+        weights, key = weights.dataset, f"{weights.prefix}{key}"
+    return weights, key
+
+
+# What they hold
+
+
+def _read(name: str, held: Held, offload_dir: str | os.PathLike[str] | None) -> torch.Tensor:
+    info = _index_entry(held)
+    if info is None:
+        value: torch.Tensor = held.weights[held.key]
+        return value.detach()
+    if info.get("safetensors_file") is None:
+        return _map_data(name, _data_file(held), info)
+    file = TensorFile.open(info["safetensors_file"])
+    stored = wrap_handle(Handle.reference(file, info.get("weight_name", held.key), offload_dir), held.device)
+    return _cast(stored, _dtype(info["dtype"])) if "dtype" in info else stored
+
+
+def _index_entry(held: Held) -> Mapping[str, Any] | None:
+    """What accelerate notes of a value on disk; None for one that its mapping has to give."""
+    from accelerate.utils import OffloadedWeightsLoader
+
+    if type(held.weights) is not OffloadedWeightsLoader or held.key in held.weights.state_dict:
+        return None
+    entry: Mapping[str, Any] | None = held.weights.index.get(held.key)
+    return entry
+
+
+def _data_file(held: Held) -> Path:
+    return Path(held.weights.save_folder, f"{held.key}.dat")
+
+
+def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
+    """A file of accelerate's, which is bytes alone, as a tensor over a private mapping."""
+    dtype, shape = _dtype(info["dtype"]), tuple(info["shape"])
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}, from which accelerate was to read {name!r}, is missing") from error
+    if found != nbytes:
+        raise CorruptFileError(
+            f"{path} has {found} bytes, and {name!r} takes {nbytes} ({dtype}, {shape}): it is another's file"
+        )
+    return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _dtype(word: str) -> torch.dtype:
+    dtype = getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptFileError(f"accelerate's index gives {word!r} as a dtype, which is none of torch's")
+    return dtype
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if value.dtype == dtype:
+        return value
+    if not is_offloaded(value):
+        return value.to(dtype)
+    value.update_values(value.to(dtype), strict_dtype=False)  # type: ignore[attr-defined]
+    return value
+
+
+def _memory_of(value: Any) -> Hashable:
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return None
+    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+
+
+def _digest(path: Path) -> bytes:
+    digest = hashlib.blake2b()
+    with path.open("rb") as file:
+        while block := file.read(_DIGEST_BLOCK):
+            digest.update(block)
+    return digest.digest()
