@@ -36,13 +36,14 @@ from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.hooks import Held, held_values, move_activations, origin_of, read_held, release
 from offload.memory import uncollected
 from offload.order import expect_reads
-from offload.pretrained import as_in, is_of_transformers
+from offload.pretrained import as_in, is_of_transformers, let_saving_stream
 from offload.progress import progress
+from offload.slots import Slot, brought, is_meta, place_of_slot, place_tensors, tensor_slots, tied_slots
 from offload.storage.handle import Handle
 from offload.tensor.arguments import checked_device
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
-from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded, wrap_handles
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
@@ -124,13 +125,15 @@ def load_checkpoint_and_dispatch(
             dtype=dtype,
             offload_buffers=offload_buffers,
         )
-    slots = _tied_slots(model)
+    slots = tied_slots(model)
     placed = places(_names(slots), device_map)
     report = _load(
         model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     refuse_meta(slots, placed, report)
+    if is_of_transformers(model):
+        let_saving_stream(model)
     expect_reads(model, pool)
     connect_devices(model, device_map, placed, skip_keys)
     return model
@@ -153,7 +156,7 @@ def load_checkpoint_in_model(
     Returns:
         What did not match.
     """
-    slots = [slot for slot in _tied_slots(model) if slot.keys]
+    slots = [slot for slot in tied_slots(model) if slot.keys]
     placed = places(_names(slots), device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
     return _load(
@@ -188,8 +191,10 @@ def disk_offload(
         WriteError, ForeignFileError, NameInUseError
         MissingFileError, CorruptFileError, ShapeMismatchError: of what accelerate's hooks hold.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
     held = held_values(model)
-    slots = _joined(_tied_slots(model), held) if held else tensor_slots(model)
+    slots = _joined(tied_slots(model), held) if held else tensor_slots(model)
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not _held_for(slot, held)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
@@ -198,6 +203,8 @@ def disk_offload(
     place_tensors(_filled(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
     runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
     release(model, keep_moves=device is None and runs_elsewhere)
+    if is_of_transformers(model):
+        let_saving_stream(model)
     expect_reads(model)
     return model
 
@@ -220,61 +227,6 @@ def load_file(
     return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))
 
 
-# A model's tensors
-
-
-@dataclass(slots=True)
-class Slot:
-    """A distinct tensor of a model, under all the names that it has there.
-
-    Attributes:
-        names: all of them.
-        keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
-        owners: where it is kept: the module's dictionary, and the name in it.
-    """
-
-    tensor: torch.Tensor
-    is_parameter: bool
-    names: list[str] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
-    owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Put a tensor in all its places; a new one, which nobody else holds."""
-        if tensor is self.tensor:
-            return
-        with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
-            if self.is_parameter and not isinstance(tensor, nn.Parameter):
-                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
-        for members, name in self.owners:
-            members[name] = tensor
-        self.tensor = tensor
-
-
-@uncollected()
-def tensor_slots(model: nn.Module) -> list[Slot]:
-    """The parameters and buffers of a model, each once."""
-    slots: dict[int, Slot] = {}
-    for prefix, module in model.named_modules():
-        for members, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for name, tensor in members.items():
-                if tensor is None:
-                    continue
-                slot = slots.get(id(tensor))
-                if slot is None:
-                    slot = slots[id(tensor)] = Slot(tensor, is_parameter)
-                full_name = f"{prefix}.{name}" if prefix else name
-                slot.names.append(full_name)
-                slot.owners.append((members, name))
-                if name not in module._non_persistent_buffers_set:
-                    slot.keys.append(full_name)
-    return list(slots.values())
-
-
 @uncollected()
 def referenced(
     source: Checkpoint, wanted: Iterable[tuple[str, torch.device]], offload_dir: PathLike | None
@@ -294,23 +246,9 @@ def referenced(
     return wrap_handles(handles)
 
 
-def place_tensors(
-    slots: Iterable[Slot],
-    placed: Mapping[str, Place],
-    offload_dir: PathLike | None = None,
-    *,
-    offload_buffers: bool = False,
-) -> None:
-    """Bring every tensor that has data to its place, one by one; what is there already stays as it is."""
-    for slot in progress(slots, "placing"):
-        place = _place_of(slot, placed, offload_buffers=offload_buffers)
-        if not _is_meta(slot.tensor) and not _is_at(slot.tensor, place):
-            slot.fill(_moved(slot, place, offload_dir))
-
-
 def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:
     """Raises `MetaTensorError` for tensors that should have data and have none."""
-    empty = [slot.name for slot in slots if _is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
+    empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
     if empty:
         raise MetaTensorError(
             f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
@@ -327,13 +265,6 @@ def connect_devices(
     devices = execution_devices(at)
     if len(set(devices.values())) > 1:
         move_activations(model, devices, skip_keys=skip_keys)
-
-
-def _tied_slots(model: nn.Module) -> list[Slot]:
-    tie_weights = getattr(model, "tie_weights", None)  # transformers
-    if callable(tie_weights):
-        tie_weights()
-    return tensor_slots(model)
 
 
 def _held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
@@ -461,7 +392,7 @@ def _wanted(
     """What is to be filled, from which key, and where it goes."""
     skipped = {name for name, _, _ in report.mismatched_keys}
     return [
-        (slot, key, _place_of(slot, placed, offload_buffers=offload_buffers))
+        (slot, key, place_of_slot(slot, placed, offload_buffers=offload_buffers))
         for slot, key in keyed
         if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
     ]
@@ -489,7 +420,7 @@ def _converted(
     if dtype is not None and dtype != has and has.is_floating_point:
         tensor = tensor.to(dtype) if isinstance(tensor, DeferredTensor) else _cast(tensor, dtype)
     if isinstance(tensor, DeferredTensor):
-        return _brought(tensor, name, place, offload_dir)
+        return brought(tensor, name, place, offload_dir)
     return tensor if place.on_disk else materialize(tensor)
 
 
@@ -506,58 +437,10 @@ def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return stored
 
 
-def _brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
-    if place.device.type == "meta":
-        return tensor.to(place.device)
-    return tensor.stored(name, offload_dir, place.device) if place.on_disk else tensor.materialize(place.device)
-
-
 def _dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
     if not tensor.is_floating_point():
         return None
     return dtype or tensor.dtype
-
-
-def _place_of(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
-    """Its place in the map; a buffer is not on disk where only parameters are."""
-    place = placed[slot.name]
-    if not place.on_disk or slot.is_parameter or offload_buffers:
-        return place
-    return Place(False, place.device)
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    with DisableTorchFunctionSubclass():
-        return tensor.is_meta
-
-
-def _is_at(tensor: torch.Tensor, place: Place) -> bool:
-    with DisableTorchFunctionSubclass():
-        if isinstance(tensor, DeferredTensor):
-            return False
-        is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
-        return is_there or place.device.type == "meta"  # what is there may stay
-
-
-def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
-    tensor = slot.tensor
-    if isinstance(tensor, DeferredTensor):
-        return _brought(tensor, slot.name, place, offload_dir)
-    if place.on_disk and not is_offloaded(tensor):
-        tensor = OffloadedTensor.from_original_tensor(tensor.detach(), slot.name, offload_dir)
-    elif not place.on_disk and is_offloaded(tensor):
-        tensor = tensor.materialize()  # type: ignore[attr-defined]
-    return tensor if tensor.device == place.device else tensor.detach().to(place.device)
-
-
-def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    if is_offloaded(tensor):
-        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)  # type: ignore[arg-type]
-    return nn.Parameter(tensor, requires_grad)
-
-
-def _can_require_grad(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from offload.deferred import DeferredTensor, deferred
 from offload.storage.modes import plain_world
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value
+from offload.tensor.wrapper import is_offloaded, mapped_value
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -64,43 +65,59 @@ def as_in(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, De
 
 def let_saving_stream(model: Any) -> None:
     """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
-    from transformers.core_model_loading import ConversionOps, WeightConverter
-
-    class Defer(ConversionOps):  # type: ignore[misc]
-        """The first to undo: tensors on disk are deferred."""
-
-        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
-            return {name: _each(_deferred, tensors) for name, tensors in input_dict.items()}
-
-    class Map(ConversionOps):  # type: ignore[misc]
-        """The last to undo: what is to be saved is mapped, each in a storage of its own: shards are filled by these."""
-
-        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
-            return {name: _each(_alone, tensors) for name, tensors in input_dict.items()}
-
-    class Nothing(ConversionOps):  # type: ignore[misc]
-        """While loading, the tensors are deferred anyway."""
-
-        def __init__(self, reverse: ConversionOps) -> None:
-            self._reverse = reverse
-
-        def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
-            return input_dict
-
-        @property
-        def reverse_op(self) -> ConversionOps:
-            return self._reverse
+    from transformers.core_model_loading import WeightConverter
 
     for conversion in _conversions(model):
-        if isinstance(conversion, WeightConverter):
-            conversion.operations = [Nothing(Map()), *conversion.operations, Nothing(Defer())]
+        if isinstance(conversion, WeightConverter) and not isinstance(conversion.operations[0], _Undone):
+            conversion.operations = [_Undone(_Map()), *conversion.operations, _Undone(_Defer())]
+
+
+class _Operation:
+    """A step of a conversion, as transformers calls them."""
+
+    supports_many_to_many = False
+
+    def change(self, tensor: Any) -> Any:
+        """What becomes of a tensor."""
+        return tensor
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """What becomes of tensors, or lists of them, by name."""
+        change = self.change
+        return {
+            name: [change(one) for one in value] if isinstance(value, list) else change(value)
+            for name, value in input_dict.items()
+        }
+
+
+class _Defer(_Operation):
+    """The first to undo: tensors on disk are deferred."""
+
+    def change(self, tensor: Any) -> Any:
+        return deferred(tensor.detach()) if is_offloaded(tensor) else tensor
+
+
+class _Map(_Operation):
+    """The last to undo: what is to be saved is mapped, each in a storage of its own: shards are filled by these."""
+
+    def change(self, tensor: Any) -> Any:
+        return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor
+
+
+class _Undone(_Operation):
+    """Nothing while loading, as the tensors are deferred anyway; undone by another step."""
+
+    def __init__(self, reverse_op: _Operation) -> None:
+        self.reverse_op = reverse_op
 
 
 def let_quantizer_save(model: Any) -> None:
     """Have the quantizer that saves a model see its weights as they are without `offload`, mapped."""
-    quantizer = model.hf_quantizer
-    save = quantizer.get_state_dict_and_metadata
-    quantizer.get_state_dict_and_metadata = lambda model: save(_Mapped(model))
+    model.hf_quantizer.get_state_dict_and_metadata = partial(_saved_by, model.hf_quantizer)
+
+
+def _saved_by(quantizer: Any, model: Any) -> Any:
+    return type(quantizer).get_state_dict_and_metadata(quantizer, _Mapped(model))
 
 
 class _Mapped:
@@ -128,15 +145,3 @@ def _conversions(model: Any) -> Any:
         usual = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
     return model._weight_conversions or ()
-
-
-def _each(change: Any, tensors: Any) -> Any:
-    return [change(tensor) for tensor in tensors] if isinstance(tensors, list) else change(tensors)
-
-
-def _deferred(tensor: Any) -> Any:
-    return deferred(tensor.detach()) if isinstance(tensor, OffloadedTensor) else tensor
-
-
-def _alone(tensor: Any) -> Any:
-    return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor

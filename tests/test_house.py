@@ -37,6 +37,7 @@ FLOORS = {
     "deferred": 5,
     "hooks": 5,
     "pretrained": 6,
+    "slots": 6,
     "loader": 7,
     "saving": 8,
     "conversion": 9,

@@ -386,3 +386,8 @@ def test_running_statistics_in_a_checkpoint_are_updated_in_a_file_of_their_own(n
     assert checkpoint != loaded.norm.running_mean.offload_path
     assert torch.equal(net.norm.running_mean, stored.materialize())
     assert before == checkpoint.read_bytes()
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="a dict is not a module: offload its parts"):
+        offload.disk_offload({"w": torch.ones(2)})  # type: ignore[type-var]

@@ -23,13 +23,12 @@ from offload.integrations.hub import folder_of
 from offload.loader import (
     LoadReport,
     connect_devices,
-    place_tensors,
     referenced,
     refuse_meta,
-    tensor_slots,
 )
 from offload.order import expect_reads
 from offload.pretrained import filled, let_quantizer_save
+from offload.slots import place_tensors, tensor_slots
 
 _CPU = torch.device("cpu")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import offload
+from offload import pretrained
 from offload.errors import CheckpointError
 
 SMALL = {
@@ -120,6 +122,38 @@ def test_saving_takes_the_experts_apart_again(
     largest = max(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
     assert (largest < 60_000) == (shard_size == "30KB")
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
+
+
+@pytest.mark.parametrize("way", ["disk_offload", "load_checkpoint_and_dispatch"])
+def test_saving_holds_no_experts_in_memory_however_they_came_to_disk(
+    folder: Path, tmp_path: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """What transformers is given to take apart are deferred tensors; twice offloaded is as once."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if way == "disk_offload":
+        offload.disk_offload(offload.disk_offload(model))
+    else:
+        offload.load_checkpoint_and_dispatch(model, folder)
+    deferred = []
+    real = pretrained.deferred
+    monkeypatch.setattr(pretrained, "deferred", lambda tensor: deferred.append(tensor) or real(tensor))
+
+    model.save_pretrained(tmp_path / "saved")
+
+    assert {3} == {tensor.dim() for tensor in deferred}
+    assert 2 * 2 == len(deferred)  # of each of two layers, once each
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
+
+
+def test_a_whole_model_is_copied_and_pickled(folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+    model = offload.from_pretrained(folder)
+
+    torch.save(model, tmp_path / "model.pt")
+
+    assert_same(model, copy.deepcopy(model), tokens)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), loaded, tokens)
 
 
 def test_saved_values_are_those_of_now(folder: Path, tmp_path: Path) -> None:

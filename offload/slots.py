@@ -1,0 +1,144 @@
+"""A model's tensors, each once, under all their names; and bringing them to their places.
+
+Always true:
+- tied weights are one slot, and stay one parameter
+- what is in its place already stays as it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+
+from offload.deferred import DeferredTensor
+from offload.device_map import Place
+from offload.memory import uncollected
+from offload.progress import progress
+from offload.tensor.wrapper import OffloadedTensor, PathLike, dressed, is_offloaded
+
+
+@dataclass(slots=True)
+class Slot:
+    """A distinct tensor of a model, under all the names that it has there.
+
+    Attributes:
+        names: all of them.
+        keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
+        owners: where it is kept: the module's dictionary, and the name in it.
+    """
+
+    tensor: torch.Tensor
+    is_parameter: bool
+    names: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Put a tensor in all its places; a new one, which nobody else holds."""
+        if tensor is self.tensor:
+            return
+        with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
+            if self.is_parameter and not isinstance(tensor, nn.Parameter):
+                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
+        for members, name in self.owners:
+            members[name] = tensor
+        self.tensor = tensor
+
+
+@uncollected()
+def tensor_slots(model: nn.Module) -> list[Slot]:
+    """The parameters and buffers of a model, each once."""
+    slots: dict[int, Slot] = {}
+    for prefix, module in model.named_modules():
+        for members, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for name, tensor in members.items():
+                if tensor is None:
+                    continue
+                slot = slots.get(id(tensor))
+                if slot is None:
+                    slot = slots[id(tensor)] = Slot(tensor, is_parameter)
+                full_name = f"{prefix}.{name}" if prefix else name
+                slot.names.append(full_name)
+                slot.owners.append((members, name))
+                if name not in module._non_persistent_buffers_set:
+                    slot.keys.append(full_name)
+    return list(slots.values())
+
+
+def tied_slots(model: nn.Module) -> list[Slot]:
+    """As `tensor_slots`, after a model that ties its weights has done so."""
+    tie_weights = getattr(model, "tie_weights", None)  # transformers
+    if callable(tie_weights):
+        tie_weights()
+    return tensor_slots(model)
+
+
+def place_tensors(
+    slots: Iterable[Slot],
+    placed: Mapping[str, Place],
+    offload_dir: PathLike | None = None,
+    *,
+    offload_buffers: bool = False,
+) -> None:
+    """Bring every tensor that has data to its place, one by one; what is there already stays as it is."""
+    for slot in progress(slots, "placing"):
+        place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
+        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place):
+            slot.fill(_moved(slot, place, offload_dir))
+
+
+def brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+    """The value where it is to be: on disk, in memory, or nowhere."""
+    if place.device.type == "meta":
+        return tensor.to(place.device)
+    return tensor.stored(name, offload_dir, place.device) if place.on_disk else tensor.materialize(place.device)
+
+
+def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
+    """Its place in the map; a buffer is not on disk where only parameters are."""
+    place = placed[slot.name]
+    if not place.on_disk or slot.is_parameter or offload_buffers:
+        return place
+    return Place(False, place.device)
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return tensor.is_meta
+
+
+def _is_at(tensor: torch.Tensor, place: Place) -> bool:
+    with DisableTorchFunctionSubclass():
+        if isinstance(tensor, DeferredTensor):
+            return False
+        is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
+        return is_there or place.device.type == "meta"  # what is there may stay
+
+
+def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+    tensor = slot.tensor
+    if isinstance(tensor, DeferredTensor):
+        return brought(tensor, slot.name, place, offload_dir)
+    if place.on_disk and not is_offloaded(tensor):
+        tensor = OffloadedTensor.from_original_tensor(tensor.detach(), slot.name, offload_dir)
+    elif not place.on_disk and is_offloaded(tensor):
+        tensor = tensor.materialize()  # type: ignore[attr-defined]
+    return tensor if tensor.device == place.device else tensor.detach().to(place.device)
+
+
+def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    if is_offloaded(tensor):
+        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)  # type: ignore[arg-type]
+    return nn.Parameter(tensor, requires_grad)
+
+
+def _can_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
