@@ -16,5 +16,5 @@ from bench.scale import Scale
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
     """Loading, the first token, the others, and memory, for each form."""
-    folders = {"pickled": pickled(scale.model()), "experts": scale.experts()}
+    folders = {"forms, pickled": pickled(scale.model()), "forms, experts": scale.experts()}
     return [figure for case, folder in folders.items() for figure in figures_of(case, folder, scale, scratch)]

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,27 +25,36 @@ from bench.rounds import Figure, in_turn
 from bench.scale import Scale
 
 
+@dataclass
+class Trial:
+    """What one way read from the disk for a token, and which token came next."""
+
+    bytes_read: int
+    token: int
+
+
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
     """Bytes that are read from the disk."""
     folder = scale.experts()
     arms = {arm: partial(run_apart, trial, arm, folder, scratch) for arm in WAYS if arm != IN_MEMORY}
     done = in_turn(arms, scale.rounds, absent(PACKAGES))
-    needed = float(run_apart(bytes_of_a_token, folder))
-    limit = [needed] * scale.rounds
+    needed = run_apart(of_the_model_in_memory, folder)
+    done.strike(lambda one: one.token, needed.token, "tokens")
+    limit = [float(needed.bytes_read)] * scale.rounds
     case = "routed: bytes read by one token of a mixture of experts, cold"
-    return [Figure(case, "B", done.values(float), limit, "what it needs", done.missing)]
+    return [Figure(case, "B", done.values(lambda one: one.bytes_read), limit, "what it needs", done.missing)]
 
 
-def trial(arm: str, folder: Path, scratch: Path) -> int:
-    """Bytes that the second token reads, once nothing is cached."""
+def trial(arm: str, folder: Path, scratch: Path) -> Trial:
+    """The second token, once nothing is cached."""
     rehearse(arm, folder, scratch)
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode():
         model = WAYS[arm].load(folder, Path(own))
         next_token(model, torch.tensor([[1]]))
         make_cold(files_in(folder, Path(own), *own_folders(model)))
         before = read_bytes()
-        next_token(model, torch.tensor([[2]]))
-        return read_bytes() - before
+        token = next_token(model, _INPUT)
+        return Trial(read_bytes() - before, token)
 
 
 def own_folders(model: Any) -> set[Path]:
@@ -52,7 +62,7 @@ def own_folders(model: Any) -> set[Path]:
     return {weight.offload_path.parent for weight in model.parameters() if hasattr(weight, "offload_path")}
 
 
-def bytes_of_a_token(folder: Path) -> int:
+def of_the_model_in_memory(folder: Path) -> Trial:
     """All weights but experts and the table of tokens, and of each layer's experts as many as a token goes to."""
     from transformers import AutoModelForCausalLM
 
@@ -62,4 +72,8 @@ def bytes_of_a_token(folder: Path) -> int:
     for name, weight in model.named_parameters():
         if "embed_tokens" not in name:
             total += weight.nbytes * (share if ".experts." in name else 1)
-    return round(total)
+    with torch.inference_mode():
+        return Trial(round(total), next_token(model, _INPUT))
+
+
+_INPUT = torch.tensor([[2]])
