@@ -1,0 +1,152 @@
+"""What is still to be put together may be written to: it is a file of its own from then on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import contents
+from safetensors.torch import save_file
+
+import offload
+from offload.deferred import DeferredTensor, deferred
+from offload.errors import UnsupportedOpError
+
+
+@pytest.fixture
+def numbers():
+    return torch.arange(12, dtype=torch.float32).view(3, 4)
+
+
+@pytest.fixture
+def checkpoint(numbers, tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file({"w": numbers, "v": numbers + 100}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def stored(checkpoint):
+    return offload.load_file(checkpoint / "model.safetensors")
+
+
+# How a deferred tensor comes about, from two of a checkpoint; the same with plain ones.
+WAYS = {
+    "as it is": lambda w, v: w,
+    "cast": lambda w, v: w.to(torch.float16),
+    "joined": lambda w, v: torch.cat([w, v]),
+    "stacked": lambda w, v: torch.stack([w, v]),
+    "a copy": lambda w, v: w.clone(),
+    "another stride": lambda w, v: w.t().contiguous(),
+    "computed": lambda w, v: w + v,
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return WAYS[request.param]
+
+
+def one_of(way, stored):
+    made = way(*(deferred(stored[name]) for name in "wv"))
+    return (
+        made if isinstance(made, DeferredTensor) else deferred(offload.OffloadedTensor.from_original_tensor(made, "m"))
+    )
+
+
+@torch.no_grad()
+def test_a_write_to_a_part_is_a_write_to_the_whole(way, stored, numbers):
+    plain, tensor = way(numbers, numbers + 100), one_of(way, stored)
+
+    for one in (plain, tensor):
+        one[-1] = -1.0
+
+    assert torch.equal(plain, tensor.materialize())
+    assert torch.equal(plain, tensor.stored("x").materialize())
+
+
+@torch.no_grad()
+def test_all_that_share_the_values_see_it_whenever_they_were_made(way, stored, numbers):
+    def written(tensor):
+        earlier = [torch.nn.Parameter(tensor), tensor.detach(), tensor[0], tensor.t() if tensor.dim() == 2 else tensor]
+        tensor[0].mul_(3)
+        return [*earlier, tensor[..., 1:3]]
+
+    plain, ours = written(way(numbers.clone(), numbers + 100)), written(one_of(way, stored))
+
+    for expected, found in zip(plain, ours, strict=True):
+        assert torch.equal(expected, found.materialize())
+
+
+@torch.no_grad()
+def test_what_was_copied_before_keeps_its_values_and_what_is_copied_after_has_the_new(way, stored, numbers):
+    def written(tensor):
+        copies = [tensor.clone(), tensor.double(), torch.cat([tensor, tensor])]
+        tensor.fill_(7)
+        copies += [tensor.clone(), tensor.double(), torch.stack([tensor, tensor])]
+        tensor.add_(1)
+        copies[0].zero_()
+        copies[3].sub_(5)
+        return [*copies, tensor]
+
+    plain, ours = written(way(numbers.clone(), numbers + 100)), written(one_of(way, stored))
+
+    for expected, found in zip(plain, ours, strict=True):
+        assert torch.equal(expected, found.materialize())
+
+
+@torch.no_grad()
+def test_the_checkpoint_is_not_written_to(way, checkpoint, stored):
+    before = contents(checkpoint)
+    tensor = one_of(way, stored)
+
+    tensor.zero_()
+
+    assert before == contents(checkpoint)
+    assert torch.equal(torch.zeros(tensor.shape, dtype=tensor.dtype), tensor.materialize())
+    assert stored["w"].materialize().any()
+
+
+@torch.no_grad()
+def test_in_a_named_folder_it_has_its_own_name(way, stored, tmp_path):
+    tensor = one_of(way, stored)
+    tensor.zero_()
+
+    value = tensor.stored("x", tmp_path / "values")
+
+    assert (tmp_path / "values" / "x.safetensors") == value.offload_path
+    assert not value.materialize().any()
+
+
+@torch.no_grad()
+def test_the_written_tensor_is_what_an_op_gives_back(stored):
+    tensor = deferred(stored["w"])
+
+    assert tensor.add_(1) is tensor
+    assert torch.add(tensor, 1, out=tensor) is tensor
+
+
+@torch.no_grad()
+def test_its_shape_can_not_be_written(stored):
+    tensor = deferred(stored["w"])
+
+    for change in (torch.Tensor.t_, lambda tensor: tensor.resize_(2, 2), torch.Tensor.squeeze_):
+        with pytest.raises(UnsupportedOpError, match="shape"):
+            change(tensor)
+
+
+def test_a_model_that_sets_some_of_its_values_while_it_is_loaded(tmp_path):
+    """zaya's `_init_weights` does so also where the checkpoint has them; here cast besides."""
+    from transformers import ZayaForCausalLM
+
+    from bench.architectures import prepared
+
+    folder = prepared("zaya", "ZayaForCausalLM", tmp_path).folder
+    plain = ZayaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+    model = offload.from_pretrained(folder, dtype=torch.bfloat16)
+
+    theirs, ours = plain.state_dict(), model.state_dict()
+    assert list(theirs) == list(ours)
+    assert all(torch.equal(theirs[name], offload.materialize(ours[name])) for name in theirs)
+    assert all(map(offload.is_offloaded, model.parameters()))
