@@ -104,6 +104,27 @@ class DeferredTensor(torch.Tensor):
             source = cut(source)
         return _whole(source)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """C++ would change the wrapper, and leave the values as they were.
+
+        Raises:
+            UnsupportedOpError: they have another shape, dtype or order in memory.
+        """
+        layouts = [(one.shape, one.dtype, one.stride()) for one in (self, value)]
+        if layouts[0] != layouts[1]:
+            raise UnsupportedOpError(
+                f"a tensor that is still to be put together is {layouts[0]}; its data can't become {layouts[1]}: "
+                "do it after the model is loaded"
+            )
+        other = _stored_as_it_is(value.detach())
+        self._body, self._root, self._cuts = other._body, other._root, other._cuts
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -142,6 +163,7 @@ class DeferredTensor(torch.Tensor):
             source = self._parts[0].source
         return source
 
+    @torch.no_grad()
     def _settle(self) -> None:
         """Put the body together, in a file that is its own."""
         self._body.become(_assembled(self._body.parts, self._root, "deferred", None, CPU))
@@ -283,8 +305,7 @@ def _one_of(cut: Cut, at: int, source: torch.Tensor) -> torch.Tensor:
 
 def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Ops of other kinds read; what they give, if it is big, is on disk again. Writes go to a file of its own."""
-    written = {id(tensor): tensor for tensor in _written(func, args, kwargs)}
-    for tensor in written.values():
+    for tensor in _written(func, args, kwargs):
         if torch.Tag.inplace_view in func.tags:
             raise UnsupportedOpError(
                 f"{func} would change the shape of a tensor that is still to be put together: "
@@ -292,19 +313,8 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             )
         if not tensor._body.own:
             tensor._settle()
-    stands_for: dict[int, DeferredTensor] = {}
-
-    def settled(tensor: DeferredTensor) -> torch.Tensor:
-        value = tensor.settled()
-        if id(tensor) in written:
-            stands_for[id(value)] = tensor
-        return value
-
-    args, kwargs = tree_map_only(DeferredTensor, settled, (tuple(args), kwargs))
-    result = func(*args, **kwargs)
-    return tree_map_only(
-        torch.Tensor, lambda one: stands_for[id(one)] if id(one) in stands_for else _back_on_disk(one), result
-    )
+    args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.settled, (tuple(args), kwargs))
+    return tree_map_only(torch.Tensor, _back_on_disk, func(*args, **kwargs))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[DeferredTensor]:
@@ -312,6 +322,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
         tensor = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
         if isinstance(tensor, DeferredTensor):
             yield tensor
+
+
+def _stored_as_it_is(tensor: torch.Tensor) -> DeferredTensor:
+    """One that is deferred or on disk; else it goes to disk."""
+    if isinstance(tensor, DeferredTensor | OffloadedTensor):
+        return _deferred(tensor)
+    return deferred(OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
 
 def _back_on_disk(result: torch.Tensor) -> torch.Tensor:

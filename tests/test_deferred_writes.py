@@ -95,6 +95,25 @@ def test_what_was_copied_before_keeps_its_values_and_what_is_copied_after_has_th
         assert torch.equal(expected, found.materialize())
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [torch.clone, torch.Tensor.double, lambda one: torch.cat([one, one]), lambda one: torch.stack([one, one])],
+    ids=["clone", "double", "cat", "stack"],
+)
+@torch.no_grad()
+def test_a_copy_of_what_was_written_stays_when_that_is_written_again(way, stored, numbers, copy):
+    def written(tensor):
+        tensor.fill_(7)
+        copied = copy(tensor)
+        tensor.add_(1)
+        return copied, tensor
+
+    plain, ours = written(way(numbers.clone(), numbers + 100)), written(one_of(way, stored))
+
+    for expected, found in zip(plain, ours, strict=True):
+        assert torch.equal(expected, found.materialize())
+
+
 @torch.no_grad()
 def test_the_checkpoint_is_not_written_to(way, checkpoint, stored):
     before = contents(checkpoint)
@@ -124,6 +143,7 @@ def test_the_written_tensor_is_what_an_op_gives_back(stored):
 
     assert tensor.add_(1) is tensor
     assert torch.add(tensor, 1, out=tensor) is tensor
+    assert torch.ops.aten.add_.Scalar(tensor, 1) is tensor
 
 
 @torch.no_grad()
@@ -133,6 +153,38 @@ def test_its_shape_can_not_be_written(stored):
     for change in (torch.Tensor.t_, lambda tensor: tensor.resize_(2, 2), torch.Tensor.squeeze_):
         with pytest.raises(UnsupportedOpError, match="shape"):
             change(tensor)
+
+
+@torch.no_grad()
+def test_data_can_be_written_and_replaced(way, stored, numbers):
+    def written(tensor, others):
+        parameter = torch.nn.Parameter(tensor)
+        earlier = parameter.detach()
+        parameter.data[0] = 5
+        parameter.data = others[0]
+        parameter.data.add_(1)
+        then = parameter.clone()
+        parameter.data = others[1]
+        return [earlier, then, parameter, *others]
+
+    plain = way(numbers.clone(), numbers + 100)
+    tensor = one_of(way, stored)
+    plain_others = [torch.full_like(plain, 8), torch.full_like(plain, 9)]
+    others = [plain_others[0].clone(), offload.OffloadedTensor.from_original_tensor(plain_others[1], "9")]
+
+    expected, found = written(plain, plain_others), written(tensor, others)
+    for one, other in zip(expected[:3], found[:3], strict=True):
+        assert torch.equal(one, other.materialize())
+    assert torch.equal(torch.full_like(plain, 9), found[4].materialize())
+
+
+def test_data_of_another_kind_is_refused(stored, numbers):
+    tensor = deferred(stored["w"])
+
+    for other in (numbers.t(), numbers.double(), numbers[0]):
+        with pytest.raises(UnsupportedOpError, match="its data can't become"):
+            tensor.data = other
+    assert torch.equal(numbers, tensor.materialize())
 
 
 def test_a_model_that_sets_some_of_its_values_while_it_is_loaded(tmp_path):
