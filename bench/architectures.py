@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ MAPPINGS = {
 }
 EQUAL, VALUES, ABSENT, DIFFERS = "yes", "values", "not tried", "NO"
 _MOST_PARAMETERS = 48_000_000
-_SECONDS = 90
+_SECONDS = 90  # for an architecture
+_PROBING = 10  # seconds for finding its inputs, with each size
 _WORKERS = 2
 
 
@@ -182,7 +184,10 @@ def _seeded(model_class: Any, config: Any) -> Any:
 def _probe(model: Any) -> tuple[dict[str, Any] | None, str]:
     """The first inputs that it takes; else None, and why not the first ones."""
     why: list[str] = []
+    until = time.monotonic() + _PROBING
     for probe in probes(model):
+        if time.monotonic() > until:
+            break
         try:
             list(equality.outputs(model, probe))
         except Exception as error:
