@@ -85,6 +85,7 @@ class DeferredTensor(torch.Tensor):
     _body: Body
     _root: torch.Tensor  # all of the body, on the meta device
     _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; none if it is all of it
+    _seen: tuple[tuple[Part, ...], tuple[Part, ...]]  # parts of the body, and this tensor's when the body had those
     _twin: torch.Tensor  # on the meta device, as this tensor looks from outside
 
     @classmethod
@@ -99,10 +100,12 @@ class DeferredTensor(torch.Tensor):
         """Of the body, as cut now."""
         if not self._cuts:
             return self._body.parts
-        source = self._body.parts[0].source
-        for cut in self._cuts:
-            source = cut(source)
-        return _whole(source)
+        if self._seen[0] is not self._body.parts:
+            source = self._body.parts[0].source
+            for cut in self._cuts:
+                source = cut(source)
+            self._seen = (self._body.parts, _whole(source))
+        return self._seen[1]
 
     @property
     def data(self) -> torch.Tensor:
@@ -123,7 +126,7 @@ class DeferredTensor(torch.Tensor):
                 "do it after the model is loaded"
             )
         other = _stored_as_it_is(value.detach())
-        self._body, self._root, self._cuts = other._body, other._root, other._cuts
+        self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -198,16 +201,20 @@ def deferred(source: torch.Tensor) -> DeferredTensor:
 
 
 def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
-    return _wrapped(Body(tuple(parts)), twin, (), twin)
+    body = Body(tuple(parts))
+    return _wrapped(body, twin, (), twin, body.parts)
 
 
-def _wrapped(body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], twin: torch.Tensor) -> DeferredTensor:
+def _wrapped(
+    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], twin: torch.Tensor, parts: tuple[Part, ...]
+) -> DeferredTensor:
     made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
         DeferredTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU
     )
     made._body = body
     made._root = root
     made._cuts = cuts
+    made._seen = (body.parts, parts)
     made._twin = twin
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
@@ -223,7 +230,8 @@ def _whole(source: torch.Tensor) -> tuple[Part, ...]:
 def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Another tensor over the same values."""
     tensor = args[0]
-    return _wrapped(tensor._body, tensor._root, tensor._cuts, func(tensor._twin, *args[1:], **kwargs))
+    twin = func(tensor._twin, *args[1:], **kwargs)
+    return _wrapped(tensor._body, tensor._root, tensor._cuts, twin, tensor._parts)
 
 
 def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -285,12 +293,15 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def cut(source: torch.Tensor) -> Any:
         return func(source, *args[1:], **kwargs)
 
-    twins = cut(tensor._twin)
+    def view(twin: torch.Tensor, source: torch.Tensor, cut: Cut) -> DeferredTensor:
+        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twin, _whole(source))
+
+    twins, sources = cut(tensor._twin), cut(tensor._parts[0].source)
     if isinstance(twins, torch.Tensor):
-        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twins)
-    cuts = [partial(_one_of, cut, at) for at in range(len(twins))]
+        return view(twins, sources, cut)
     return [
-        _wrapped(tensor._body, tensor._root, (*tensor._cuts, one), twin) for one, twin in zip(cuts, twins, strict=True)
+        view(twin, source, partial(_one_of, cut, at))
+        for at, (twin, source) in enumerate(zip(twins, sources, strict=True))
     ]
 
 
