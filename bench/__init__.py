@@ -5,6 +5,8 @@
 | `__main__` | the command: `python -m bench` |
 | `dispatch` `load` `decode` `generate` `cold` `capped` `update` `small` | the cases |
 | `main_job` | the main job on real input: `make run` |
+| `architectures` | every architecture of transformers, from disk: `python -m bench.architectures` |
+| `tiny` `overrides` `probes` `equality` | its configurations, their exceptions, inputs, and what equal is |
 | `peers` | the ways to have a model on disk that are compared |
 | `models` `scale` | what is measured, and at which size |
 | `limits` | what the machine can do at most |

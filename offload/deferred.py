@@ -4,17 +4,18 @@ Always true:
 - nothing is read before it is stored, or an op needs its numbers
 - stacking, joining, cutting, casting and making contiguous are recorded; parts are offloaded tensors, or views of them
 - it is stored in one go, in memory for some blocks, whatever its size; what is a stored value as it is, is not copied
-- it can't be written to
+- at its first write it goes to a file of its own, which its views see, and what was copied from it before does not
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -35,6 +36,8 @@ from offload.tensor.wrapper import OffloadedTensor, mapped_value, value_on_cpu, 
 _BLOCK = 8 << 20  # bytes that are put together at a time
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
 _aten = torch.ops.aten
+
+Cut: TypeAlias = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,23 @@ class Part:
         return replace(self, start=tuple(start))
 
 
+@dataclass(slots=True)
+class Body:
+    """What a tensor and its views are put together from.
+
+    Attributes:
+        made: the only part is a file that was written for it.
+        own: no other body has that file among its parts: it may be written to.
+    """
+
+    parts: tuple[Part, ...]
+    made: bool = False
+    own: bool = False
+
+    def become(self, stored: torch.Tensor) -> None:
+        self.parts, self.made, self.own = _whole(stored), True, True
+
+
 class DeferredTensor(torch.Tensor):
     """A tensor that is still to be put together from stored ones. Make one with `deferred`.
 
@@ -65,9 +85,11 @@ class DeferredTensor(torch.Tensor):
     `stored` then writes what came of it; ops of other kinds read, and give their result.
     """
 
-    _parts: tuple[Part, ...]
+    _body: Body
+    _root: torch.Tensor  # all of the body, on the meta device
+    _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; none if it is all of it
+    _seen: tuple[tuple[Part, ...], tuple[Part, ...]]  # parts of the body, and this tensor's when the body had those
     _twin: torch.Tensor  # on the meta device, as this tensor looks from outside
-    _settled: torch.Tensor | None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -75,6 +97,39 @@ class DeferredTensor(torch.Tensor):
     ) -> Any:
         rule: Rule = _RULES.get(func) or (_cut if func.is_view else _compute)
         return rule(func, args, kwargs or {})
+
+    @property
+    def _parts(self) -> tuple[Part, ...]:
+        """Of the body, as cut now."""
+        if not self._cuts:
+            return self._body.parts
+        if self._seen[0] is not self._body.parts:
+            source = self._body.parts[0].source
+            for cut in self._cuts:
+                source = cut(source)
+            self._seen = (self._body.parts, _whole(source))
+        return self._seen[1]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """C++ would change the wrapper, and leave the values as they were.
+
+        Raises:
+            UnsupportedOpError: they have another shape, dtype or order in memory.
+        """
+        layouts = [(one.shape, one.dtype, one.stride()) for one in (self, value)]
+        if layouts[0] != layouts[1]:
+            raise UnsupportedOpError(
+                f"a tensor that is still to be put together is {layouts[0]}; its data can't become {layouts[1]}: "
+                "do it after the model is loaded"
+            )
+        other = _stored_as_it_is(value.detach())
+        self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -94,13 +149,9 @@ class DeferredTensor(torch.Tensor):
             WriteError, NameInUseError, ForeignFileError, CorruptFileError
         """
         source = self._as_it_is()
-        if isinstance(source, OffloadedTensor) and not source._is_part():
+        if isinstance(source, OffloadedTensor) and not (source._is_part() or self._body.made):
             return source.to(device)  # type: ignore[return-value]
-        layout = layout_of(self._twin)
-        order = layout.order
-        parts = [Part(part.source.permute(order), tuple(part.start[dim] for dim in order)) for part in self._parts]
-        blocks = _blocks(parts, tuple(layout.shape[dim] for dim in order), layout.dtype)
-        return wrap_handle(Handle.assemble(layout, blocks, name, offload_dir), device)
+        return _assembled(self._parts, self._twin, name, offload_dir, device)
 
     @torch.no_grad()
     def materialize(self, device: torch.device = CPU) -> torch.Tensor:
@@ -112,11 +163,21 @@ class DeferredTensor(torch.Tensor):
 
     def settled(self) -> torch.Tensor:
         """The value as one tensor that is on disk now."""
-        if self._settled is None:
-            self._settled = self._as_it_is()
-        if self._settled is None:
-            self._settled = self.stored("deferred")
-        return self._settled
+        source = self._as_it_is()
+        if source is None:
+            self._settle()
+            source = self._parts[0].source
+        return source
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Put the body together, in a file that is its own."""
+        self._body.become(_assembled(self._body.parts, self._root, "deferred", None, CPU))
+
+    def _copied(self) -> tuple[Part, ...]:
+        """The parts, for another body: the next write to this one goes to another file."""
+        self._body.own = False
+        return self._parts
 
     def alone(self) -> torch.Tensor:
         """The value as a plain tensor over a file, in a storage of its own, for those who write it elsewhere."""
@@ -129,17 +190,17 @@ class DeferredTensor(torch.Tensor):
 
     def _as_it_is(self) -> torch.Tensor | None:
         """The only part, if that is the value with its dtype and strides; else None."""
-        source = self._parts[0].source
+        (part, *others) = self._parts
         with DisableTorchFunctionSubclass():
-            same = (source.shape, source.dtype, source.stride()) == (self.shape, self.dtype, self._twin.stride())
-        return source if same and len(self._parts) == 1 else None
+            has, wanted = ((one.shape, one.dtype, one.stride()) for one in (part.source, self._twin))
+        return part.source if has == wanted and not others else None
 
 
 def deferred(source: torch.Tensor) -> DeferredTensor:
     """A deferred tensor of one part, which is on disk and for the CPU."""
     with plain_world():
         twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
-    return _made([Part(source, (0,) * source.dim())], twin)
+    return _made(_whole(source), twin)
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,23 +209,43 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
+    body = Body(tuple(parts))
+    return _wrapped(body, twin, (), twin, body.parts)
+
+
+def _wrapped(
+    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], twin: torch.Tensor, parts: tuple[Part, ...]
+) -> DeferredTensor:
     made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
         DeferredTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU
     )
-    made._parts = tuple(parts)
+    made._body = body
+    made._root = root
+    made._cuts = cuts
+    made._seen = (body.parts, parts)
     made._twin = twin
-    made._settled = None
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
+
+
+def _whole(source: torch.Tensor) -> tuple[Part, ...]:
+    return (Part(source, (0,) * source.dim()),)
 
 
 # What is recorded
 
 
 def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Its values can't change, so that a copy is the same, with other strides perhaps."""
+    """Another tensor over the same values."""
     tensor = args[0]
-    return _made(tensor._parts, func(tensor._twin, *args[1:], **kwargs))
+    twin = func(tensor._twin, *args[1:], **kwargs)
+    return _wrapped(tensor._body, tensor._root, tensor._cuts, twin, tensor._parts)
+
+
+def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same values until one of the two is written to; with other strides perhaps."""
+    tensor = args[0]
+    return _made(tensor._copied(), func(tensor._twin, *args[1:], **kwargs))
 
 
 def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -175,13 +256,15 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(tensor._twin, **kwargs)
     if device != CPU or kwargs.get("layout") not in (None, torch.strided):
         return _compute(func, args, kwargs)
+    parts = tensor._copied()
     with DisableTorchFunctionSubclass():
-        was_converted = any(part.source.dtype != tensor.dtype for part in tensor._parts)
+        was_converted = any(part.source.dtype != tensor.dtype for part in parts)
     dtype = kwargs.get("dtype") or tensor.dtype
     if was_converted and dtype != tensor.dtype:  # in two steps, as was asked
-        tensor = deferred(tensor.settled())
+        tensor.settled()
+        parts = tensor._copied()
     options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-    return _made(tensor._parts, func(tensor._twin, **options, device="meta"))
+    return _made(parts, func(tensor._twin, **options, device="meta"))
 
 
 def _stack(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -200,7 +283,7 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     at = 0
     for tensor in tensors:
         if tensor.dim() == twin.dim():  # torch leaves out tensors of shape (0,)
-            parts.extend(part.moved(dim, at) for part in tensor._parts)
+            parts.extend(part.moved(dim, at) for part in tensor._copied())
             at += tensor.shape[dim]
     return _made(parts, twin)
 
@@ -213,27 +296,58 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A view of the only part; one that is there already, or one that the parts are put together to."""
     tensor = args[0]
     if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor._as_it_is() is None):
-        tensor = deferred(tensor.settled())
-    source = tensor._parts[0].source
-    twins, sources = func(tensor._twin, *args[1:], **kwargs), func(source, *args[1:], **kwargs)
+        tensor._settle()
+
+    def cut(source: torch.Tensor) -> Any:
+        return func(source, *args[1:], **kwargs)
+
+    def view(twin: torch.Tensor, source: torch.Tensor, cut: Cut) -> DeferredTensor:
+        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twin, _whole(source))
+
+    twins, sources = cut(tensor._twin), cut(tensor._parts[0].source)
     if isinstance(twins, torch.Tensor):
-        return _made([Part(sources, (0,) * sources.dim())], twins)
-    return [_made([Part(one, (0,) * one.dim())], twin) for one, twin in zip(sources, twins, strict=True)]
+        return view(twins, sources, cut)
+    return [
+        view(twin, source, partial(_one_of, cut, at))
+        for at, (twin, source) in enumerate(zip(twins, sources, strict=True))
+    ]
+
+
+def _one_of(cut: Cut, at: int, source: torch.Tensor) -> torch.Tensor:
+    """One of several that an op cuts."""
+    cuts: Sequence[torch.Tensor] = cut(source)
+    return cuts[at]
 
 
 # What is not
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Ops of other kinds read; what they give, if it is big, is on disk again."""
-    for position, name in written_arguments(func):
-        written = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
-        if isinstance(written, DeferredTensor):
+    """Ops of other kinds read; what they give, if it is big, is on disk again. Writes go to a file of its own."""
+    for tensor in _written(func, args, kwargs):
+        if torch.Tag.inplace_view in func.tags:
             raise UnsupportedOpError(
-                f"{func} would write to a tensor that is still to be put together: do it after the model is loaded"
+                f"{func} would change the shape of a tensor that is still to be put together: "
+                "do it after the model is loaded"
             )
+        if not tensor._body.own:
+            tensor._settle()
     args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.settled, (tuple(args), kwargs))
     return tree_map_only(torch.Tensor, _back_on_disk, func(*args, **kwargs))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[DeferredTensor]:
+    for position, name in written_arguments(func):
+        tensor = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
+        if isinstance(tensor, DeferredTensor):
+            yield tensor
+
+
+def _stored_as_it_is(tensor: torch.Tensor) -> DeferredTensor:
+    """One that is deferred or on disk; else it goes to disk."""
+    if isinstance(tensor, DeferredTensor | OffloadedTensor):
+        return _deferred(tensor)
+    return deferred(OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
 
 def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
@@ -245,6 +359,21 @@ def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
 
 
 # Putting together
+
+
+def _assembled(
+    parts: Sequence[Part],
+    twin: torch.Tensor,
+    name: str,
+    offload_dir: str | os.PathLike[str] | None,
+    device: torch.device,
+) -> OffloadedTensor:
+    """The parts in a file, in the layout of the twin."""
+    layout = layout_of(twin)
+    order = layout.order
+    parts = [Part(part.source.permute(order), tuple(part.start[dim] for dim in order)) for part in parts]
+    blocks = _blocks(parts, tuple(layout.shape[dim] for dim in order), layout.dtype)
+    return wrap_handle(Handle.assemble(layout, blocks, name, offload_dir), device)
 
 
 def _blocks(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -309,7 +438,7 @@ def _place_in(whole: torch.Tensor, part: Part) -> torch.Tensor:
 _RULES: dict[Any, Rule] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,
-    _aten.clone.default: _same,
+    _aten.clone.default: _clone,
     _aten._to_copy.default: _convert,
     _aten.stack.default: _stack,
     _aten.cat.default: _cat,

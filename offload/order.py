@@ -42,6 +42,6 @@ def _blocks(module: nn.Module) -> Iterator[list[nn.Module]]:
     yield [module]
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from (list(block.modules()) for block in child)
+            yield from (list(block.modules()) for block in child.children())
         else:
             yield from _blocks(child)

@@ -169,6 +169,17 @@ def test_values_of_one_shape_share_no_metadata(checkpoint: Path) -> None:
     assert torch.equal(load_in_memory(checkpoint)["norm.bias"], other + 0)
 
 
+def test_a_list_of_layers_may_have_empty_places(tmp_path: Path) -> None:
+    """As informer's, where the last layer has no convolution."""
+    save_file({"0.0.weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with offload.init_empty_weights():
+        model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1, bias=False), None]))
+
+    offload.load_checkpoint_and_dispatch(model, tmp_path)
+
+    assert offload.is_offloaded(model[0][0].weight)
+
+
 def test_the_collector_does_not_go_over_a_model_while_its_tensors_are_opened(tmp_path: Path) -> None:
     save_file({f"{n}.weight": torch.zeros(1, 1) for n in range(3000)}, tmp_path / "model.safetensors")
     with offload.init_empty_weights():

@@ -1,0 +1,366 @@
+"""Every architecture of the installed transformers, tiny, from disk: `python -m bench.architectures`.
+
+Always true:
+- each is a row: what fails, crashes or takes too long costs its own row alone
+- a model on disk is compared with transformers' own `from_pretrained` of the same checkpoint, bit for bit
+- a reason that is not ours is one that the plain model has too
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+import offload
+from bench import equality
+from bench.probes import probes
+from bench.tiny import config_for, tiny_configs
+
+MAPPINGS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "encoder": "MODEL_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+EQUAL, VALUES, ABSENT, DIFFERS = "yes", "values", "not tried", "NO"
+_MOST_PARAMETERS = 48_000_000
+_SECONDS = 90  # for an architecture
+_PROBING = 10  # seconds for finding its inputs, with each size
+_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of an architecture.
+
+    Attributes:
+        equal: EQUAL; VALUES, if the plain model's forward pass needs inputs that are not known here, so that values
+            and written files alone were compared; ABSENT, if there is no plain model; DIFFERS.
+        note: inputs, or what is missing, or what differs.
+    """
+
+    kind: str
+    name: str
+    model_class: str
+    equal: str
+    note: str
+
+
+@dataclass
+class Subject:
+    """A tiny plain model in a checkpoint, and inputs that it takes; None if none are known."""
+
+    model_class: Any
+    folder: Path
+    probe: dict[str, Any] | None
+    notes: list[str] = field(default_factory=list)
+
+
+class NoPlainModel(Exception):
+    """transformers itself does not build, save or load it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a model on disk differs from the plain one, else 0."""
+    chosen = _options().parse_args(arguments)
+    kinds = list(MAPPINGS) if chosen.kind == "all" else [chosen.kind]
+    todo = [(kind, name) for kind in kinds for name in names(kind) if not chosen.only or name in chosen.only]
+    rows = examined_apart(todo, chosen.workers)
+    text = "\n".join(report(rows))
+    print(text)
+    if chosen.out:
+        chosen.out.write_text(text + "\n")
+    return int(any(row.equal == DIFFERS for row in rows))
+
+
+def names(kind: str) -> dict[str, str]:
+    """Class by model type."""
+    from transformers.models.auto import modeling_auto
+
+    found = getattr(modeling_auto, MAPPINGS[kind])
+    return {name: value if isinstance(value, str) else value[0] for name, value in found.items()}
+
+
+# One
+
+
+def examined(kind: str, name: str) -> Row:
+    """The row of an architecture."""
+    model_class = names(kind)[name]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            subject = prepared(name, model_class, Path(folder))
+            plain = _loaded(subject)
+        except NoPlainModel as error:
+            return Row(kind, name, model_class, ABSENT, str(error))
+        except Exception as error:  # a module of transformers that is not imported without a package
+            return Row(kind, name, model_class, ABSENT, reason(error))
+        try:
+            model = offload.from_pretrained(subject.folder, model_class=subject.model_class)
+            found = equality.first(equality.differences(plain, model, subject.folder, subject.probe, subject.notes))
+        except Exception as error:
+            return Row(kind, name, model_class, DIFFERS, reason(error))
+    if found:
+        return Row(kind, name, model_class, DIFFERS, found)
+    return Row(kind, name, model_class, EQUAL if subject.probe else VALUES, "; ".join(subject.notes))
+
+
+def prepared(name: str, model_class: str, folder: Path) -> Subject:
+    """A checkpoint of a tiny model with seeded weights.
+
+    Raises:
+        NoPlainModel: with the reason of the smallest that was tried.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    wanted = MODEL_MAPPING._load_attr_from_module(name, model_class)  # some are not among transformers' public names
+    tried: list[str] = []
+    spare: tuple[Any, str, str] | None = None
+    for config, how in _configs(name, wanted, tried):
+        try:
+            model = _seeded(wanted, config)
+        except Exception as error:
+            tried.append(f"not built: {reason(error)}")
+            continue
+        probe, why = _probe(model)
+        if probe is not None:
+            notes = [", ".join(probe)] + ([how] if how != "tiny" else [])
+            return Subject(wanted, _saved(model, folder), probe, notes)
+        spare = spare or (model, how, why)
+    if spare is None:
+        raise NoPlainModel(tried[0] if tried else "no configuration")
+    return Subject(wanted, _saved(spare[0], folder), None, [f"forward not run: {spare[2]}"])
+
+
+def _configs(name: str, wanted: Any, tried: list[str]) -> Iterator[tuple[Any, str]]:
+    """Configurations that make a model of few enough parameters."""
+    made = tiny_configs(name)
+    while True:
+        try:
+            how, full = next(made)
+        except StopIteration:
+            return
+        except Exception as error:  # whatever a configuration class says against it
+            tried.append(f"no configuration: {reason(error)}")
+            return
+        config = config_for(wanted, full)
+        try:
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in wanted(config).parameters())
+        except Exception as error:  # is told, or seen again, when it is built
+            count = 0 if how == "tiny" else _MOST_PARAMETERS + 1
+            tried.append(f"not built: {reason(error)}")
+        if count <= _MOST_PARAMETERS:
+            yield config, how
+        else:
+            tried.append(f"{how}: {count / 1e6:.0f} million parameters")
+
+
+@torch.no_grad()
+def _seeded(model_class: Any, config: Any) -> Any:
+    """As its class initializes it, and then something everywhere: no weight is all zeros or ones."""
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def _probe(model: Any) -> tuple[dict[str, Any] | None, str]:
+    """The first inputs that it takes; else None, and why not the first ones."""
+    why: list[str] = []
+    until = time.monotonic() + _PROBING
+    for probe in probes(model):
+        if time.monotonic() > until:
+            break
+        try:
+            list(equality.outputs(model, probe))
+        except Exception as error:
+            why.append(f"{', '.join(probe)}: {reason(error)}")
+        else:
+            return probe, ""
+    return None, why[0] if why else "no inputs known"
+
+
+def _saved(model: Any, folder: Path) -> Path:
+    try:
+        model.save_pretrained(folder)
+    except Exception as error:
+        raise NoPlainModel(f"not saved: {reason(error)}") from error
+    return folder
+
+
+def _loaded(subject: Subject) -> Any:
+    try:
+        return subject.model_class.from_pretrained(subject.folder).eval()
+    except Exception as error:
+        raise NoPlainModel(f"not loaded: {reason(error)}") from error
+
+
+def reason(error: BaseException, most: int = 160) -> str:
+    """An error in a line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:most]}".replace("|", "/")
+
+
+# Many, in processes of their own
+
+
+def examined_apart(todo: Sequence[tuple[str, str]], workers: int = _WORKERS) -> list[Row]:
+    """The rows of all, in order."""
+    waiting: SimpleQueue[tuple[int, tuple[str, str]]] = SimpleQueue()
+    for at, one in enumerate(todo):
+        waiting.put((at, one))
+    rows: dict[int, Row] = {}
+    with ThreadPoolExecutor(workers) as threads:
+        for done in [threads.submit(_overseen, waiting, rows) for _ in range(workers)]:
+            done.result()
+    return [rows[at] for at in sorted(rows)]
+
+
+def _overseen(waiting: SimpleQueue[tuple[int, tuple[str, str]]], rows: dict[int, Row]) -> None:
+    """Rows from a worker; one that dies, or takes too long, is replaced."""
+    worker = None
+    while True:
+        try:
+            at, (kind, name) = waiting.get_nowait()
+        except Empty:
+            break
+        worker = worker if worker and worker.asked < 60 else _Worker(worker)
+        rows[at] = worker.row(kind, name)
+        print(json.dumps(vars(rows[at])), file=sys.stderr, flush=True)
+        if worker.is_gone:
+            worker = None
+    if worker:
+        worker.end()
+
+
+class _Worker:
+    """A process that makes rows."""
+
+    def __init__(self, before: _Worker | None = None) -> None:
+        if before:
+            before.end()
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.asked = 0
+        self.is_gone = False
+
+    def row(self, kind: str, name: str) -> Row:
+        self.asked += 1
+        try:
+            self._pipe.send((kind, name))
+            if self._pipe.poll(_SECONDS):
+                row: Row = self._pipe.recv()
+                return row
+            why = f"it took more than {_SECONDS} s"
+        except (EOFError, OSError):
+            self._process.join()
+            why = f"the process died ({self._process.exitcode})"
+        self.end()
+        return Row(kind, name, names(kind)[name], DIFFERS, why)
+
+    def end(self) -> None:
+        self.is_gone = True
+        self._process.kill()
+        self._process.join()
+
+
+def _work(pipe: Connection) -> None:
+    _quiet()
+    while True:
+        pipe.send(examined(*pipe.recv()))
+
+
+def _quiet() -> None:
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    from transformers.utils import logging as theirs
+
+    theirs.disable_progress_bar()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+# The table
+
+
+_LEGEND = f"""Each model is made tiny, with random weights, and saved. It is loaded by transformers alone and by
+`offload.from_pretrained` with all of it on disk, and the two are compared bit for bit: names, shapes, dtypes and values
+of the state dictionary, ties, the outputs of a forward pass with the inputs that the note names, four greedy tokens
+where it generates, and the checkpoints that both write.
+
+- {EQUAL}: all this is equal
+- {VALUES}: what is said about values, ties and files is equal; the inputs of a forward pass are not known here
+- {ABSENT}: transformers alone makes no such model here, for the reason in the note
+- {DIFFERS}: the model on disk is not equal
+"""
+
+
+def report(rows: Sequence[Row]) -> Iterator[str]:
+    """Markdown: a table a kind, and how many of each."""
+    import transformers
+
+    yield "# Architectures of transformers, from disk"
+    yield ""
+    yield (
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__.split('+')[0]}, transformers "
+        f"{transformers.__version__}, CPU, float32; `python -m bench.architectures`."
+    )
+    yield ""
+    yield _LEGEND.strip()
+    kinds = {kind: [row for row in rows if row.kind == kind] for kind in MAPPINGS}
+    for kind, some in kinds.items():
+        if some:
+            yield from ("", f"## {kind}", "", "| architecture | equal | note |", "| --- | --- | --- |")
+            yield from (f"| {row.name} ({row.model_class}) | {row.equal} | {row.note} |" for row in some)
+    yield from ("", "## How many", "")
+    for kind, some in kinds.items():
+        if some:
+            yield _counts(kind, some)
+
+
+def _counts(kind: str, rows: Sequence[Row]) -> str:
+    count = {equal: sum(row.equal == equal for row in rows) for equal in (EQUAL, VALUES, ABSENT, DIFFERS)}
+    return (
+        f"- {kind}: {count[EQUAL]} of {len(rows)} equal; {count[VALUES]} equal in values and files, without a forward "
+        f"pass; {count[ABSENT]} without a plain model; {count[DIFFERS]} not equal"
+    )
+
+
+def _options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="python -m bench.architectures", description=__doc__.splitlines()[0])
+    options.add_argument("--kind", choices=[*MAPPINGS, "all"], default="all")
+    options.add_argument("--only", nargs="+", default=[], metavar="NAME", help="some model types")
+    options.add_argument("--out", type=Path, metavar="FILE.md", help="where the table goes too")
+    options.add_argument("--workers", type=int, default=_WORKERS, help="processes at a time")
+    return options
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

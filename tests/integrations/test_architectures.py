@@ -1,0 +1,205 @@
+"""Tiny models of many architectures, from disk: a dozen here, all with `python -m bench.architectures`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import offload
+from bench import architectures, equality
+from bench.architectures import ABSENT, DIFFERS, EQUAL, VALUES, Row, examined, examined_apart, names, prepared
+from bench.tiny import tiny_configs
+
+GENERATING = [
+    ("causal", "llama"),
+    ("causal", "gpt2"),  # Conv1D: weights of the other orientation
+    ("causal", "mixtral"),  # experts are stacked while loading, and cut apart while saving
+    ("causal", "qwen3_moe"),
+    ("causal", "deepseek_v3"),
+    ("causal", "gpt_oss"),
+    ("causal", "mamba"),
+    ("causal", "gemma3_text"),  # sliding windows
+    ("causal", "bloom"),
+    ("causal", "zamba"),  # layers that share their weights
+    ("seq2seq", "t5"),
+    ("seq2seq", "bart"),
+]
+ENCODING = [("encoder", "bert"), ("encoder", "clip"), ("encoder", "whisper"), ("encoder", "qwen2_vl")]
+
+
+@pytest.fixture
+def subject(tmp_path):
+    return prepared("mixtral", "MixtralForCausalLM", tmp_path / "source")
+
+
+@pytest.fixture
+def plain(subject):
+    return subject.model_class.from_pretrained(subject.folder)
+
+
+@pytest.fixture
+def model(subject):
+    return offload.from_pretrained(subject.folder, model_class=subject.model_class)
+
+
+@pytest.mark.parametrize(("kind", "name"), GENERATING, ids=lambda value: value)
+def test_a_model_that_generates_is_equal_in_all(kind, name):
+    row = examined(kind, name)
+
+    assert EQUAL == row.equal, row.note
+    assert "generates" in row.note.split("; ")
+
+
+@pytest.mark.parametrize(("kind", "name"), ENCODING, ids=lambda value: value)
+def test_an_encoder_is_equal_in_all(kind, name):
+    row = examined(kind, name)
+
+    assert EQUAL == row.equal, row.note
+
+
+# That the comparison sees what differs
+
+
+@torch.no_grad()
+def test_another_value_is_seen(plain, model, subject):
+    model.model.norm.weight[3] += 1
+
+    assert ["state_dict: model.norm.weight has other values"] == list(equality.in_states(plain, model))
+    assert "logits" in equality.first(equality.in_outputs(plain, model, subject.probe, []))
+    assert ["saved: model.norm.weight has other values"] == list(equality.in_saved(plain, model, subject.folder, []))
+
+
+@torch.no_grad()
+def test_the_sign_of_zero_is_seen(plain, model):
+    plain.model.norm.weight[0] = 0.0
+    model.model.norm.weight[0] = -0.0
+
+    assert ["state_dict: model.norm.weight has other values"] == list(equality.in_states(plain, model))
+
+
+def test_another_dtype_is_seen(plain, model):
+    model.lm_head.weight.data = model.lm_head.weight.half()
+
+    (line,) = equality.in_states(plain, model)
+    assert line.startswith("state_dict: lm_head.weight is torch.float16")
+
+
+def test_another_name_is_seen(plain, model):
+    model.extra = torch.nn.Linear(1, 1, bias=False)
+
+    assert ["state_dict has other names: ['extra.weight']"] == list(equality.in_states(plain, model))
+
+
+def test_a_parameter_in_memory_is_seen(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.materialize())
+
+    assert ["lm_head.weight is in memory"] == list(equality.not_on_disk(model))
+
+
+def test_what_the_plain_model_gives_at_random_is_told_and_not_ours(plain, model, subject, monkeypatch):
+    passes = iter(range(10))
+    monkeypatch.setattr(plain, "forward", lambda **_: {"a": torch.tensor(next(passes)), "b": torch.ones(1)})
+    monkeypatch.setattr(model, "forward", lambda **_: {"a": torch.tensor(-1), "b": torch.zeros(1)})
+    notes = []
+
+    assert ["output .b has other values"] == list(equality.in_outputs(plain, model, subject.probe, notes))
+    assert [".a is not the same in two passes of the plain model"] == notes
+
+
+def test_a_tie_is_seen(plain, model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+    (line,) = equality.in_ties(plain, model)
+    assert "lm_head.weight" in line
+
+
+def test_other_tokens_are_seen(plain, model, subject):
+    with torch.no_grad():
+        model.lm_head.weight[7] = 100 * model.lm_head.weight[7].sign()
+
+    assert "tokens" in equality.first(equality.in_tokens(plain, model, subject.probe, [], 4))
+
+
+def test_a_checkpoint_lacks_nothing(plain, model, subject, monkeypatch):
+    save = model.save_pretrained
+    monkeypatch.setattr(model, "save_pretrained", lambda folder, **options: (save(folder, **options), _drop(folder)))
+
+    (line,) = equality.in_saved(plain, model, subject.folder, [])
+    assert line.startswith("saved names: ")
+
+
+def _drop(folder: Any) -> None:
+    shard = min(folder.glob("*.safetensors"))
+    tensors = load_file(shard)
+    tensors.popitem()
+    save_file(tensors, shard, metadata={"format": "pt"})
+
+
+# The run
+
+
+def test_what_transformers_cannot_build_is_absent_with_its_reason(monkeypatch):
+    def refuse(*_):
+        raise ValueError("not today")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.__init__", refuse)
+
+    row = examined("causal", "llama")
+    assert (ABSENT, "not built: ValueError: not today") == (row.equal, row.note)
+
+
+def test_what_fails_on_disk_alone_is_ours(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("not today")
+
+    monkeypatch.setattr("offload.from_pretrained", refuse)
+
+    row = examined("causal", "llama")
+    assert (DIFFERS, "ValueError: not today") == (row.equal, row.note)
+
+
+def test_without_inputs_values_alone_are_compared(monkeypatch):
+    monkeypatch.setattr(architectures, "probes", lambda _: iter([{"pixel_values": None}]))
+
+    row = examined("causal", "llama")
+    assert VALUES == row.equal
+    assert row.note.startswith("forward not run: pixel_values: ValueError: You must specify")
+
+
+def test_a_worker_that_is_slow_costs_its_row(monkeypatch):
+    monkeypatch.setattr(architectures, "_SECONDS", 0)
+
+    assert [(DIFFERS, "it took more than 0 s")] * 2 == [
+        (row.equal, row.note) for row in examined_apart([("causal", "gpt2"), ("causal", "llama")], 1)
+    ]
+
+
+def test_every_kind_has_its_architectures():
+    assert {"llama", "gpt2"} <= names("causal").keys()
+    assert {"bert", "clip"} <= names("encoder").keys()
+    assert {"t5", "bart"} <= names("seq2seq").keys()
+
+
+def test_a_hybrid_keeps_layers_of_each_kind():
+    _, config = next(tiny_configs("qwen3_next"))
+
+    assert {"linear_attention", "full_attention"} == set(config.layer_types)
+    assert len(config.layer_types) == config.num_hidden_layers == 2
+
+
+def test_the_report_counts_and_tells_reasons():
+    rows = [Row("causal", "a", "A", EQUAL, "input_ids"), Row("causal", "b", "B", ABSENT, "not built"), _miss()]
+
+    lines = list(architectures.report(rows))
+    assert (
+        "- causal: 1 of 3 equal; 0 equal in values and files, without a forward pass; 1 without a plain model; "
+        "1 not equal"
+    ) in lines
+    assert "| c (C) | NO | tokens |" in lines
+
+
+def _miss() -> Row:
+    return Row("causal", "c", "C", DIFFERS, "tokens")
