@@ -34,6 +34,7 @@ from offload.tensor.tables import Rule
 from offload.tensor.wrapper import OffloadedTensor, mapped_value, value_on_cpu, wrap_handle
 
 _BLOCK = 8 << 20  # bytes that are put together at a time
+_FEW = 64 << 10  # bytes of a part up to which it is joined with others before it is written
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
 _aten = torch.ops.aten
 
@@ -386,13 +387,14 @@ def _blocks_of(
 ) -> Iterator[torch.Tensor]:
     if math.prod(shape) == 0:
         return
+    nbytes = math.prod(shape) * dtype.itemsize
     if len(parts) == 1 and _lies_as_it_reads(parts[0].source, dtype):
         yield _on_cpu(parts[0].source)
-    elif math.prod(shape) * dtype.itemsize <= _BLOCK:
-        yield _joined(parts, shape, dtype, buffer)
-    elif shape[0] == 1:
+    elif shape[:-1] and shape[0] == 1:
         below = [Part(part.source[0], part.start[1:]) for part in parts]
         yield from _blocks_of(below, shape[1:], dtype, buffer)
+    elif nbytes <= _BLOCK and (nbytes <= _FEW * len(parts) or len(_bounds(parts, shape)) == 2):
+        yield _joined(parts, shape, dtype, buffer)
     else:
         for start, stop in _rows(parts, shape, dtype):
             inside = [_between(part, start, stop) for part in parts if part.start[0] < stop and part.end(0) > start]
@@ -406,10 +408,14 @@ def _lies_as_it_reads(source: torch.Tensor, dtype: torch.dtype) -> bool:
 def _rows(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     """Spans of rows that fit in a block, if they are not one row, and in which no part begins or ends."""
     most = max(1, _BLOCK // (math.prod(shape[1:]) * dtype.itemsize))
-    bounds = sorted({0, shape[0], *(part.start[0] for part in parts), *(part.end(0) for part in parts)})
-    for first, last in pairwise(bounds):
+    for first, last in pairwise(_bounds(parts, shape)):
         for start in range(first, last, most):
             yield start, min(start + most, last)
+
+
+def _bounds(parts: Sequence[Part], shape: tuple[int, ...]) -> list[int]:
+    """The rows at which parts begin or end."""
+    return sorted({0, shape[0], *(part.start[0] for part in parts), *(part.end(0) for part in parts)})
 
 
 def _between(part: Part, start: int, stop: int) -> Part:

@@ -119,8 +119,9 @@ def test_a_part_of_a_value_gets_a_file_of_its_own(waiting: Tensors, plain: Tenso
 
 def test_blocks_are_smaller_than_the_value(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
     """Also where one row is more than a block, and where parts begin inside one."""
-    for block in (4, 8, 20, 100, 300, 1000):
+    for block, few in ((4, 0), (8, 0), (20, 100), (100, 0), (100, 50), (300, 0), (1000, 0), (1000, 200)):
         monkeypatch.setattr("offload.deferred._BLOCK", block)
+        monkeypatch.setattr("offload.deferred._FEW", few)
 
         for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
             assert torch.equal(make(plain), make(waiting).stored("value").materialize())  # type: ignore[attr-defined]
