@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import offload
 from offload.deferred import DeferredTensor, deferred
-from offload.errors import UnsupportedOpError, WriteError
+from offload.errors import WriteError
 
 EXPERTS, INNER, WIDTH = 4, 6, 5
 Tensors = dict[str, torch.Tensor]
@@ -139,15 +139,6 @@ def test_big_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting:
 def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> None:
     assert "meta" == fused(waiting).to("meta").device.type
     assert fused(plain).shape == fused(waiting).to("meta").shape
-
-
-def test_it_can_not_be_written_to(waiting: Tensors, plain: Tensors, file: Path) -> None:
-    for write in (lambda t: t.mul_(2), lambda t: t[0].zero_(), lambda t: torch.add(t, 1, out=t)):
-        with pytest.raises(UnsupportedOpError, match="still to be put together"):
-            write(waiting["gate0"])
-
-    assert torch.equal(plain["gate0"], waiting["gate0"].stored("x").materialize())  # type: ignore[attr-defined]
-    assert torch.equal(plain["gate0"], load_file(file)["gate0"])
 
 
 def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
