@@ -132,9 +132,11 @@ class _Plan:
 def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: torch.dtype | None) -> _Plan:
     metadata: dict[str, str] = {}
     discarded: Iterable[str] = ()
+    noted: Mapping[str, str] = {}
     if isinstance(source, Checkpoint):
         tensors: dict[str, Any] = _tensors_of(source)
         metadata = _metadata_of(source)
+        noted = source.ties
     elif isinstance(source, nn.Module):
         tensors = dict(source.state_dict())
         discarded = _discarded_names(source)
@@ -148,7 +150,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype)
     numbers = source.parameters() if isinstance(source, nn.Module) else [part.tensor for part in parts.values()]
     sources = {name: file for name, tensor in tensors.items() if (file := file_of(tensor))}
-    return _Plan(parts, ties, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
+    return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
 
 
 def _tensors_of(source: Checkpoint) -> dict[str, torch.Tensor]:
@@ -161,7 +163,7 @@ def _metadata_of(source: Checkpoint) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in files.values():
         found = {**file.header.metadata, **found}
-    return {key: text for key, text in found.items() if key not in _OWN_METADATA}
+    return {key: text for key, text in found.items() if key not in _OWN_METADATA and key not in source.ties}
 
 
 def _discarded_names(model: nn.Module) -> Iterable[str]:
