@@ -571,6 +571,7 @@ def test_a_source_that_changed_is_an_error(tmp_path: Path) -> None:
 BOUNDED = """
     import json, sys, threading, torch, offload
     from pathlib import Path
+    from offload.conversion import convert_checkpoint
     from offload.memory import anonymous_bytes
 
     source, target, size, dtype, kind = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
@@ -588,7 +589,10 @@ BOUNDED = """
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
+    if kind == "one by one":
+        convert_checkpoint(source, target / "saved", dtype=dtype, to_offload_folder=True)
+    else:
+        offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
     done.set()
     watcher.join()
     print(json.dumps(dict(grown=max(peak) - before, looks=len(peak))))
@@ -598,7 +602,13 @@ BOUNDED = """
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("size", "dtype", "kind"),
-    [("10MB", "None", "whole"), ("5GB", "None", "whole"), ("5GB", "bfloat16", "whole"), ("5GB", "None", "views")],
+    [
+        ("10MB", "None", "whole"),
+        ("5GB", "None", "whole"),
+        ("5GB", "bfloat16", "whole"),
+        ("5GB", "None", "views"),
+        ("", "bfloat16", "one by one"),
+    ],
 )
 def test_memory_stays_flat_whatever_the_shard_size(tmp_path: Path, size: str, dtype: str, kind: str) -> None:
     """A model of 256 MB in 8 values: less than one of them, and some megabytes of the interpreter's own."""
