@@ -201,6 +201,17 @@ def test_convert_says_what_would_make_quantized_weights_useless(
     assert ["source"] == os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("below", ["x", "x/y"])
+def test_a_target_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
+    source = tmp_path / "source.safetensors"
+    save_file({"w": torch.ones(2)}, source)
+
+    assert 1 == cli.main(["convert", str(source), str(source / below)])
+
+    assert "could not be made" in (said := capsys.readouterr().err)
+    assert "a file is where a folder should be: take another folder" in said
+
+
 def test_a_configuration_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{bad")
