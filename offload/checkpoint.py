@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from offload.errors import CheckpointError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
-from offload.storage.header import Layout
+from offload.storage.header import MARK, Layout
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = ".index.json"
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.\w+$")
 _BESIDE = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
 
 
@@ -55,10 +57,19 @@ class Checkpoint(Mapping[str, StoredValue]):
     Attributes:
         path: the file or folder.
         is_offload_folder: whether these are per-name files that `offload` wrote.
+        ties: names that have no value here, each with the one whose value is also theirs.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, StoredValue], *, is_offload_folder: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, StoredValue],
+        metadata: Mapping[Any, Any] | None = None,
+        *,
+        is_offload_folder: bool = False,
+    ) -> None:
         self.path = path
+        self.ties = _ties(values, metadata or {})
         self.is_offload_folder = is_offload_folder
         self._values = values
 
@@ -91,11 +102,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             files.
     """
     path = Path(os.path.abspath(path))
+    if not os.path.lexists(path):
+        raise MissingFileError(
+            f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."
+        )
     if path.is_dir():
         return _open_folder(path)
     if path.name.endswith(INDEX):
         return _open_index(path)
-    return Checkpoint(path, _values_of(TensorFile.open(path)))
+    return _open_file(path, path)
+
+
+def _open_file(path: Path, file: Path) -> Checkpoint:
+    opened = TensorFile.open(file)
+    return Checkpoint(path, _values_of(opened), opened.header.metadata)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -105,8 +125,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if found is None and files:
         opened = [TensorFile.open(folder / name) for name in files]
         if all("name" in file.notes for file in opened):
-            values = {str(file.notes["name"]): StoredValue(file, str(file.notes["name"])) for file in opened}
-            return Checkpoint(folder, values, is_offload_folder=True)
+            return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
         found = _the_only(folder, files)
     found = found or _model_in(folder, names, "pytorch_model", PICKLES)
     if found is None:
@@ -116,7 +135,19 @@ def _open_folder(folder: Path) -> Checkpoint:
         found = _the_only(folder, pickled)
     if found.endswith(INDEX):
         return _open_index(folder / found)
-    return Checkpoint(folder, _values_of(TensorFile.open(folder / found)))
+    return _open_file(folder, folder / found)
+
+
+def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
+    values: dict[str, StoredValue] = {}
+    for file in files:
+        for name, value in _values_of(file).items():
+            first = values.setdefault(name, value)
+            if first is not value:
+                raise CheckpointError(
+                    f"{file.path} holds {name!r}, as {first.file.path.name} does: remove the one that is not meant"
+                )
+    return values
 
 
 def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ...]) -> str | None:
@@ -136,15 +167,27 @@ def is_beside(name: str) -> bool:
 
 
 def _the_only(folder: Path, names: list[str]) -> str:
+    shard = next(filter(is_shard, names), None)
+    if shard is not None:
+        raise CheckpointError(
+            f"{folder} holds {shard}, a part of a checkpoint, and no index: get the *{INDEX} again, or name the file"
+        )
     if len(names) > 1:
         raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({', '.join(names[:3])}...): name the file")
     return names[0]
 
 
+def is_shard(name: str) -> bool:
+    """Whether a file of this name is one of several that an index belongs to."""
+    found = _SHARD.search(name)
+    return found is not None and int(found[1]) > 1
+
+
 def _open_index(path: Path) -> Checkpoint:
     shards: dict[str, dict[str, StoredValue]] = {}
     values: dict[str, StoredValue] = {}
-    for name, shard in weight_map(path).items():
+    places, metadata = read_index(path)
+    for name, shard in places.items():
         if shard not in shards:
             shards[shard] = _open_shard(path.parent, shard, name)
         if name not in shards[shard]:
@@ -152,7 +195,7 @@ def _open_index(path: Path) -> Checkpoint:
                 f"{path} says that {name!r} is in {shard}, and it is not: the files do not belong together"
             )
         values[name] = shards[shard][name]
-    return Checkpoint(path.parent, values)
+    return Checkpoint(path.parent, values, metadata)
 
 
 def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
@@ -162,15 +205,16 @@ def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
         raise MissingFileError(f"{folder / shard}, which holds {name!r}, is missing: get that shard again") from error
 
 
-def weight_map(path: Path) -> Mapping[str, str]:
-    """The file of each name, as an index has it.
+def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
+    """The file of each name, as an index has it, and what else it says.
 
     Raises:
         MissingFileError: it is not there.
         CheckpointError: it is no index, names something twice, or something outside its folder.
     """
     try:
-        places: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
+        index: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        places, metadata = index["weight_map"], index.get("metadata")
     except FileNotFoundError as error:
         raise MissingFileError(f"{path} is missing") from error
     except CheckpointError as error:
@@ -179,12 +223,20 @@ def weight_map(path: Path) -> Mapping[str, str]:
         raise CheckpointError(f"{path} is not an index of shards ({type(error).__name__}: {error})") from error
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(f"{path} is not an index of shards: its weight_map does not map names to file names")
+    if not places:
+        raise CheckpointError(f"{path} names no tensors: get the index again")
     for name, shard in places.items():
-        if PurePosixPath(shard).name != shard or shard in ("", ".", ".."):
+        if not _is_file_name(shard):
             raise CheckpointError(f"{path} places {name!r} in {shard!r}, outside its folder: refused")
         if not shard.endswith((".safetensors", *PICKLES)):
             raise CheckpointError(f"{path} places {name!r} in {shard!r}, which is neither .safetensors nor .bin")
-    return places
+    return places, metadata if isinstance(metadata, dict) else {}
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether this is the name of a file, on any system, and leads to no other folder."""
+    is_plain = PurePosixPath(text).name == PureWindowsPath(text).name == text
+    return is_plain and text not in ("", ".", "..") and "\0" not in text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -193,6 +245,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise CheckpointError(f"names {twice!r} twice: get the index again")
     return unique
+
+
+def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:
+    """What `safetensors.torch.save_model` notes of tied weights: the names that it left out, and for which others."""
+    return {
+        name: kept
+        for name, kept in metadata.items()
+        if isinstance(kept, str) and name not in values and kept in values and name not in ("format", MARK)
+    }
 
 
 def _values_of(file: TensorFile) -> dict[str, StoredValue]:

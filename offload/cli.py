@@ -142,11 +142,14 @@ def _table(source: Checkpoint) -> Table:
 
 
 def _kind_and_shape(value: StoredValue) -> tuple[str, str]:
+    from offload.storage.subclasses import layout_from
+
     if value.layout is not None:
         return str(value.layout.dtype).removeprefix("torch."), str(list(value.layout.shape))
     if value.key in value.file.header.unreadable:
         return value.file.header.unreadable[value.key], ""
-    return value.file.notes["subclass"]["class"], str(value.file.notes["subclass"]["shape"])
+    recipe = value.file.notes["subclass"]
+    return str(recipe.get("class")), str(list(layout_from(recipe).shape))
 
 
 def _tokenizer(folder: Path) -> Any:

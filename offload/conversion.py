@@ -2,7 +2,7 @@
 
 Always true:
 - the new folder appears whole or not at all, and the old one is only read
-- one value at a time is in memory, at most
+- no value comes into memory as a whole, but a quantized one that is cast
 - configuration and tokenizer come along, code and other weights do not
 """
 
@@ -20,13 +20,15 @@ from typing import Any
 import torch
 
 from offload.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
-from offload.errors import ForeignFileError
+from offload.deferred import deferred
+from offload.errors import CheckpointError, ForeignFileError
 from offload.loader import PathLike, referenced
 from offload.progress import progress
-from offload.saving import save_checkpoint
+from offload.saving import PARTS_NOTE, save_checkpoint
 from offload.storage.dtypes import dtype_name
 from offload.storage.process import is_dead
 from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
+from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -53,25 +55,35 @@ def convert_checkpoint(
 
     Raises:
         ForeignFileError: `target` is there and not empty.
-        MissingFileError, CorruptFileError, CheckpointError, and as `save_checkpoint`.
+        CheckpointError: a quantized checkpoint, in a form that would not outlive this; no JSON in its `config.json`.
+        MissingFileError, CorruptFileError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
     with _new_folder(Path(os.path.abspath(target))) as folder:
+        if os.path.isdir(opened.path):
+            _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
         else:
             save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
-        if not os.path.isfile(source) or os.fspath(source).endswith(".index.json"):
-            _copy_companions(opened.path, folder, dtype)
     return Path(os.path.abspath(target))
 
 
 def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    if any(PARTS_NOTE in value.file.header.metadata for value in source.values()):
+        raise CheckpointError(
+            f"{source.path} holds quantized weights in torchao's form, which takes notes that an offload folder has no "
+            "place for: convert it to safetensors, or load the model and call offload.disk_offload"
+        )
     names = list(source)
     tensors = referenced(source, [(name, torch.device("cpu")) for name in names], None)
     for name, tensor in progress(zip(names, tensors, strict=True), "converting", total=len(names)):
-        casts = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        OffloadedTensor.from_original_tensor(tensor.to(dtype) if casts else tensor, name, folder)
+        if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            OffloadedTensor.from_original_tensor(tensor, name, folder)
+        elif subclass_value(tensor) is not None:
+            OffloadedTensor.from_original_tensor(tensor.to(dtype), name, folder)
+        else:
+            deferred(tensor).to(dtype).stored(name, folder)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -87,6 +99,8 @@ def _new_folder(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         with explained(target, 0, "folder"):
+            if target.exists():
+                target.rmdir()  # some systems replace no folder, not even an empty one
             os.replace(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -111,11 +125,28 @@ def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> N
                 _copy_config(path, folder / path.name, dtype)
             else:
                 shutil.copyfile(path, folder / path.name)
+            _sync(folder / path.name)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
 
 
 def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
     """Copy a model's configuration, with the new dtype: transformers loads what it says, whatever the weights are."""
-    config = _with_dtype(json.loads(path.read_text(encoding="utf-8")), dtype_name(dtype))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): get it again, or move it away") from error
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method not in (None, "torchao"):
+        raise CheckpointError(
+            f"{path} says that the weights are quantized ({method}): "
+            f"their scales can't be converted to {dtype}. Leave the dtype as it is."
+        )
+    config = _with_dtype(config, dtype_name(dtype))
     target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -324,12 +324,12 @@ def _load(
             "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
         )
     source = open_checkpoint(checkpoint)
-    keyed = _keyed(slots, source)
+    keyed, ties = _without_ties(_keyed(slots, source), source)
     report = _compare(keyed, source)
     converted: dict[str, DeferredTensor] | None = None
     if report.differs and is_of_transformers(model):
         converted, report = _as_in(model, source, offload_dir)
-        keyed = _keyed(slots, converted)
+        keyed, ties = _keyed(slots, converted), []
         report.missing_keys.extend(slot.keys[0] for slot, key in keyed if key is None)
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
@@ -347,6 +347,8 @@ def _load(
         )
     else:
         _fill(wanted, [converted[key] for _, key, _ in wanted], offload_dir, dtype)
+    for slot, filled in ties:
+        slot.fill(filled.tensor)
     if report.differs:
         _log.warning("%s: %s", source.path, report)
     return report
@@ -355,6 +357,28 @@ def _load(
 def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
     """Under which of its names each tensor of a model is in a checkpoint."""
     return [(slot, next((key for key in slot.keys if key in values), None)) for slot in slots if slot.keys]
+
+
+def _without_ties(
+    keyed: list[tuple[Slot, str | None]], source: Checkpoint
+) -> tuple[list[tuple[Slot, str | None]], list[tuple[Slot, Slot]]]:
+    """Those that are filled from a value, and the empty ones that share another's, as the checkpoint notes.
+
+    `init_empty_weights` unties what a model without `tie_weights` has tied.
+    """
+    filled = {name: slot for slot, key in keyed if key is not None for name in slot.keys}
+    rest, ties = [], []
+    for slot, key in keyed:
+        first = next((filled.get(source.ties[name]) for name in slot.keys if name in source.ties), None)
+        if key is None and first is not None and is_meta(slot.tensor) and _kind(slot) == _kind(first):
+            ties.append((slot, first))
+        else:
+            rest.append((slot, key))
+    return rest, ties
+
+
+def _kind(slot: Slot) -> tuple[bool, torch.Size, torch.dtype]:
+    return slot.is_parameter, slot.tensor.shape, slot.tensor.dtype
 
 
 def _as_in(

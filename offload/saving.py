@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint import Checkpoint
-from offload.errors import ForeignFileError, OffloadError, UnknownSubclassError, UnsupportedOpError
+from offload.errors import CheckpointError, ForeignFileError, OffloadError, UnknownSubclassError, UnsupportedOpError
 from offload.loader import PathLike, referenced
 from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
@@ -34,6 +34,7 @@ from offload.storage.write import explained, remove, sweep, sync_folder, tempora
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, subclass_value, write_value
 
+PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -132,9 +133,11 @@ class _Plan:
 def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: torch.dtype | None) -> _Plan:
     metadata: dict[str, str] = {}
     discarded: Iterable[str] = ()
+    noted: Mapping[str, str] = {}
     if isinstance(source, Checkpoint):
         tensors: dict[str, Any] = _tensors_of(source)
         metadata = _metadata_of(source)
+        noted = source.ties
     elif isinstance(source, nn.Module):
         tensors = dict(source.state_dict())
         discarded = _discarded_names(source)
@@ -145,10 +148,10 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     for name, tensor in tensors.items():
         _check(name, tensor)
     ties = _ties(tensors, set(discarded))
-    parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype)
+    parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype, metadata)
     numbers = source.parameters() if isinstance(source, nn.Module) else [part.tensor for part in parts.values()]
     sources = {name: file for name, tensor in tensors.items() if (file := file_of(tensor))}
-    return _Plan(parts, ties, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
+    return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
 
 
 def _tensors_of(source: Checkpoint) -> dict[str, torch.Tensor]:
@@ -161,7 +164,7 @@ def _metadata_of(source: Checkpoint) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in files.values():
         found = {**file.header.metadata, **found}
-    return {key: text for key, text in found.items() if key not in _OWN_METADATA}
+    return {key: text for key, text in found.items() if key not in _OWN_METADATA and key not in source.ties}
 
 
 def _discarded_names(model: nn.Module) -> Iterable[str]:
@@ -198,14 +201,17 @@ def _ties(tensors: Mapping[str, torch.Tensor], discarded: set[str]) -> dict[str,
     return ties
 
 
-def _parts(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[dict[str, _Part], dict[str, str]]:
-    """The entries of the files, and what their metadata must say of them."""
+def _parts(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
+) -> tuple[dict[str, _Part], dict[str, str]]:
+    """The entries of the files, and what their metadata must say of them beside what it does."""
+    of_quantized = _prefixes_of_quantized(tensors, metadata)
     parts: dict[str, _Part] = {}
     quantized: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         value = subclass_value(tensor)
         if value is None:
-            inner = {name: _part(name, tensor, dtype)}
+            inner = {name: _part(name, tensor, None if name.startswith(of_quantized) else dtype)}
         else:
             quantized[name] = value
             inner = {key: _part(key, part, None) for key, part in _inner_tensors(name, value).items()}
@@ -272,11 +278,22 @@ def _prefix(name: str) -> str:
     return f"{module}._{attribute}_"
 
 
+def _prefixes_of_quantized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """How the names of the tensors begin that are parts of quantized weights already: these stay as they are."""
+    try:
+        names = json.loads(metadata.get(PARTS_NOTE, "[]"))
+        return tuple(_prefix(name) for name in names if name not in tensors)
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, and does not ({error}): get it again"
+        ) from error
+
+
 def _torchao_notes(tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The metadata by which torchao and transformers rebuild quantized weights; names without a dot can't be said."""
     named = {name: quantized.get(name, torch.empty(0)) for name in tensors if "." in name}
     notes = {name: _in_torchaos_form(name, value)[1] for name, value in named.items()}
-    return {**notes, "tensor_names": json.dumps(list(notes))}
+    return {**notes, PARTS_NOTE: json.dumps(list(notes))}
 
 
 def _in_torchaos_form(name: str, value: torch.Tensor) -> tuple[list[str], str]:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offload.checkpoint import INDEX, PICKLES, is_beside, weight_map
+from offload.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.errors import CheckpointError, OffloadError
 from offload.storage.file import TensorFile
+from offload.storage.subclasses import layout_from
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,17 @@ class Verdict:
             else:
                 unreadable = file.header.unreadable.items()
                 self.findings.extend(Finding(path, f"{name!r} {why}") for name, why in unreadable)
+                self.findings.extend(_of_subclass(file))
         return self.files[path]
+
+
+def _of_subclass(file: TensorFile) -> Iterator[Finding]:
+    """What is wrong with what a file says of a tensor subclass."""
+    try:
+        if "subclass" in file.notes:
+            layout_from(file.notes["subclass"])
+    except OffloadError as error:
+        yield Finding(file.path, str(error))
 
 
 def verify(path: str | os.PathLike[str]) -> Verdict:
@@ -95,6 +106,9 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
     if not verdict.files and not verdict.findings:
         raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")
     verdict.findings.extend(_claims(verdict))
+    if not any(name.endswith(INDEX) for name in names):
+        parts = [path for path in verdict.files if is_shard(path.name)]
+        verdict.findings.extend(Finding(path, "is a part of a checkpoint, and no index is there") for path in parts)
 
 
 def _claims(verdict: Verdict) -> Iterator[Finding]:
@@ -110,7 +124,7 @@ def _claims(verdict: Verdict) -> Iterator[Finding]:
 
 def _verify_index(path: Path, verdict: Verdict) -> None:
     try:
-        places = weight_map(path)
+        places, _ = read_index(path)
     except OffloadError as error:
         verdict.findings.append(Finding(path, _without(str(error), path)))
         return

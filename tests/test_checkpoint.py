@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from safetensors.torch import save_file
 from offload import OffloadedTensor
 from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+
+OUTSIDE = ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""]
+OUTSIDE_ELSEWHERE = ["..\\one.safetensors", "C:one.safetensors", "one\0.safetensors"]  # on other systems
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_a_shard_of_another_checkpoint_is_found_out(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""])
+@pytest.mark.parametrize("shard", [*OUTSIDE, *OUTSIDE_ELSEWHERE])
 def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, shard: str) -> None:
     with pytest.raises(CheckpointError, match="outside its folder"):
         open_checkpoint(_index(tmp_path, {"a": shard}))
@@ -92,6 +96,37 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
 
     with pytest.raises(CheckpointError, match="is not an index of shards"):
         open_checkpoint(path)
+
+
+def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="names no tensors"):
+        open_checkpoint(_index(tmp_path, {}))
+
+
+@pytest.mark.parametrize("names", [["model-00001-of-00003"], ["x-00001-of-00002", "x-00002-of-00002"]])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_shards_without_an_index_are_not_taken_for_a_checkpoint(tmp_path: Path, names: list[str], suffix: str) -> None:
+    for name in names:
+        path = tmp_path / f"{name}{suffix}"
+        save_file({name: torch.ones(1)}, path) if suffix != ".bin" else torch.save({name: torch.ones(1)}, path)
+
+    with pytest.raises(CheckpointError, match=rf"{names[0]}{suffix}, a part of a checkpoint, and no index"):
+        open_checkpoint(tmp_path)
+    assert [names[0]] == list(open_checkpoint(tmp_path / f"{names[0]}{suffix}"))
+
+
+def test_the_only_shard_is_a_checkpoint(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
+
+    assert ["w"] == list(open_checkpoint(tmp_path))
+
+
+def test_two_files_of_an_offload_folder_may_not_hold_one_name(tmp_path: Path) -> None:
+    kept = OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
+    shutil.copy(kept.offload_path, tmp_path / "copy.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"w\.safetensors holds 'w', as copy\.safetensors does"):
+        open_checkpoint(tmp_path)
 
 
 # What torch.save wrote
@@ -214,5 +249,6 @@ def test_two_checkpoints_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
 def test_an_empty_folder_and_no_folder_say_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"should hold a checkpoint, \.safetensors or \.bin; it holds none"):
         open_checkpoint(tmp_path)
-    with pytest.raises(MissingFileError, match="nowhere"):
-        open_checkpoint(tmp_path / "nowhere")
+    for nowhere in (tmp_path / "nowhere", tmp_path / "no\0where"):
+        with pytest.raises(MissingFileError, match="where is not there: name a file, an index or a folder"):
+            open_checkpoint(nowhere)

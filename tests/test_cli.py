@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import contents
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offload import OffloadedTensor, cli
@@ -168,6 +169,57 @@ def test_convert_to_an_offload_folder_and_back(tmp_path: Path, dtype: str | None
     expected = {name: value.to(kind) if value.is_floating_point() else value for name, value in values.items()}
     assert expected.keys() == found.keys()
     assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path: Path) -> None:
+    """Their scales are as torchao wrote them; what is not quantized is converted."""
+    values = {"0._weight_qdata": torch.ones(2, 2, dtype=torch.int8), "0._weight_scale": torch.rand(2, 1)}
+    notes = {"tensor_names": '["0.weight", "0.bias"]', "0.weight": '{"_type": "Int8Tensor"}', "0.bias": "{}"}
+    save_file({**values, "0.bias": torch.ones(2)}, tmp_path / "model.safetensors", metadata=notes)
+    source = str(tmp_path / "model.safetensors")
+
+    assert 0 == cli.main(["convert", source, str(tmp_path / "new"), "--dtype", "bf16"])
+
+    with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
+        assert notes.items() <= file.metadata().items()
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert torch.bfloat16 == found.pop("0.bias").dtype
+    assert all(torch.equal(value, found[name]) and value.dtype == found[name].dtype for name, value in values.items())
+
+
+def test_convert_says_what_would_make_quantized_weights_useless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors", metadata={"tensor_names": "[]"})
+    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+
+    for options, words in ((["--to", "offload"], "torchao's form"), (["--dtype", "bf16"], "quantized (fp8)")):
+        assert 1 == cli.main(["convert", str(source), str(tmp_path / "new"), *options])
+        assert words in capsys.readouterr().err
+    assert ["source"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["x", "x/y"])
+def test_a_target_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
+    source = tmp_path / "source.safetensors"
+    save_file({"w": torch.ones(2)}, source)
+
+    assert 1 == cli.main(["convert", str(source), str(source / below)])
+
+    assert "could not be made" in (said := capsys.readouterr().err)
+    assert "a file is where a folder should be: take another folder" in said
+
+
+def test_a_configuration_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{bad")
+
+    assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--dtype", "bf16"])
+
+    assert f"{tmp_path / 'config.json'} is not JSON" in capsys.readouterr().err
+    assert ["config.json", "model.safetensors"] == sorted(os.listdir(tmp_path))
 
 
 def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path: Path) -> None:

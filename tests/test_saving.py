@@ -14,7 +14,7 @@ import torch
 from conftest import contents
 from huggingface_hub import save_torch_model, save_torch_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
 import offload
@@ -266,6 +266,51 @@ def test_a_model_is_dispatched_from_what_was_saved(model: Tied, tmp_path: Path) 
 
     expected = model.state_dict()
     assert_same(expected, {name: offload.materialize(value) for name, value in again.state_dict().items()})
+
+
+class Plain(nn.Module):
+    """Tied, with no `tie_weights` to tie it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.base = nn.Linear(8, 8)
+        self.head.weight = self.base.weight
+
+
+@pytest.mark.parametrize("by", ["save_model", "save_checkpoint", "in shards", "converted to shards", "converted back"])
+def test_weights_that_a_checkpoint_says_are_one_are_one_parameter(tmp_path: Path, by: str) -> None:
+    model = Plain()
+    if by == "save_model":
+        save_model(model, str(tmp_path / SINGLE))
+    else:
+        save_checkpoint(model, tmp_path / "0", "300B" if by in ("in shards", "converted back") else "5GB")
+    folder = tmp_path if by == "save_model" else tmp_path / "0"
+    if by.startswith("converted"):
+        folder = tmp_path / "1"
+        save_checkpoint(open_checkpoint(tmp_path / "0"), folder, "300B" if by == "converted to shards" else "5GB")
+    with offload.init_empty_weights():
+        empty = Plain()
+    assert empty.head.weight is not empty.base.weight
+
+    again = offload.load_checkpoint_and_dispatch(empty, folder, strict=True)
+
+    assert again.head.weight is again.base.weight
+    assert torch.equal(model.head.weight, again.head.weight)
+    assert isinstance(again.head.weight, nn.Parameter)
+    assert {"head.weight": "base.weight"} == open_checkpoint(folder).ties
+
+
+def test_weights_with_data_are_not_tied_by_a_checkpoint(tmp_path: Path) -> None:
+    """They are missing in it, as for any loader."""
+    save_checkpoint(Plain(), tmp_path)
+    untied = Plain()
+    untied.head.weight = nn.Parameter(torch.ones(8, 8))
+
+    report = offload.load_checkpoint_in_model(untied, tmp_path)
+
+    assert ["head.weight"] == report.missing_keys
+    assert torch.equal(torch.ones(8, 8), untied.head.weight)
 
 
 # Quantized weights
@@ -526,6 +571,7 @@ def test_a_source_that_changed_is_an_error(tmp_path: Path) -> None:
 BOUNDED = """
     import json, sys, threading, torch, offload
     from pathlib import Path
+    from offload.conversion import convert_checkpoint
     from offload.memory import anonymous_bytes
 
     source, target, size, dtype, kind = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
@@ -543,7 +589,10 @@ BOUNDED = """
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
+    if kind == "one by one":
+        convert_checkpoint(source, target / "saved", dtype=dtype, to_offload_folder=True)
+    else:
+        offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
     done.set()
     watcher.join()
     print(json.dumps(dict(grown=max(peak) - before, looks=len(peak))))
@@ -553,7 +602,13 @@ BOUNDED = """
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("size", "dtype", "kind"),
-    [("10MB", "None", "whole"), ("5GB", "None", "whole"), ("5GB", "bfloat16", "whole"), ("5GB", "None", "views")],
+    [
+        ("10MB", "None", "whole"),
+        ("5GB", "None", "whole"),
+        ("5GB", "bfloat16", "whole"),
+        ("5GB", "None", "views"),
+        ("", "bfloat16", "one by one"),
+    ],
 )
 def test_memory_stays_flat_whatever_the_shard_size(tmp_path: Path, size: str, dtype: str, kind: str) -> None:
     """A model of 256 MB in 8 values: less than one of them, and some megabytes of the interpreter's own."""

@@ -139,6 +139,33 @@ def test_an_offload_folder_is_looked_at(tmp_path: Path) -> None:
     assert any("holds 'a/b', as" in what and is_error for _, what, is_error in findings)
 
 
+def test_shards_without_an_index_are_found(tmp_path: Path, suffix: str) -> None:
+    for number, name in enumerate("ab", 1):
+        write(tmp_path / f"model-0000{number}-of-00002{suffix}", **{name: torch.ones(2)})
+    expected = [(f"model-0000{n}-of-00002{suffix}", "is a part of a checkpoint, and no index is there") for n in (1, 2)]
+
+    assert [(*finding, True) for finding in expected] == found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("notes", "words"),
+    [
+        ({"name": "v"}, "says that it holds 'v', and it does not"),
+        ({"name": 5}, "says that it holds '5', and it does not"),
+        ({"name": "v", "subclass": {"x": 1}}, "recipe for a tensor subclass is malformed"),
+    ],
+)
+def test_a_file_that_is_not_of_what_it_says_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], notes: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(1)}, path, metadata={"offload": json.dumps({"version": 1, **notes})})
+
+    assert [True] == [words in what and is_error for _, what, is_error in found(tmp_path)]
+    assert 1 == cli.main(["inspect", str(tmp_path)])
+    assert words in capsys.readouterr().err
+
+
 def test_nothing_to_look_at_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no tensors"):
         verify(tmp_path)

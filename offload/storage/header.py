@@ -15,7 +15,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -145,7 +145,8 @@ def parse(text: bytes, size: int) -> Header:
     metadata = raw.pop("__metadata__", {})
     if not _is_text_mapping(metadata):
         raise CorruptFileError("its header's __metadata__ does not map text to text")
-    noted = (_notes(metadata) or {}).get("values", {})
+    notes = _notes(metadata) or {}
+    noted = notes.get("values", {})
     if not isinstance(noted, dict) or not all(isinstance(note, dict) for note in noted.values()):
         raise CorruptFileError("its `offload` metadata is malformed")
     data_start = _LENGTH.size + len(text)
@@ -161,6 +162,8 @@ def parse(text: bytes, size: int) -> Header:
             )
         else:
             entries[key] = Entry(key, layout, data_start + begin)
+    if "name" in notes:
+        _check_name(notes, raw)
     return Header(metadata, entries, unreadable)
 
 
@@ -238,6 +241,13 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return notes if isinstance(notes, dict) and "version" in notes else None
+
+
+def _check_name(notes: Mapping[str, Any], keys: Container[str]) -> None:
+    """What a file of ours is of must be in it: by its name, or as the parts of a subclass."""
+    name, recipe = notes["name"], notes.get("subclass")
+    if not isinstance(name, str) or (name not in keys and not isinstance(recipe, dict)):
+        raise CorruptFileError(f"its `offload` metadata says that it holds {_short(name)!r}, and it does not")
 
 
 def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:

@@ -3,6 +3,7 @@
 Always true:
 - pickles are read by the unpickler of `torch.load(weights_only=True)` and no other, over tensors without data: nothing
   in the file is run, and no value is read
+- the memory that a pickle takes follows its length, whatever it asks for
 - where a value lies comes from the file's own directory and not from guesses; every extent has been checked to lie in
   the file
 - a value in whole, aligned, native elements without gaps is an entry, and a tensor can be over it where it is; any
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
 import struct
 import sys
 import zipfile
@@ -40,8 +42,15 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled
 _TAR = b"ustar"
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: mark, length of its name, length of its extra field
 _NUMEL = struct.Struct("<q")
-_LONGEST = 1 << 30  # bytes of a pickle
+_LONGEST = 1 << 28  # bytes of a pickle
+_DENSEST = 64  # bytes of a pickle for one of it packed
+_DEEPEST = 4  # models are not nested under more keys than that
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_CALLS = (b"R", b"\x81")  # the opcodes REDUCE and NEWOBJ
+_ARGUMENTS = {  # opcodes whose argument is read, and in how many reads
+    **dict.fromkeys((b"K", b"M", b"J", b"G", b"h", b"j", b"q", b"r", b"\x80"), 1),
+    **dict.fromkeys((b"X", b"U", b"\x8a"), 2),
+}
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
 
 # What was pickled, the storages in it by their address, and where these lie by their key.
@@ -130,10 +139,16 @@ def _is_swapped(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None) -> bool:
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    if info.file_size > _LONGEST:
-        raise CorruptFileError(f"its {info.filename} claims {info.file_size} bytes: no pickle of tensors is like that")
+    if info.file_size > min(_LONGEST, _DENSEST * info.compress_size):
+        raise CorruptFileError(
+            f"its {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
+            "no pickle of tensors is like that"
+        )
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise _unknown_packing(info)
     try:
-        return archive.read(info)
+        with archive.open(info) as record:
+            return record.read(info.file_size)  # `archive.read` unpacks whatever there is, and cuts it then
     except Exception as error:  # a bad checksum, an unknown method, a wish for a password, bytes that are not deflated
         raise CorruptFileError(f"its {info.filename} can't be read ({error})") from error
 
@@ -150,8 +165,12 @@ def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: 
     if info.compress_type == zipfile.ZIP_DEFLATED:
         return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise CorruptFileError(f"its record {info.filename} is packed in a way that torch does not read")
+        raise _unknown_packing(info)
     return Record(start, info.file_size, is_swapped=is_swapped)
+
+
+def _unknown_packing(info: zipfile.ZipInfo) -> CorruptFileError:
+    return CorruptFileError(f"its record {info.filename} is packed in a way that torch does not read")
 
 
 def _read_legacy(file: BinaryIO, size: int) -> Saved:
@@ -209,6 +228,8 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
 
     def storage_for(saved_id: Any) -> torch.TypedStorage:
         _, kind, key, _, numel, *view = saved_id
+        if not isinstance(key, str):
+            raise CorruptFileError(f"its pickle names a storage by a {type(key).__name__}, not by text")
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if dtype_named(dtype_name(dtype)) is None:
             raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
@@ -217,14 +238,56 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
             raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
         pieces[storage._cdata] = Piece(
-            str(key), begin * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize, dtype.itemsize, storage
+            key, begin * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize, dtype.itemsize, storage
         )
         return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    unpickler = _weights_only_unpickler.Unpickler(file, encoding="utf-8")
+    unpickler = _Sparing(file)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
     with _explained(), _without_sparse_checks():
-        return unpickler.load(), pieces
+        return unpickler.load(), pieces  # type: ignore[no-untyped-call]
+
+
+class _Sparing(_weights_only_unpickler.Unpickler):
+    """torch's unpickler, which also refuses what a few bytes can make it take any amount of memory for.
+
+    It calls no more than it is allowed to, but with whatever arguments; and what it may not call it prints, which of a
+    list of lists of the same lists is endless. So every call is looked at before it happens: when its opcode is read.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._source = file.read
+        self._due = 0  # reads that are of the argument of the last opcode
+        self.read = self._watched
+
+    def _watched(self, count: int) -> bytes:
+        data = self._source(count)
+        if self._due:
+            self._due -= 1
+            return data
+        self._due = _ARGUMENTS.get(data, 0)
+        if data in _CALLS and len(self.stack) > 1:
+            _refuse_call(*self.stack[-2:])
+        return data
+
+
+def _refuse_call(function: Any, arguments: Any) -> None:
+    """Raises `CheckpointError` for a call that no state dict has."""
+    if not callable(function):
+        raise CheckpointError(f"is a pickle that calls a {type(function).__name__}, and is not opened: {_SAVE_TENSORS}")
+    takes_a_size = function is bytearray or function is torch.Tensor or function in torch._tensor_classes
+    if takes_a_size and not _is_harmless(arguments):
+        raise CheckpointError(
+            f"is a pickle that asks for a {function.__name__} of any size, and is not opened: {_SAVE_TENSORS}"
+        )
+    if function is torch._tensor._rebuild_from_type_v2 and isinstance(arguments, tuple) and len(arguments) == 4:
+        _refuse_call(arguments[0], arguments[2])
+
+
+def _is_harmless(arguments: Any) -> bool:
+    """Whether these give something empty, or of the size of a text that is there."""
+    return isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
 
 
 @contextmanager
@@ -257,24 +320,25 @@ def _without_sparse_checks() -> Iterator[None]:
 # From what was pickled to a header
 
 
-def _tensors_in(saved: Any) -> dict[str, torch.Tensor]:
+def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
     """The tensors of a state dict by name, or of the one that is nested under a usual key."""
     if isinstance(saved, dict):
-        nests = [nest for nest in NESTS if isinstance(saved.get(nest), dict) and _has_tensors(saved[nest])]
+        nests = [nest for nest in NESTS if _has_tensors(saved.get(nest), deepest)]
         if len(nests) > 1:
             raise CheckpointError(f"holds several models ({', '.join(nests)}): {_SAVE_TENSORS}")
         if nests:
-            return _tensors_in(saved[nests[0]])
+            return _tensors_in(saved[nests[0]], deepest - 1)
         tensors = {key: value for key, value in saved.items() if isinstance(key, str) and _is_tensor(value)}
         if tensors:
             return tensors
     raise CheckpointError(f"holds no tensors by name, but {_told(saved)}: {_SAVE_TENSORS}")
 
 
-def _has_tensors(saved: dict[Any, Any]) -> bool:
-    return any(_is_tensor(value) for value in saved.values()) or any(
-        isinstance(saved.get(nest), dict) and _has_tensors(saved[nest]) for nest in NESTS
-    )
+def _has_tensors(saved: Any, deepest: int) -> bool:
+    """Whether this is a state dict, or there is one under the usual keys."""
+    if not isinstance(saved, dict) or not deepest:
+        return False
+    return any(map(_is_tensor, saved.values())) or any(_has_tensors(saved.get(nest), deepest - 1) for nest in NESTS)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -284,7 +348,9 @@ def _is_tensor(value: Any) -> bool:
 def _told(saved: Any) -> str:
     if not isinstance(saved, dict):
         return f"a {type(saved).__name__}"
-    items = ", ".join(f"{_short(repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8])
+    items = ", ".join(
+        f"{_short(reprlib.repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8]
+    )
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
 

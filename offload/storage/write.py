@@ -220,10 +220,13 @@ def _explain(error: OSError, size: int, place: str) -> str:
         errno.EPERM: f"the folder is not writable: take another {place}",
         errno.EROFS: f"the file system is read-only: take another {place}",
         errno.ENOENT: f"the folder is gone: make it again, or take another {place}",
+        errno.EEXIST: f"a file is where a folder should be: take another {place}",
+        errno.ENOTDIR: f"a file is where a folder should be: take another {place}",
         errno.EMFILE: "too many files are open in this process (ulimit -n)",
     }
     way_out = ways_out.get(error.errno or 0, f"try again, or take another {place}")
-    return f"{size} bytes could not be written ({error.strerror}); nothing was changed: {way_out}"
+    what = f"{size} bytes could not be written" if size else "it could not be made"
+    return f"{what} ({error.strerror}); nothing was changed: {way_out}"
 
 
 def _reserve(fd: int, size: int) -> None:

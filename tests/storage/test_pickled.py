@@ -12,6 +12,7 @@ import re
 import struct
 import tarfile
 import textwrap
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -454,6 +455,84 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, form):
     assert not (tmp_path / "exploded").exists()
     with pytest.raises(FileExistsError):  # the bomb works
         [torch.load(path, weights_only=False) for _ in range(2)]
+
+
+LISTS = b"]q\0" + b"".join(b"](h%ch%ceq%c" % (level, level, level + 1) for level in range(30))  # 2**30 long, if told
+GREEDY = {
+    "a list that is called": (LISTS + b"h\x1e)R.", "calls a list"),
+    "a list that is made": (LISTS + b"h\x1e)\x81.", "calls a list"),
+    "a list for a storage's key": (
+        LISTS + b"(X\7\0\0\0storagectorch\nFloatStorage\nh\x1eX\3\0\0\0cpuK\1tQ.",
+        "names a storage by a list",
+    ),
+    "bytes of any number": (b"cbuiltins\nbytearray\n\x8a\6\0\0\0\0\0\1\x85R.", "a bytearray of any size"),
+    "a tensor of any size": (b"ctorch\nFloatTensor\n\x8a\6\0\0\0\0\0\1\x85R.", "a FloatTensor of any size"),
+    "a new tensor of any size": (b"ctorch\nFloatTensor\n\x8a\6\0\0\0\0\0\1\x85\x81.", "a FloatTensor of any size"),
+    "bytes by way of another call": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\nN\x8a\6\0\0\0\0\0\1\x85NtR.",
+        "a bytearray of any size",
+    ),
+    "names that are nests": (
+        pickle.dumps({((((),) * 9,) * 9,) * 9: 1}, 2)[2:],
+        r"a dictionary of 1 \(\(\(\(.{,50}: int\)",
+    ),
+}
+
+
+@FORMS
+@pytest.mark.parametrize("what", GREEDY)
+def test_a_pickle_takes_no_more_memory_than_its_length_allows(tmp_path, form, what):
+    """Each of these would take all there is, or for ever."""
+    code, words = GREEDY[what]
+    path = saved(tmp_path / "x.bin", {}, **form)
+    if form:
+        head = path.read_bytes()[: -len(pickle.dumps({}, 2) + pickle.dumps([], 2))]
+        path.write_bytes(head + b"\x80\2" + code + pickle.dumps([], 2))
+    else:
+        path = repacked(path, **{"data.pkl": b"\x80\2" + code})
+
+    with pytest.raises((CheckpointError, CorruptFileError), match=words):
+        TensorFile.open(path)
+
+
+def nested(levels: int) -> dict[str, object]:
+    inner: dict[str, object] = {}
+    for _ in range(levels):
+        inner = dict.fromkeys(NESTS, inner)
+    return inner
+
+
+def test_nests_are_searched_for_a_model_to_a_depth_that_models_have(tmp_path):
+    endless: dict[str, object] = {}
+    endless["model"] = endless
+    deep = {"w": torch.ones(1)}
+    for nest in ("state_dict", "module", "model"):
+        deep = {nest: deep}
+
+    for held in (nested(40), endless):
+        with pytest.raises(CheckpointError, match="holds no tensors by name"):
+            TensorFile.open(saved(tmp_path / "x.pt", held))
+    assert ["w"] == list(load_file(saved(tmp_path / "deep.pt", deep)))
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA], ids=["deflated", "lzma"])
+@pytest.mark.parametrize("claim", [True, False], ids=["as it is", "as a few bytes"])
+def test_a_pickle_packed_beyond_measure_is_not_unpacked(tmp_path, packing, claim):
+    """64 MB of empty lists, which would be gigabytes: whether its zip directory says so or not."""
+    path = repacked(saved(tmp_path / "x.bin", {}), packing, **{"data.pkl": b"\x80\2" + b"]" * (1 << 26)})
+    if not claim:
+        data = bytearray(path.read_bytes())
+        at = data.rindex(b"x/data.pkl") - 46  # its entry in the directory; bytes 24 to 28 say how long it is
+        data[at + 24 : at + 28] = struct.pack("<I", 100)
+        path.write_bytes(data)
+    tracemalloc.start()
+
+    try:
+        with pytest.raises(CorruptFileError, match=r"no pickle of tensors|does not read|data\.pkl can't be read"):
+            TensorFile.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
