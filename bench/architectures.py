@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -213,8 +214,8 @@ def _loaded(subject: Subject) -> Any:
 
 
 def reason(error: BaseException, most: int = 160) -> str:
-    """An error in a line."""
-    text = " ".join(str(error).split())
+    """An error in a line, without where packages are on this machine."""
+    text = re.sub(r"/\S+/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:most]}".replace("|", "/")
 
 

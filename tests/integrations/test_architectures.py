@@ -177,6 +177,13 @@ def test_a_worker_that_is_slow_costs_its_row(monkeypatch):
     ]
 
 
+def test_a_reason_is_a_line_without_paths_of_this_machine():
+    error = ValueError("no such name in <module from '/home/someone/site-packages/transformers/x.py'>\nat | all")
+
+    found = architectures.reason(error)
+    assert "ValueError: no such name in <module from 'transformers/x.py'> at / all" == found
+
+
 def test_every_kind_has_its_architectures():
     assert {"llama", "gpt2"} <= names("causal").keys()
     assert {"bert", "clip"} <= names("encoder").keys()
