@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.deferred import DeferredTensor, deferred, settled
+from offload.deferred import DeferredTensor, deferred
 from offload.device_map import (
     AUTOMATIC,
     ON_DISK,
@@ -224,6 +224,7 @@ def load_file(
     """
     target = checked_device(device)
     source = open_checkpoint(path)
+    refuse_own_folder(source, offload_dir)
     return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))
 
 
@@ -235,7 +236,7 @@ def referenced(
 
     In an offload folder that is `offload_dir` itself they are open to be written.
     """
-    to_write = source.is_offload_folder and offload_dir is not None and os.path.abspath(offload_dir) == str(source.path)
+    to_write = source.is_offload_folder and _is_own_folder(source, offload_dir)
     handles = []
     for name, device in wanted:
         value = source[name]
@@ -244,6 +245,35 @@ def referenced(
         )
         handles.append((handle, device))
     return wrap_handles(handles)
+
+
+def refuse_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> None:
+    """Raises `CheckpointError` for an offload folder that is a checkpoint's, and that not of per-name files alone."""
+    if _is_own_folder(source, offload_dir) and not source.is_offload_folder:
+        raise CheckpointError(
+            f"{source.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
+            "opened again. Give another offload_dir."
+        )
+
+
+def refuse_other_names(
+    source: Checkpoint, values: Iterable[tuple[list[str], torch.Tensor]], offload_dir: PathLike | None
+) -> None:
+    """Raises `CheckpointError` for values, with their names, that would go to a folder that has them in other forms."""
+    others = [
+        keys[0]
+        for keys, value in values
+        if isinstance(value, DeferredTensor) and not value.is_stored and not any(key in source for key in keys)
+    ]
+    if others and _is_own_folder(source, offload_dir):
+        raise CheckpointError(
+            f"{source.path} has {len(others)} tensors in another form, or under other names, than this model "
+            f"({_some(others)}), and can't hold both. Give another offload_dir."
+        )
+
+
+def _is_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> bool:
+    return offload_dir is not None and os.path.realpath(offload_dir) == os.path.realpath(source.path)
 
 
 def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:
@@ -305,6 +335,7 @@ def _names(slots: Iterable[Slot]) -> Iterator[str]:
         yield from slot.names
 
 
+@torch.inference_mode(False)  # tensors of that mode could not be trained later
 def _load(
     model: nn.Module,
     slots: Iterable[Slot],
@@ -324,12 +355,15 @@ def _load(
             "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
         )
     source = open_checkpoint(checkpoint)
+    refuse_own_folder(source, offload_dir)
     keyed = _keyed(slots, source)
     report = _compare(keyed, source)
     converted: dict[str, DeferredTensor] | None = None
     if report.differs and is_of_transformers(model):
         converted, report = _as_in(model, source, offload_dir)
         keyed = _keyed(slots, converted)
+        values = ((slot.keys, converted[key]) for slot, key in keyed if key is not None)
+        refuse_other_names(source, values, offload_dir)
         report.missing_keys.extend(slot.keys[0] for slot, key in keyed if key is None)
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
@@ -425,15 +459,11 @@ def _converted(
 
 
 def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A value in another dtype: deferred, or, where its own file is open to be written, written there."""
+    """A value in another dtype: deferred, but for one of a subclass."""
     assert isinstance(stored, OffloadedTensor)
-    handle = stored._file_handle()
-    if handle.is_subclass:
-        stored.update_values(stored.to(dtype), strict_dtype=False)
-    elif handle.owned:
-        stored.update_values(settled(deferred(stored).to(dtype)), strict_dtype=False)
-    else:
+    if not stored._file_handle().is_subclass:
         return deferred(stored).to(dtype)
+    stored.update_values(stored.to(dtype), strict_dtype=False)
     return stored
 
 
