@@ -40,7 +40,7 @@ from offload.pretrained import as_in, is_of_transformers, let_saving_stream
 from offload.progress import progress
 from offload.slots import Slot, brought, is_meta, place_of_slot, place_tensors, tensor_slots, tied_slots
 from offload.storage.handle import Handle
-from offload.tensor.arguments import checked_device
+from offload.tensor.arguments import checked_device, floating_dtype
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
@@ -84,7 +84,7 @@ def load_checkpoint_and_dispatch(
     device_map: DeviceMap = ON_DISK,
     offload_dir: PathLike | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = False,
     max_memory: MaxMemory = None,
     read_ahead: Amount | bool | None = None,
@@ -113,8 +113,10 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         MissingFileError, CorruptFileError, CheckpointError, DeviceMapError
+        ValueError: `dtype` is no floating-point one.
         MetaTensorError: tensors are left without data; the message names them.
     """
+    dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     if isinstance(device_map, str) and device_map in AUTOMATIC:
         device_map = infer_device_map(
@@ -145,7 +147,7 @@ def load_checkpoint_in_model(
     device_map: DeviceMap = ON_DISK,
     offload_dir: PathLike | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = False,
     offload_buffers: bool = False,
 ) -> LoadReport:
@@ -156,6 +158,7 @@ def load_checkpoint_in_model(
     Returns:
         What did not match.
     """
+    dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]
     placed = places(_names(slots), device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)

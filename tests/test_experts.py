@@ -125,7 +125,8 @@ def test_another_number_of_groups_than_of_experts_is_an_error(
     plain: torch.Tensor, rows: torch.Tensor, count: int
 ) -> None:
     stored = OffloadedTensor.from_original_tensor(plain, "experts")
-    ends = torch.full((count,), 5, dtype=torch.int32)
+    ends = torch.zeros(count, dtype=torch.int32)
+    ends[-1] = 5
 
     for weight in (plain, stored):
         with pytest.raises(RuntimeError, match="matrix batch sizes have to match"):

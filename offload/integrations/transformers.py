@@ -31,6 +31,7 @@ from offload.loader import (
 from offload.order import expect_reads
 from offload.pretrained import filled, let_quantizer_save
 from offload.slots import place_tensors, tensor_slots
+from offload.tensor.arguments import floating_dtype
 
 _CPU = torch.device("cpu")
 _NOT_HERE = {
@@ -131,13 +132,8 @@ def _empty_model(model_class: Any, config: Any) -> Any:
 
 
 def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Checkpoint) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in (None, "auto"):
-        named = getattr(torch, str(dtype), None)
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"dtype {dtype!r} is not one of torch's: use torch.bfloat16, 'float16'...")
-        return named
+    if dtype is not None and dtype != "auto":
+        return floating_dtype(dtype)
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     layouts = (value.layout for value in source.values())
