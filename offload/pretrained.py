@@ -69,7 +69,14 @@ def as_in(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, De
     Args:
         model: it stays as it is.
         tensors: those of the checkpoint, on disk.
+
+    Raises:
+        CheckpointError: as `filled`; or the checkpoint is quantized.
     """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"a quantized checkpoint does not fill an empty {type(model).__name__}: use offload.from_pretrained"
+        )
     twin, report = filled(
         type(model), copy.deepcopy(model.config), tensors, _widest(tensors), ignore_mismatched_sizes=True
     )

@@ -97,7 +97,8 @@ def from_pretrained(
     dtype = _requested_dtype(dtype, empty.config, source)
     options = {**_generation_config(type(empty), folder), **options}
     if getattr(config, "quantization_config", None) is not None:
-        model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
+            model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
         let_quantizer_save(model)
     else:
         tensors = dict(zip(source, referenced(source, [(name, _CPU) for name in source], offload_dir), strict=True))

@@ -382,7 +382,8 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     quantized.save_pretrained(tmp_path / "quantized")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
 
-    model = offload.from_pretrained(tmp_path / "quantized")
+    with torch.device("meta"):  # the default device does not matter
+        model = offload.from_pretrained(tmp_path / "quantized")
 
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
@@ -393,6 +394,19 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     model.save_pretrained(tmp_path / "again", save_original_format=False)
     with torch.no_grad():
         assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(tmp_path / "again")(tokens).logits)
+
+
+def test_a_quantized_checkpoint_does_not_fill_an_empty_model(llama_folder: Path, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    method = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
+    AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=method).save_pretrained(tmp_path)
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+    with pytest.raises(CheckpointError, match=r"quantized checkpoint.*use offload\.from_pretrained"):
+        offload.load_checkpoint_and_dispatch(model, tmp_path)
 
 
 def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> None:
