@@ -135,6 +135,12 @@ class DeferredTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor({len(self._parts)} parts, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is on disk as it is, as a whole value: it will stay there."""
+        source = self._as_it_is()
+        return isinstance(source, OffloadedTensor) and not (source._is_part() or self._body.made)
+
     @torch.no_grad()
     def stored(
         self, name: str, offload_dir: str | os.PathLike[str] | None = None, device: torch.device = CPU
@@ -149,9 +155,12 @@ class DeferredTensor(torch.Tensor):
         Raises:
             WriteError, NameInUseError, ForeignFileError, CorruptFileError
         """
-        source = self._as_it_is()
-        if isinstance(source, OffloadedTensor) and not (source._is_part() or self._body.made):
-            return source.to(device)  # type: ignore[return-value]
+        if self.is_stored:
+            return self._parts[0].source.to(device)  # type: ignore[return-value]
+        written = self._in_its_own_file(name, offload_dir)
+        if written is not None:
+            written.update_values(self.settled(), strict_dtype=False)
+            return written.to(device)  # type: ignore[return-value]
         return _assembled(self._parts, self._twin, name, offload_dir, device)
 
     @torch.no_grad()
@@ -182,7 +191,8 @@ class DeferredTensor(torch.Tensor):
 
     def alone(self) -> torch.Tensor:
         """The value as a plain tensor over a file, in a storage of its own, for those who write it elsewhere."""
-        source = self.settled()
+        is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
+        source = settled(self if is_dense else self.contiguous())
         with plain_world():
             value = mapped_value(source) if isinstance(source, OffloadedTensor) else source
             start = value.storage_offset() * value.itemsize
@@ -195,6 +205,17 @@ class DeferredTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             has, wanted = ((one.shape, one.dtype, one.stride()) for one in (part.source, self._twin))
         return part.source if has == wanted and not others else None
+
+    def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
+        """What this is a cast of, if that is stored, and open to be written, where this is to be."""
+        source = self._parts[0].source
+        if offload_dir is None or len(self._parts) > 1 or not isinstance(source, OffloadedTensor):
+            return None
+        handle = source._file_handle()
+        if not handle.owned or handle.folder is None or handle.name != name:
+            return None
+        is_there = os.path.realpath(handle.folder) == os.path.realpath(offload_dir)
+        return source if is_there and not source._is_part() and source.shape == self.shape else None
 
 
 def deferred(source: torch.Tensor) -> DeferredTensor:
@@ -259,19 +280,24 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _compute(func, args, kwargs)
     parts = tensor._copied()
     with DisableTorchFunctionSubclass():
-        was_converted = any(part.source.dtype != tensor.dtype for part in parts)
+        was_narrowed = any(not _holds(tensor.dtype, part.source.dtype) for part in parts)
     dtype = kwargs.get("dtype") or tensor.dtype
-    if was_converted and dtype != tensor.dtype:  # in two steps, as was asked
+    if was_narrowed and dtype != tensor.dtype:  # in two steps, as was asked
         tensor.settled()
         parts = tensor._copied()
     options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
     return _made(parts, func(tensor._twin, **options, device="meta"))
 
 
-def _stack(_: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
-    rank = tensors[0].dim() + 1
-    raised = [_cut(_aten.unsqueeze.default, (_deferred(tensor), dim % rank), {}) for tensor in tensors]
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a value of the other dtype is not changed by a step through this one."""
+    return dtype == other or dtype in _WIDER.get(other, ())
+
+
+def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
+    rank = func([tensor._twin for tensor in tensors], dim).dim()
+    raised = [_cut(_aten.unsqueeze.default, (tensor, dim % rank), {}) for tensor in tensors]
     return _cat(_aten.cat.default, (raised, dim % rank), {})
 
 
@@ -290,7 +316,9 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _deferred(tensor: torch.Tensor) -> DeferredTensor:
-    return tensor if isinstance(tensor, DeferredTensor) else deferred(tensor)
+    if isinstance(tensor, DeferredTensor):
+        return tensor
+    return deferred(tensor if isinstance(tensor, OffloadedTensor) else tensor.clone())  # it may be written to later
 
 
 def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -441,6 +469,11 @@ def _place_in(whole: torch.Tensor, part: Part) -> torch.Tensor:
     return whole
 
 
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 _RULES: dict[Any, Rule] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,

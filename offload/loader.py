@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.deferred import DeferredTensor, deferred, settled
+from offload.deferred import DeferredTensor, deferred
 from offload.device_map import (
     AUTOMATIC,
     ON_DISK,
@@ -40,7 +40,7 @@ from offload.pretrained import as_in, is_of_transformers, let_saving_stream
 from offload.progress import progress
 from offload.slots import Slot, brought, is_meta, place_of_slot, place_tensors, tensor_slots, tied_slots
 from offload.storage.handle import Handle
-from offload.tensor.arguments import checked_device
+from offload.tensor.arguments import checked_device, floating_dtype
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
@@ -84,7 +84,7 @@ def load_checkpoint_and_dispatch(
     device_map: DeviceMap = ON_DISK,
     offload_dir: PathLike | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = False,
     max_memory: MaxMemory = None,
     read_ahead: Amount | bool | None = None,
@@ -113,8 +113,10 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         MissingFileError, CorruptFileError, CheckpointError, DeviceMapError
+        ValueError: `dtype` is no floating-point one.
         MetaTensorError: tensors are left without data; the message names them.
     """
+    dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     if isinstance(device_map, str) and device_map in AUTOMATIC:
         device_map = infer_device_map(
@@ -145,7 +147,7 @@ def load_checkpoint_in_model(
     device_map: DeviceMap = ON_DISK,
     offload_dir: PathLike | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = False,
     offload_buffers: bool = False,
 ) -> LoadReport:
@@ -156,6 +158,7 @@ def load_checkpoint_in_model(
     Returns:
         What did not match.
     """
+    dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]
     placed = places(_names(slots), device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
@@ -224,6 +227,7 @@ def load_file(
     """
     target = checked_device(device)
     source = open_checkpoint(path)
+    refuse_own_folder(source, offload_dir)
     return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))
 
 
@@ -235,7 +239,7 @@ def referenced(
 
     In an offload folder that is `offload_dir` itself they are open to be written.
     """
-    to_write = source.is_offload_folder and offload_dir is not None and os.path.abspath(offload_dir) == str(source.path)
+    to_write = source.is_offload_folder and _is_own_folder(source, offload_dir)
     handles = []
     for name, device in wanted:
         value = source[name]
@@ -244,6 +248,35 @@ def referenced(
         )
         handles.append((handle, device))
     return wrap_handles(handles)
+
+
+def refuse_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> None:
+    """Raises `CheckpointError` for an offload folder that is a checkpoint's, and that not of per-name files alone."""
+    if _is_own_folder(source, offload_dir) and not source.is_offload_folder:
+        raise CheckpointError(
+            f"{source.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
+            "opened again. Give another offload_dir."
+        )
+
+
+def refuse_other_names(
+    source: Checkpoint, values: Iterable[tuple[list[str], torch.Tensor]], offload_dir: PathLike | None
+) -> None:
+    """Raises `CheckpointError` for values, with their names, that would go to a folder that has them in other forms."""
+    others = [
+        keys[0]
+        for keys, value in values
+        if isinstance(value, DeferredTensor) and not value.is_stored and not any(key in source for key in keys)
+    ]
+    if others and _is_own_folder(source, offload_dir):
+        raise CheckpointError(
+            f"{source.path} has {len(others)} tensors in another form, or under other names, than this model "
+            f"({_some(others)}), and can't hold both. Give another offload_dir."
+        )
+
+
+def _is_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> bool:
+    return offload_dir is not None and os.path.realpath(offload_dir) == os.path.realpath(source.path)
 
 
 def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:
@@ -305,6 +338,7 @@ def _names(slots: Iterable[Slot]) -> Iterator[str]:
         yield from slot.names
 
 
+@torch.inference_mode(False)  # tensors of that mode could not be trained later
 def _load(
     model: nn.Module,
     slots: Iterable[Slot],
@@ -324,12 +358,15 @@ def _load(
             "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
         )
     source = open_checkpoint(checkpoint)
+    refuse_own_folder(source, offload_dir)
     keyed, ties = _without_ties(_keyed(slots, source), source)
     report = _compare(keyed, source)
     converted: dict[str, DeferredTensor] | None = None
     if report.differs and is_of_transformers(model):
         converted, report = _as_in(model, source, offload_dir)
         keyed, ties = _keyed(slots, converted), []
+        values = ((slot.keys, converted[key]) for slot, key in keyed if key is not None)
+        refuse_other_names(source, values, offload_dir)
         report.missing_keys.extend(slot.keys[0] for slot, key in keyed if key is None)
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
@@ -449,15 +486,11 @@ def _converted(
 
 
 def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A value in another dtype: deferred, or, where its own file is open to be written, written there."""
+    """A value in another dtype: deferred, but for one of a subclass."""
     assert isinstance(stored, OffloadedTensor)
-    handle = stored._file_handle()
-    if handle.is_subclass:
-        stored.update_values(stored.to(dtype), strict_dtype=False)
-    elif handle.owned:
-        stored.update_values(settled(deferred(stored).to(dtype)), strict_dtype=False)
-    else:
+    if not stored._file_handle().is_subclass:
         return deferred(stored).to(dtype)
+    stored.update_values(stored.to(dtype), strict_dtype=False)
     return stored
 
 

@@ -241,7 +241,9 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     """Only the matrices of groups that have rows are read: of a layer's experts, those that tokens were routed to."""
     rows, matrices, *rest = args
     ends = rest[0] if rest else kwargs.get("offs")
-    if ends is None or not _has_file(matrices) or matrices.dim() != 3 or rows.dim() != 2:
+    if ends is None or not _has_file(matrices) or rows.dim() != 2 or ends.shape != matrices.shape[:-2]:
+        return read(func, args, kwargs)
+    if ends.is_meta or modes_are_on():  # nobody knows which groups have rows
         return read(func, args, kwargs)
     ends = guest_of(ends)
     groups = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu")).nonzero().flatten()

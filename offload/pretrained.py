@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.deferred import DeferredTensor, deferred
+from offload.errors import CheckpointError, OffloadError
 from offload.storage.modes import plain_world
 from offload.tensor.wrapper import is_offloaded, mapped_value
 
@@ -40,36 +41,84 @@ def filled(
         tensors: those of the checkpoint, on disk.
         dtype: of the floating-point ones.
         options: for the class's own `from_pretrained`.
+
+    Raises:
+        CheckpointError: the tensors can't be brought into the form that the model has.
     """
-    with torch.inference_mode(False), torch.no_grad():  # parameters of inference mode can't be views of files
-        state = {name: deferred(tensor) for name, tensor in tensors.items()}
-        model, report = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
-        )
+    state = {name: deferred(tensor) for name, tensor in tensors.items()}
+    options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
+    # Parameters of inference mode can't be views of files, and transformers follows the default device, also to "meta".
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        try:
+            model, report = model_class.from_pretrained(None, config=config, **options)
+        except OffloadError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
+            ) from error
     let_saving_stream(model)
     return model, report
 
 
 def as_in(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, DeferredTensor], dict[str, Any]]:
-    """The tensors of a checkpoint as a model of transformers has them, in their own dtype, and transformers' report.
+    """The tensors of a checkpoint as a model of transformers has them, in the widest dtype, and transformers' report.
+
+    Deferred as they are, they can be cast to any other as from their own.
 
     Args:
         model: it stays as it is.
         tensors: those of the checkpoint, on disk.
+
+    Raises:
+        CheckpointError: as `filled`; or the checkpoint is quantized.
     """
-    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    twin, report = filled(type(model), copy.deepcopy(model.config), tensors, dtype, ignore_mismatched_sizes=True)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"a quantized checkpoint does not fill an empty {type(model).__name__}: use offload.from_pretrained"
+        )
+    twin, report = filled(
+        type(model), copy.deepcopy(model.config), tensors, _widest(tensors), ignore_mismatched_sizes=True
+    )
     named = twin.state_dict()
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}, report
 
 
+def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype that loses nothing of any of them."""
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.itemsize > 1}
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
 def let_saving_stream(model: Any) -> None:
     """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
+    conversions = _conversions(model)
+    if conversions and not isinstance(conversions, _Streaming):
+        model._weight_conversions = _Streaming(conversions)
+
+
+class _Streaming(list[Any]):
+    """Conversions that are undone on deferred tensors; in a pickle the usual ones, for those without `offload`."""
+
+    def __init__(self, usual: list[Any]) -> None:
+        super().__init__(_streaming(conversion) for conversion in usual)
+        self._usual = usual
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._usual,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Streaming:
+        return _Streaming(copy.deepcopy(self._usual, memo))
+
+
+def _streaming(conversion: Any) -> Any:
     from transformers.core_model_loading import WeightConverter
 
-    for conversion in _conversions(model):
-        if isinstance(conversion, WeightConverter) and not isinstance(conversion.operations[0], _Undone):
-            conversion.operations = [_Undone(_Map()), *conversion.operations, _Undone(_Defer())]
+    if not isinstance(conversion, WeightConverter):
+        return conversion
+    streaming = copy.copy(conversion)
+    streaming.operations = [_Undone(_Map()), *conversion.operations, _Undone(_Defer())]
+    return streaming
 
 
 class _Operation:

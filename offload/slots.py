@@ -81,6 +81,7 @@ def tied_slots(model: nn.Module) -> list[Slot]:
     return tensor_slots(model)
 
 
+@torch.inference_mode(False)  # tensors of that mode could not be trained later
 def place_tensors(
     slots: Iterable[Slot],
     placed: Mapping[str, Place],

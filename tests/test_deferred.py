@@ -50,6 +50,10 @@ RECORDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
     "fused and cast": lambda t: fused({name: tensor.to(torch.float16) for name, tensor in t.items()}),
     "stacked at the end": lambda t: torch.stack([t["gate0"], t["up0"]], dim=-1),
     "joined at the end": lambda t: torch.cat([t["gate0"], t["up0"]], dim=-1),
+    "widened and back": lambda t: t["gate0"].double().float(),
+    "some columns": lambda t: t["gate0"][:, 1:3],
+    "every other row": lambda t: t["gate0"][::2],
+    "a diagonal": lambda t: t["gate0"].diagonal(),
     "transposed": lambda t: t["gate0"].t(),
     "transposed and copied": lambda t: fused(t).transpose(1, 2).contiguous(),
     "a chunk": lambda t: t["gate0"].chunk(2)[1].contiguous(),
@@ -158,3 +162,42 @@ def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, wait
         RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
 
     assert [] == list(folder.iterdir())
+
+
+def test_what_is_widened_and_narrowed_again_stays_where_it_is(tmp_path: Path) -> None:
+    """A checkpoint of several dtypes goes through the widest of them."""
+    save_file({"w": torch.randn(3, 4).bfloat16()}, tmp_path / "w.safetensors")
+    tensor = deferred(offload.load_file(tmp_path / "w.safetensors")["w"])
+
+    there_and_back = tensor.float().to(torch.bfloat16)
+
+    assert tmp_path / "w.safetensors" == there_and_back.stored("w").offload_path  # type: ignore[attr-defined]
+
+
+def test_a_plain_part_is_as_it_was_when_it_was_joined(waiting: Tensors, plain: Tensors) -> None:
+    ones = torch.ones(1, WIDTH)
+
+    joined = torch.cat([waiting["gate0"], ones])
+    ones.zero_()
+
+    assert torch.equal(torch.cat([plain["gate0"], torch.ones(1, WIDTH)]), joined.stored("x").materialize())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dim", [3, -4])
+def test_a_dimension_that_is_not_there_is_an_error(waiting: Tensors, dim: int) -> None:
+    for join in (torch.stack, torch.cat):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            join([waiting["gate0"], waiting["up0"]], dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_of_a_file_of_ours_replaces_it_in_its_own_folder(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = torch.randn(3, 4)
+    offload.OffloadedTensor.from_original_tensor(value, "w", tmp_path)
+    opened = offload.load_file(tmp_path, offload_dir=tmp_path)["w"]
+
+    stored = deferred(opened).to(dtype).stored("w", tmp_path)  # type: ignore[attr-defined]
+
+    assert ["w.safetensors"] == [path.name for path in tmp_path.iterdir()]
+    assert torch.equal(value.to(dtype), stored.materialize())
+    assert torch.equal(value.to(dtype), load_file(tmp_path / "w.safetensors")["w"])

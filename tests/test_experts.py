@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import OffloadedTensor
 from offload.storage.pages import Range
@@ -108,3 +109,25 @@ def test_elsewhere_the_chosen_experts_are_sent(plain: torch.Tensor, rows: torch.
 
     assert matrices.stride()[1:] == chosen.stride()[1:]
     assert torch.equal(F.grouped_mm(rows, matrices, offs=ENDS), F.grouped_mm(rows, chosen, offs=ENDS[groups]))
+
+
+def test_where_values_are_not_known_the_shape_is(plain: torch.Tensor) -> None:
+    stored = OffloadedTensor.from_original_tensor(plain.bfloat16(), "experts")
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        result = F.grouped_mm(torch.ones(5, WIDTH).bfloat16(), stored.transpose(-2, -1), offs=torch.ones_like(ENDS))
+
+    assert (5, INNER) == tuple(result.shape)
+
+
+@pytest.mark.parametrize("count", [EXPERTS - 1, EXPERTS + 1])
+def test_another_number_of_groups_than_of_experts_is_an_error(
+    plain: torch.Tensor, rows: torch.Tensor, count: int
+) -> None:
+    stored = OffloadedTensor.from_original_tensor(plain, "experts")
+    ends = torch.zeros(count, dtype=torch.int32)
+    ends[-1] = 5
+
+    for weight in (plain, stored):
+        with pytest.raises(RuntimeError, match="matrix batch sizes have to match"):
+            F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -402,3 +403,15 @@ def test_running_statistics_in_a_checkpoint_are_updated_in_a_file_of_their_own(n
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="a dict is not a module: offload its parts"):
         offload.disk_offload({"w": torch.ones(2)})  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("load", [offload.load_checkpoint_and_dispatch, offload.load_checkpoint_in_model])
+def test_a_dtype_may_be_named_and_one_that_would_lose_the_weights_is_an_error(load: Any, checkpoint: Path) -> None:
+    model = empty_net()
+    for dtype in (torch.int8, "int8", "float17"):
+        with pytest.raises(ValueError, match="is no floating-point dtype of torch's"):
+            load(model, checkpoint, dtype=dtype)
+
+    load(model, checkpoint, dtype="float16")
+
+    assert {torch.float16} == {parameter.dtype for parameter in model.parameters()}

@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,7 @@ def kv_cache(
 
     Raises:
         ForeignFileError: `offload_dir` is not empty.
+        ValueError, TypeError: `max_length` is no number of tokens.
         UnsupportedOpError: when it is used while gradients are recorded; keys and values on disk carry none.
 
     Example:
@@ -64,6 +66,8 @@ def kv_cache(
     """
     from transformers import EncoderDecoderCache
 
+    if max_length is not None and operator.index(max_length) < 1:
+        raise ValueError(f"max_length is a number of tokens, from 1 on, or None, and not {max_length}")
     config = getattr(config_or_model, "config", config_or_model)
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):

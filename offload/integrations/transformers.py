@@ -25,12 +25,23 @@ from offload.loader import (
     connect_devices,
     referenced,
     refuse_meta,
+    refuse_other_names,
+    refuse_own_folder,
 )
 from offload.order import expect_reads
 from offload.pretrained import filled, let_quantizer_save
 from offload.slots import place_tensors, tensor_slots
+from offload.tensor.arguments import floating_dtype
 
 _CPU = torch.device("cpu")
+_NOT_HERE = {
+    "torch_dtype": "give dtype",
+    "offload_folder": "give offload_dir",
+    "subfolder": "give that folder",
+    "variant": "give a folder with that variant alone",
+    "gguf_file": "GGUF files are not read",
+    "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
+}
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -60,35 +71,39 @@ def from_pretrained(
         offload_buffers: whether buffers are on disk too.
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
         output_loading_info: also return transformers' report.
-        options: for the hub (revision, token, cache_dir, local_files_only), and for the class's own `from_pretrained`.
+        options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
+            for the class's own `from_pretrained`.
 
     Returns:
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
 
     Raises:
-        CheckpointError: no checkpoint there, one of another model, or a quantized one.
+        CheckpointError: no checkpoint there, one of another model, or weights are to be quantized on the way.
+        TypeError: an option of transformers that has another name here, or no meaning.
         MissingFileError, CorruptFileError, DeviceMapError
     """
     import transformers
 
+    _refuse_options(options)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
-    if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    if options.get("quantization_config") is not None:
-        raise CheckpointError(
-            "weights are not quantized while they are loaded: load the model, then quantize it on disk"
+    if not isinstance(config, transformers.PreTrainedConfig):
+        config, options = transformers.AutoConfig.from_pretrained(
+            config or folder, return_unused_kwargs=True, **options
         )
     empty = _empty_model(model_class or transformers.AutoModelForCausalLM, config)
     source = open_checkpoint(folder)
+    refuse_own_folder(source, offload_dir)
     dtype = _requested_dtype(dtype, empty.config, source)
     options = {**_generation_config(type(empty), folder), **options}
     if getattr(config, "quantization_config", None) is not None:
-        model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+        with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
+            model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
         let_quantizer_save(model)
     else:
         tensors = dict(zip(source, referenced(source, [(name, _CPU) for name in source], offload_dir), strict=True))
         model, info = filled(type(empty), empty.config, tensors, dtype, **options)
+        refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     _refuse_other_model(model, info, source)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     _place(model, device_map, offload_dir, offload_buffers=offload_buffers, max_memory=max_memory)
@@ -96,8 +111,21 @@ def from_pretrained(
     return (model, info) if output_loading_info else model
 
 
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    if options.get("quantization_config") is not None:
+        raise CheckpointError(
+            "weights are not quantized while they are loaded: load the model, then quantize it on disk"
+        )
+    for name in _NOT_HERE.keys() & options.keys():
+        raise TypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
+
+
 def _empty_model(model_class: Any, config: Any) -> Any:
     """The concrete model on the meta device: its class and configuration are those that transformers picks."""
+    if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
+        raise TypeError(
+            f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"
+        )
     with torch.device("meta"):
         if hasattr(model_class, "from_config"):
             return model_class.from_config(copy.deepcopy(config), trust_remote_code=False)
@@ -105,13 +133,8 @@ def _empty_model(model_class: Any, config: Any) -> Any:
 
 
 def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Checkpoint) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in (None, "auto"):
-        named = getattr(torch, str(dtype), None)
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"dtype {dtype!r} is not one of torch's: use torch.bfloat16, 'float16'...")
-        return named
+    if dtype is not None and dtype != "auto":
+        return floating_dtype(dtype)
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     layouts = (value.layout for value in source.values())
@@ -136,7 +159,12 @@ def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint)
 def _place(model: Any, device_map: DeviceMap, offload_dir: Any, *, offload_buffers: bool, max_memory: Any) -> None:
     if isinstance(device_map, str) and device_map in AUTOMATIC:
         device_map = infer_device_map(
-            model, device_map, max_memory=max_memory, no_split_module_classes=None, dtype=None
+            model,
+            device_map,
+            max_memory=max_memory,
+            no_split_module_classes=None,
+            dtype=None,
+            offload_buffers=offload_buffers,
         )
     slots = tensor_slots(model)
     placed = places([name for slot in slots for name in slot.names], device_map)

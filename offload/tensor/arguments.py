@@ -46,3 +46,15 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """
     with plain_world():
         return torch.empty(0, device=device).device
+
+
+def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A floating-point dtype, by itself or by its name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype {dtype!r} is no floating-point dtype of torch's: use torch.bfloat16, 'float16'...")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conftest import contents
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
@@ -24,6 +26,7 @@ from transformers import (
 
 import offload
 from offload import pretrained
+from offload.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 
 SMALL = {
@@ -96,6 +99,127 @@ def test_loading_in_inference_mode_gives_a_model_that_trains(folder: Path, token
     model(tokens, labels=tokens).loss.backward()
 
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_empty_model_that_is_filled_in_inference_mode_trains(folder: Path, tokens: torch.Tensor) -> None:
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    with torch.inference_mode():
+        offload.load_checkpoint_and_dispatch(model, folder, {"": "disk", "model.layers.0": "cpu"})
+
+    model(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_default_device_does_not_matter(folder: Path, tokens: torch.Tensor) -> None:
+    with torch.device("meta"):
+        model = offload.from_pretrained(folder)
+
+    assert_same(AutoModelForCausalLM.from_pretrained(folder), model, tokens)
+
+
+@pytest.mark.parametrize("narrow", ["norm", "proj"])
+def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_is(
+    folder: Path, tmp_path: Path, tokens: torch.Tensor, narrow: str
+) -> None:
+    """In whatever order they are: those in half precision come first here."""
+    tensors = load_file(folder / "model.safetensors")
+    values = {name: value.bfloat16() for name, value in tensors.items() if narrow in name}
+    torch.save({**values, **{name: value for name, value in tensors.items() if name not in values}}, tmp_path / "x.bin")
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    for name, parameter in list(model.named_parameters()):
+        if name in values:
+            model.get_parameter(name).data = parameter.bfloat16()
+
+    offload.load_checkpoint_and_dispatch(model, tmp_path / "x.bin", offload_dir=tmp_path / "values")
+
+    written = {path.name for path in (tmp_path / "values").iterdir()}
+    assert written
+    assert all("experts" in name for name in written)
+    for name, parameter in model.named_parameters():
+        if name in tensors:
+            assert torch.equal(values.get(name, tensors[name]), parameter.materialize()), name
+
+
+def test_a_whole_model_is_a_pickle_that_needs_no_offload(folder: Path, tmp_path: Path) -> None:
+    torch.save(offload.from_pretrained(folder), tmp_path / "model.pt")
+
+    with ZipFile(tmp_path / "model.pt") as archive:
+        assert b"offload" not in archive.read("model/data.pkl").replace(b"offload_", b"")
+
+
+def test_a_copy_of_a_model_is_saved_in_bounded_memory_too(
+    folder: Path, tmp_path: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(offload.from_pretrained(folder))
+    deferred = []
+    real = pretrained.deferred
+    monkeypatch.setattr(pretrained, "deferred", lambda tensor: deferred.append(tensor) or real(tensor))
+
+    model.save_pretrained(tmp_path / "saved")
+
+    assert 2 * 2 == len(deferred)  # of each of two layers
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model, tokens)
+
+
+def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[next(name for name in tensors if ".experts.1." in name)]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CheckpointError, match=r"does not make a .*ForCausalLM of this checkpoint"):
+        offload.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_the_folder_of_a_checkpoint_is_no_offload_folder(folder: Path, form: str) -> None:
+    """Of a folder with a .bin and some files of ours, those would be the checkpoint, and the rest at random."""
+    if form == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    before = contents(folder)
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    for load in (
+        lambda: offload.from_pretrained(folder, offload_dir=folder),
+        lambda: offload.load_checkpoint_and_dispatch(model, folder, offload_dir=folder),
+        lambda: offload.load_file(folder, offload_dir=folder),
+    ):
+        with pytest.raises(CheckpointError, match=r"is a checkpoint's own folder.*Give another offload_dir"):
+            load()
+
+    assert before == contents(folder)
+
+
+def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder: Path, tmp_path: Path) -> None:
+    """It would hold each expert twice, and not be loaded again."""
+    convert_checkpoint(folder, tmp_path / "values", to_offload_folder=True)
+    before = contents(tmp_path / "values")
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    for load in (
+        lambda: offload.from_pretrained(tmp_path / "values", offload_dir=tmp_path / "values", dtype=torch.bfloat16),
+        lambda: offload.load_checkpoint_and_dispatch(model, tmp_path / "values", offload_dir=tmp_path / "values"),
+    ):
+        with pytest.raises(CheckpointError, match=r"[46] tensors in another form.*experts.*Give another offload_dir"):
+            load()
+
+    assert before == contents(tmp_path / "values")
+
+
+def test_an_offload_folder_is_cast_in_place(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+    convert_checkpoint(llama_folder, tmp_path, to_offload_folder=True)
+    names = {path.name for path in tmp_path.iterdir()}
+
+    model = offload.from_pretrained(tmp_path, offload_dir=tmp_path, dtype=torch.float64)
+
+    assert_same(AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float64), model, tokens)
+    assert names == {path.name for path in tmp_path.iterdir()}
+    assert {torch.float64} == {value.dtype for value in offload.load_file(tmp_path).values()}
 
 
 def test_generation_and_gradients_over_fused_experts(folder: Path, tokens: torch.Tensor) -> None:
@@ -258,7 +382,8 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     quantized.save_pretrained(tmp_path / "quantized")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
 
-    model = offload.from_pretrained(tmp_path / "quantized")
+    with torch.device("meta"):  # the default device does not matter
+        model = offload.from_pretrained(tmp_path / "quantized")
 
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
@@ -269,6 +394,19 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     model.save_pretrained(tmp_path / "again", save_original_format=False)
     with torch.no_grad():
         assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(tmp_path / "again")(tokens).logits)
+
+
+def test_a_quantized_checkpoint_does_not_fill_an_empty_model(llama_folder: Path, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    method = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
+    AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=method).save_pretrained(tmp_path)
+    with offload.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+    with pytest.raises(CheckpointError, match=r"quantized checkpoint.*use offload\.from_pretrained"):
+        offload.load_checkpoint_and_dispatch(model, tmp_path)
 
 
 def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> None:

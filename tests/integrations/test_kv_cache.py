@@ -493,3 +493,11 @@ def test_the_example_runs() -> None:
     from offload.integrations import kv_cache
 
     assert (0, 6) == tuple(doctest.testmod(kv_cache))
+
+
+@pytest.mark.parametrize(("max_length", "error"), [(0, ValueError), (-5, ValueError), ("9", TypeError)])
+def test_a_length_that_is_no_number_of_tokens_is_an_error(
+    llama_folder: Path, max_length: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"max_length is a number of tokens|as an integer"):
+        offload.kv_cache(offload.from_pretrained(llama_folder), max_length=max_length)

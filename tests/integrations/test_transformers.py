@@ -180,3 +180,48 @@ def test_neither_a_folder_nor_on_the_hub(tmp_path: Path) -> None:
     for name in ("nobody/nothing-like-this", str(tmp_path / "nowhere")):
         with pytest.raises(CheckpointError, match=r"nothing-like-this|nowhere"):
             offload.from_pretrained(name)
+
+
+@pytest.mark.parametrize("model_class", ["AutoModel", torch.nn.Linear, None.__class__])
+def test_what_is_no_model_class_is_told(llama_folder: Path, model_class: Any) -> None:
+    with pytest.raises(TypeError, match="model_class should be a model class of transformers"):
+        offload.from_pretrained(llama_folder, model_class=model_class)
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "subfolder", "variant", "state_dict", "offload_folder", "gguf_file"])
+def test_an_option_that_would_be_left_out_is_told(llama_folder: Path, name: str) -> None:
+    with pytest.raises(TypeError, match=f"takes no '{name}': "):
+        offload.from_pretrained(llama_folder, **{name: "any"})
+
+
+def test_options_of_the_configuration_are_taken(llama_folder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = offload.from_pretrained(llama_folder, AutoModelForSequenceClassification, num_labels=5, use_cache=False)
+
+    assert (5, False) == (len(model.score.weight), model.config.use_cache)
+
+
+def test_a_configuration_may_be_a_folder(llama_folder: Path, tmp_path: Path) -> None:
+    config = LlamaForCausalLM.config_class.from_pretrained(llama_folder)
+    config.rope_parameters["rope_theta"] = 77.0
+    config.save_pretrained(tmp_path)
+
+    model = offload.from_pretrained(llama_folder, config=tmp_path)
+
+    assert 77.0 == model.config.rope_parameters["rope_theta"]
+
+
+def test_an_automatic_map_knows_whether_buffers_are_on_disk(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.integrations import transformers as ours
+
+    seen: list[bool] = []
+    real = ours.infer_device_map
+    monkeypatch.setattr(ours, "infer_device_map", lambda *a, **k: seen.append(k["offload_buffers"]) or real(*a, **k))
+
+    for offload_buffers in (True, False):
+        offload.from_pretrained(llama_folder, device_map="auto", offload_buffers=offload_buffers)
+
+    assert [True, False] == seen
