@@ -129,5 +129,5 @@ class SeenFromOutside(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
         else:
-            plain.requires_grad_(self.requires_grad)
+            plain = plain.detach().requires_grad_(self.requires_grad)
         return plain.__reduce_ex__(protocol)

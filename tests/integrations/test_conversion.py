@@ -388,6 +388,9 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     weight = model.model.layers[0].self_attn.q_proj.weight
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
     assert "Int8Tensor" == type(weight.materialize()).__name__
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert torch.equal(weight.materialize().dequantize(), state["model.layers.0.self_attn.q_proj.weight"].dequantize())
     with torch.no_grad():
         logits = expected(tokens).logits
         assert torch.equal(logits, model(tokens).logits)
