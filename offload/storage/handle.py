@@ -205,6 +205,12 @@ class Handle:
                 return base
         return self._map()
 
+    def another_base(self) -> torch.Tensor:
+        """As `base`, but a tensor of one's own over the file."""
+        self.base()
+        with plain_world():
+            return self._mapped()
+
     def writable_base(self) -> torch.Tensor:
         """As `base`, but what is stored into it is stored in the file."""
         if not self.owned:

@@ -325,7 +325,7 @@ class OffloadedTensor(SeenFromOutside):
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
         with plain_world():  # a fake mode would make a fake tensor
-            return mapped_value(self).detach() if self._handle.recipe is None else mapped_value(self)
+            return mapped_value(self).detach() if self._handle.recipe is None else self._file_handle().another_base()
 
 
 # Making wrappers
