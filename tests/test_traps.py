@@ -580,7 +580,7 @@ def test_17_an_unknown_subclass_is_refused_when_it_is_stored() -> None:
 def test_17_a_registered_subclass_computes_and_trains() -> None:
     """Autograd follows a trainable value of another class."""
     code = """
-        import io, torch, offload
+        import contextlib, io, torch, offload
         from torch.testing._internal.two_tensor import TwoTensor
         offload.register_subclass(TwoTensor)
         two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
@@ -588,7 +588,9 @@ def test_17_a_registered_subclass_computes_and_trains() -> None:
         p = torch.nn.Parameter(two)
         x = w.detach().requires_grad_()
         torch.save(x, io.BytesIO())
-        assert not x._file_handle().base().requires_grad  # what is saved is not what ops compute with
+        with contextlib.suppress(RuntimeError):  # a class without numpy
+            x.numpy()
+        assert not x._file_handle().base().requires_grad  # who looks at the value has one of his own
         for parameter in (w, p):
             (parameter * parameter).sum().backward()
         assert w.grad.a.tolist() == p.grad.a.tolist() == [2.0] * 3, w.grad
