@@ -99,7 +99,6 @@ def test_a_model_that_fits_is_read_once(checkpoint):
 
     after = counts()
     assert after.bytes_read - before.bytes_read <= (12.1 + 4) * MIB  # neighbours that are read in one go count as one
-    assert after.ahead > before.ahead
     reads = after.ahead + after.found + after.missed - before.ahead - before.found - before.missed
     assert reads <= 3 * LAYERS  # each value once, and large ones again after some time
 
