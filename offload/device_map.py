@@ -41,18 +41,18 @@ class Place:
 
 def infer_device_map(
     model: nn.Module,
-    word: str,
+    device_map: DeviceMap,
     *,
-    max_memory: Mapping[int | str, Any] | float | str | None,
-    no_split_module_classes: list[str] | None,
-    dtype: torch.dtype | None,
+    max_memory: Mapping[int | str, Any] | float | str | None = None,
+    no_split_module_classes: list[str] | None = None,
+    dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
-) -> dict[str, Any]:
-    """The device map that accelerate computes for one of the words `AUTOMATIC`.
+) -> DeviceMap:
+    """The device map that accelerate computes for one of the words `AUTOMATIC`; any other map as it is.
 
     Args:
         model: its tensors may be empty.
-        word: "auto", "balanced", "balanced_low_0" or "sequential".
+        device_map: "auto", "balanced", "balanced_low_0" or "sequential"; or a map that says everything.
         max_memory: bytes, or "8GiB", by device, which the weights there may take; None for what is free.
         no_split_module_classes: classes that stay on one device; None for those that the model itself names.
         dtype: of the weights once loaded.
@@ -61,15 +61,17 @@ def infer_device_map(
     Raises:
         DeviceMapError: `max_memory` is not amounts of memory by device.
     """
+    if not isinstance(device_map, str) or device_map not in AUTOMATIC:
+        return device_map
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    shares = None if max_memory is None else _checked_shares(max_memory, word)
+    shares = None if max_memory is None else _checked_shares(max_memory, device_map)
     if no_split_module_classes is None:
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
     options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
-    if word != "sequential":
-        shares = get_balanced_memory(model, shares, low_zero=word == "balanced_low_0", **options)
+    if device_map != "sequential":
+        shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)
     inferred: dict[str, Any] = infer_auto_device_map(
         model, max_memory=shares, offload_buffers=offload_buffers, **options
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -33,17 +33,29 @@ from offload.device_map import (
     warn_of_strangers,
 )
 from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
-from offload.hooks import Held, held_values, move_activations, origin_of, read_held, release
+from offload.hooks import held_values, move_activations, release
 from offload.memory import uncollected
 from offload.order import expect_reads
 from offload.pretrained import as_in, is_of_transformers, let_saving_stream
 from offload.progress import progress
-from offload.slots import Slot, brought, is_meta, place_of_slot, place_tensors, tensor_slots, tied_slots
+from offload.slots import (
+    Slot,
+    brought,
+    device_of,
+    filled_slots,
+    held_for,
+    is_meta,
+    joined_slots,
+    place_of_slot,
+    place_tensors,
+    tensor_slots,
+    tied_slots,
+)
 from offload.storage.handle import Handle
 from offload.tensor.arguments import checked_device, floating_dtype
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handles
+from offload.tensor.wrapper import OffloadedTensor, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
@@ -118,15 +130,14 @@ def load_checkpoint_and_dispatch(
     """
     dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
-    if isinstance(device_map, str) and device_map in AUTOMATIC:
-        device_map = infer_device_map(
-            model,
-            device_map,
-            max_memory=max_memory,
-            no_split_module_classes=no_split_module_classes,
-            dtype=dtype,
-            offload_buffers=offload_buffers,
-        )
+    device_map = infer_device_map(
+        model,
+        device_map,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
     slots = tied_slots(model)
     placed = places(_names(slots), device_map)
     report = _load(
@@ -197,13 +208,13 @@ def disk_offload(
     if not isinstance(model, nn.Module):
         raise TypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
     held = held_values(model)
-    slots = _joined(tied_slots(model), held) if held else tensor_slots(model)
-    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not _held_for(slot, held)]
+    slots = joined_slots(tied_slots(model), held) if held else tensor_slots(model)
+    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
     device = None if execution_device is None else checked_device(execution_device)
-    placed = {slot.name: Place(True, device or _device_of(slot, held)) for slot in slots}
-    place_tensors(_filled(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
+    placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
+    place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
     runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
     release(model, keep_moves=device is None and runs_elsewhere)
     if is_of_transformers(model):
@@ -298,39 +309,6 @@ def connect_devices(
     devices = execution_devices(at)
     if len(set(devices.values())) > 1:
         move_activations(model, devices, skip_keys=skip_keys)
-
-
-def _held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
-    return next((held[name] for name in slot.names if name in held), None)
-
-
-def _device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
-    found = _held_for(slot, held)
-    return found.device if found else slot.tensor.device
-
-
-def _joined(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
-    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
-    joined: dict[Hashable, Slot] = {}
-    for slot in slots:
-        found = _held_for(slot, held)
-        origin = origin_of(found) if found and slot.is_parameter else None
-        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
-        if first is not slot:
-            first.names += slot.names
-            first.keys += slot.keys
-            first.owners += slot.owners
-    return list(joined.values())
-
-
-def _filled(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
-    """The slots one by one, each with the value that a hook holds for it."""
-    for slot in slots:
-        found = _held_for(slot, held)
-        if found:
-            value = read_held(slot.name, found, slot.tensor, offload_dir)
-            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
-        yield slot
 
 
 def _names(slots: Iterable[Slot]) -> Iterator[str]:

@@ -7,7 +7,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.deferred import DeferredTensor
 from offload.device_map import Place
+from offload.hooks import Held, origin_of, read_held
 from offload.memory import uncollected
 from offload.progress import progress
 from offload.tensor.wrapper import OffloadedTensor, PathLike, dressed, is_offloaded
@@ -143,3 +144,41 @@ def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
 
 def _can_require_grad(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+# What accelerate's hooks hold
+
+
+def held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
+    """What a hook holds for a slot."""
+    return next((held[name] for name in slot.names if name in held), None)
+
+
+def device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
+    """Where ops on a slot's tensor run."""
+    found = held_for(slot, held)
+    return found.device if found else slot.tensor.device
+
+
+def joined_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
+    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        found = held_for(slot, held)
+        origin = origin_of(found) if found and slot.is_parameter else None
+        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
+        if first is not slot:
+            first.names += slot.names
+            first.keys += slot.keys
+            first.owners += slot.owners
+    return list(joined.values())
+
+
+def filled_slots(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
+    """The slots one by one, each with the value that a hook holds for it."""
+    for slot in slots:
+        found = held_for(slot, held)
+        if found:
+            value = read_held(slot.name, found, slot.tensor, offload_dir)
+            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
+        yield slot

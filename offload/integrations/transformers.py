@@ -157,15 +157,7 @@ def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint)
 
 
 def _place(model: Any, device_map: DeviceMap, offload_dir: Any, *, offload_buffers: bool, max_memory: Any) -> None:
-    if isinstance(device_map, str) and device_map in AUTOMATIC:
-        device_map = infer_device_map(
-            model,
-            device_map,
-            max_memory=max_memory,
-            no_split_module_classes=None,
-            dtype=None,
-            offload_buffers=offload_buffers,
-        )
+    device_map = infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers)
     slots = tensor_slots(model)
     placed = places([name for slot in slots for name in slot.names], device_map)
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
