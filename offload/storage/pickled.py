@@ -59,9 +59,9 @@ Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record]]"
 
 def is_pickled(start: bytes) -> bool:
     """Whether a file that begins like this is, or pretends to be, for torch.load."""
-    if start.startswith(_ZIP):
-        return start[8:9] != b"{"  # a safetensors header of 67 MB begins so too
-    return start.startswith(_LEGACY) or _is_bare_pickle(start) or start[257:262] == _TAR
+    if start[8:9] == b"{":  # behind the length of a safetensors header, which may be any bytes
+        return False
+    return start.startswith((_ZIP, _LEGACY)) or _is_bare_pickle(start) or start[257:262] == _TAR
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
@@ -89,8 +89,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def _is_bare_pickle(start: bytes) -> bool:
-    """A pickle of protocol 2 to 5, and not the length of a safetensors header: that has zeros behind, and then JSON."""
-    return start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and start[8:9] != b"{"
+    """A pickle of protocol 2 to 5."""
+    return start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 # The two forms

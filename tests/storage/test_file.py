@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from offload.errors import ChangedFileError, CorruptFileError, MissingFileError
+from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError
 from offload.storage.file import TensorFile
 from offload.storage.write import layout_of, write_values
 from tests.processes import run_script
@@ -152,12 +152,38 @@ def test_a_garbage_header_is_refused_and_left_as_it_is(tmp_path, content):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.binary(max_size=80), st.integers(0, 80), st.booleans())
-def test_any_content_opens_or_is_a_corrupt_file(tmp_path, content, length, honest):
+@example(b"\x80", 0, False)
+@example(b"\x80\x02", 0, False)
+@example(b"PK\x03\x04", 0, False)
+def test_any_content_opens_or_is_a_corrupt_file_or_a_pickle_that_is_not_opened(tmp_path, content, length, honest):
     path = tmp_path / "any.safetensors"
     path.write_bytes(struct.pack("<Q", length) + content if honest else content)
 
-    with contextlib.suppress(CorruptFileError):
+    with contextlib.suppress(CorruptFileError, CheckpointError):
         TensorFile.open(path)
+
+
+def test_a_single_byte_is_a_corrupt_file_and_no_pickle(tmp_path):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(b"\x80")
+
+    with pytest.raises(CorruptFileError, match="1 bytes"):
+        TensorFile.open(path)
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0480])
+def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length):
+    """And one with the mark of a tar file where tar has it."""
+    header = (
+        b'{"__metadata__":{"'
+        + b"a" * (257 - 8 - 18)
+        + b'ustar":"x"},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    )
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + header.ljust(length) + b"\x07")
+    assert b"ustar" == path.read_bytes()[257:262]
+
+    assert [7] == value_of(TensorFile.open(path), "w").tolist()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
