@@ -32,20 +32,36 @@ FLOORS = {
     "ops": 5,
     "budget": 5,
     "order": 5,
-    "values": 5,
-    "cache": 5,
     "deferred": 5,
     "hooks": 5,
+    "journal": 5,
+    "quantizer": 5,
+    "activations": 5,
+    "cache": 6,
+    "tree": 6,
+    "offloading": 6,
     "pretrained": 6,
     "slots": 6,
     "loader": 7,
+    "values": 7,
     "saving": 8,
+    "training": 9,
     "conversion": 9,
     "integrations": 9,
     "testing": 9,
     "cli": 10,
 }
-NEIGHBOURS = {"accelerate", "huggingface_hub", "peft", "tensordict", "torchao", "transformers"}
+NEIGHBOURS = {
+    "accelerate",
+    "datasets",
+    "h5py",
+    "huggingface_hub",
+    "peft",
+    "pyarrow",
+    "tensordict",
+    "torchao",
+    "transformers",
+}
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
 GUESTS = {
