@@ -12,7 +12,7 @@
 | say what goes where | `ON_DISK`, a device map |
 | move a model that is in memory to disk | `disk_offload` |
 | say how much stays in memory | `set_max_memory`, `keep_resident`, `evict`, `set_read_ahead` |
-| see what is in memory | `memory_summary` |
+| see what is in memory | `memory_summary`, `plot_memory` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | store a tensor subclass of your own | `register_subclass` |
@@ -33,6 +33,7 @@ from offload.loader import (
     load_checkpoint_in_model,
     load_file,
 )
+from offload.report import plot_memory
 from offload.saving import save_checkpoint
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
@@ -56,6 +57,7 @@ __all__ = [
     "load_file",
     "materialize",
     "memory_summary",
+    "plot_memory",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",

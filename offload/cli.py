@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from offload.checkpoint import Checkpoint, StoredValue
+    from offload.doctor import Diagnosis
+    from offload.report import Recording
     from offload.verify import Verdict
 
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -45,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(options: argparse.Namespace) -> None:
     """Print what a language model on disk makes of a prompt, token by token."""
     import torch
-    from transformers import TextStreamer
     from transformers.utils.logging import disable_progress_bar
 
     from offload.device_map import ON_DISK
     from offload.integrations.hub import folder_of
     from offload.integrations.transformers import from_pretrained
+    from offload.report import plot_memory
 
     if not sys.stderr.isatty():
         disable_progress_bar()
@@ -59,13 +62,28 @@ def generate(options: argparse.Namespace) -> None:
     device_map = f"{ON_DISK}:{options.device}" if options.device else ON_DISK
     model = from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, dtype=options.dtype)
     inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
-    with torch.inference_mode():
+    watched = plot_memory(options.report, model, title=f"offload generate {options.model}") if options.report else None
+    with watched or nullcontext() as recording, torch.inference_mode():
         model.generate(
             **inputs,
             max_new_tokens=options.max_new_tokens,
             do_sample=options.sample,
-            streamer=TextStreamer(tokenizer, skip_prompt=True),
+            streamer=_streamer(tokenizer, recording),
         )
+
+
+def _streamer(tokenizer: Any, recording: Recording | None) -> Any:
+    """Prints tokens as they come, and marks each in the recording."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):  # type: ignore[misc]
+        def put(self, value: torch.Tensor) -> None:
+            is_prompt = self.next_tokens_are_prompt
+            super().put(value)
+            if recording is not None and not is_prompt:
+                recording.mark()
+
+    return Streamer(tokenizer, skip_prompt=True)
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -101,6 +119,37 @@ def verify(options: argparse.Namespace) -> int:
     state = "whole" if verdict.is_whole else f"{errors} error{'s' * (errors > 1)}"
     print(f"{options.path}: {state} ({len(verdict.files)} files, {verdict.tensors} tensors, {decimal(verdict.nbytes)})")
     return 0 if verdict.is_whole else 1
+
+
+def doctor(options: argparse.Namespace) -> None:
+    """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
+    from offload.doctor import diagnose
+
+    _console().print(_diagnosis(diagnose(options.folder)))
+
+
+def _diagnosis(found: Diagnosis) -> Table:
+    from rich import box
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    disk = found.disk
+    rates = {"write, synced": disk.writes, "read, cold": disk.reads, "read with O_DIRECT": disk.reads_direct}
+    rows = {
+        **found.versions,
+        **{device: decimal(size) for device, size in found.devices.items()},
+        "memory": decimal(found.memory),
+        "available now": decimal(found.available),
+        **({} if found.limit is None else {"left in the control group": decimal(found.limit)}),
+        "may stay in memory (max_memory)": decimal(found.budget),
+        "read ahead": decimal(found.read_ahead),
+        f"free in {disk.folder}": decimal(disk.free),
+        **{label: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for label, rate in rates.items()},
+    }
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    for label, value in rows.items():
+        table.add_row(label, value)
+    return table
 
 
 def _findings(verdict: Verdict) -> Table:
@@ -177,6 +226,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--offload-dir", type=Path, help="folder for converted weights (a temporary one)")
     command.add_argument("--revision", help="branch, tag or commit on the hub")
     command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
+    command.add_argument(
+        "--report", type=Path, metavar="FILE", help="write a page of memory, reads and time: report.html"
+    )
     command.set_defaults(run=generate)
 
     command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
@@ -196,6 +248,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("verify", help="look whether a checkpoint is whole", description=verify.__doc__)
     command.add_argument("path", type=Path, help="as for inspect; of a folder, all that is in it")
     command.set_defaults(run=verify)
+
+    command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
+    command.add_argument("folder", type=Path, nargs="?", default=Path(), help="where values would be kept (here)")
+    command.set_defaults(run=doctor)
     return parser
 
 

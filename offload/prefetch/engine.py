@@ -100,7 +100,7 @@ class Engine:
             started = time.monotonic()
             while value.state == READ:
                 self.lock.wait()
-            self.counts.waited += time.monotonic() - started
+            self._count_waited(value, started)
         here = value.state == HERE
         self.counts.ahead += here
         value.state = AWAY  # if it was queued, the reader will pass over it
@@ -118,7 +118,12 @@ class Engine:
         with self.lock:
             self.counts.missed += 1
             self.counts.bytes_read += value.nbytes
-            self.counts.waited += time.monotonic() - started
+            self._count_waited(value, started)
+
+    def _count_waited(self, value: Tracked, started: float) -> None:
+        waited = time.monotonic() - started
+        value.waited += waited
+        self.counts.waited += waited
 
     def _make_room(self, pool: Pool) -> None:
         """Drop what is to leave, if the reader is behind with it."""

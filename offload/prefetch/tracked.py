@@ -18,13 +18,14 @@ _MOST_CONTEXTS = 16  # reads before a value that are told apart
 class Tracked(Value):
     """A value whose place in the order is known."""
 
-    __slots__ = ("branches", "followers", "is_leaving", "seeded", "state")
+    __slots__ = ("branches", "followers", "is_leaving", "seeded", "state", "waited")
 
     def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         super().__init__(pool, file, start, nbytes, shared=shared)
         self.state = AWAY
         self.is_leaving = False
         self.branches = False
+        self.waited = 0.0  # seconds, in all
         self.seeded: weakref.ref[Tracked] | None = None
         self.followers: dict[int, tuple[weakref.ref[Tracked], bool]] = {}  # by the id of the read before
 
