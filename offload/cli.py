@@ -32,7 +32,7 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives the exit code."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         code: int | None = options.run(options)
     except (OffloadError, RuntimeError, ValueError, OSError) as error:
@@ -212,10 +212,11 @@ def _tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.")
-    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    made = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.")
+    made.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     command.add_argument("model", help="a folder with a checkpoint, or a model on the hub")
@@ -252,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
     command.add_argument("folder", type=Path, nargs="?", default=Path(), help="where values would be kept (here)")
     command.set_defaults(run=doctor)
-    return parser
+    return made
 
 
 def _dtype(text: str) -> torch.dtype:

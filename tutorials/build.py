@@ -1,0 +1,105 @@
+"""Pages of the site that are made from the code: a reference of each module with public names, and of the command line.
+
+Always true:
+- nothing is written beside the sources: these pages exist while the site is built
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import offload
+from offload.cli import parser
+
+
+class Docstrings(griffe.Extension):
+    """Has a page understand docstrings as they are written here: several names in one entry, errors without a word."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = in_full(obj.docstring.value)
+
+
+def in_full(text: str) -> str:
+    """A docstring whose sections give each name an entry of its own."""
+    text = re.sub(r"(?m)^(Always true:|[^\n]+:)$(?=\n- )", r"\1\n", text)
+    text = re.sub(r"(?m)^Example:$", "Examples:", text)
+    return _SECTION.sub(lambda found: found[1] + "".join(map(_entries, _ENTRY.findall(found[2]))), text)
+
+
+def _entries(entry: str) -> str:
+    """One for each name that stands before the colon; an error without a colon says what it says of itself."""
+    named = re.match(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", entry)
+    if named:
+        return "".join(f"    {name}:{entry[named.end() :]}" for name in named[1].split(", "))
+    found = re.findall(r"(\w+Error|OSError)(?: \(([^)]*)\))?", entry)
+    return "".join(f"    {name}: {note or _said_of(name)}\n" for name, note in found) or entry
+
+
+def _said_of(error: str) -> str:
+    return str(getattr(offload.errors, error, OSError).__doc__).splitlines()[0]
+
+
+_SECTION = re.compile(r"(?m)^((?:Args|Raises|Attributes):\n)((?:(?: {4}.*)?(?:\n|$))+)")
+_ENTRY = re.compile(r" {4}\S.*(?:\n {5,}.*)*(?:\n|$)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the pages under Reference."""
+    pages = [{title: path} for title, path, _ in reference()]
+    config.nav = [*(config.nav or []), {"Reference": [*pages, {"Command line": "reference/cli.md"}]}]
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    for _, path, text in reference():
+        files.append(File.generated(config, path, content=text))
+    files.append(File.generated(config, "reference/cli.md", content="\n".join(command_line())))
+    return files
+
+
+def reference() -> Iterator[tuple[str, str, str]]:
+    """Title, path and text of the page of each module that defines public names."""
+    for module, names in sorted(modules().items()):
+        listed = "".join(f"\n        - {name}" for name in names)
+        yield module, f"reference/{module}.md", f"::: {module}\n    options:\n      members:{listed}\n"
+
+
+def modules() -> dict[str, list[str]]:
+    """By module, the public names that it defines."""
+    found: dict[str, list[str]] = {"offload.errors": list(offload.errors.__all__)}
+    for name in offload.__all__:
+        module = inspect.getmodule(getattr(offload, name))
+        place = module.__name__ if module else "offload"
+        if place == "builtins" or not place.startswith("offload"):
+            place = "offload.device_map" if name == "ON_DISK" else "offload"
+        if name not in found.setdefault(place, []):
+            found[place].append(name)
+    return found
+
+
+def command_line() -> Iterator[str]:
+    """The help of each command."""
+    top = parser()
+    yield "# The command `offload`\n"
+    yield f"```text\n{top.format_help()}```\n"
+    for name, command in _commands(top):
+        yield f"## {name}\n\n```text\n{command.format_help()}```\n"
+
+
+def _commands(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    actions: list[Any] = parser._actions
+    for action in actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield f"{before}{name}", command
+                yield from _commands(command, f"{before}{name} ")
