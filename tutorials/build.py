@@ -48,7 +48,7 @@ def _said_of(error: str) -> str:
     return str(getattr(offload.errors, error, OSError).__doc__).splitlines()[0]
 
 
-_SECTION = re.compile(r"(?m)^((?:Args|Raises|Attributes):\n)((?:(?: {4}.*)?(?:\n|$))+)")
+_SECTION = re.compile(r"(?m)^((?:Args|Raises|Attributes):\n)((?: {4}.*(?:\n|$))+)")
 _ENTRY = re.compile(r" {4}\S.*(?:\n {5,}.*)*(?:\n|$)")
 
 
