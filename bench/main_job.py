@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from itertools import chain
@@ -52,13 +53,20 @@ def main() -> int:
         "--model", help="a causal language model on the hub, or a folder; a made 1 GB Llama if not given"
     )
     options.add_argument("--prompt", default="The tensors of this model live on disk, so")
-    options.add_argument("--out", type=Path, default=cache_folder() / "main_job.png", help="where the picture goes")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=cache_folder() / "main_job.png",
+        help="where the picture goes, and beside it its points as JSON",
+    )
     chosen = options.parse_args()
     embed()
     folder, prompt = _folder_and_prompt(chosen.model, chosen.prompt)
     trials = generate(folder, prompt, text_of=chosen.model)
     report(folder, trials)
     traces = {trial.arm: trial.trace for trial in trials}
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.with_suffix(".json").write_text(json.dumps(traces) + "\n")
     console.print(f"memory over time: {draw_memory(traces, 'Load, then decode', chosen.out)}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the code: a reference of each module with public names, and of the command line.
+"""What of the site is made: a reference from the code, the command line's from its parser, charts from what was measured.
 
 Always true:
 - nothing is written beside the sources: these pages exist while the site is built
@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from rich.filesize import decimal
 
 import offload
+from offload.charts import Line, bar_chart, line_chart
 from offload.cli import parser
 
 
@@ -65,6 +71,42 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=text))
     files.append(File.generated(config, "reference/cli.md", content="\n".join(command_line())))
     return files
+
+
+def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
+    """Put charts where `<!-- measured: FILE -->` and `<!-- memory: FILE -->` stand."""
+    root = Path(config.config_file_path).parent
+    markdown = re.sub(
+        r"<!-- measured: (\S+) -->", lambda found: bars(json.loads((root / found[1]).read_text())), markdown
+    )
+    return re.sub(r"<!-- memory: (\S+) -->", lambda found: lines(json.loads((root / found[1]).read_text())), markdown)
+
+
+def bars(measured: dict[str, Any]) -> str:
+    """A chart a figure: the median of each arm, and the limit."""
+    parts = []
+    for figure in measured["figures"]:
+        medians = {arm: median(values) for arm, values in figure["values"].items() if values}
+        if figure["limit"]:
+            medians[f"limit: {figure['limit_name']}"] = median(figure["limit"])
+        unit = partial(in_unit, figure["unit"])
+        parts.append(f"**{figure['case']}**\n\n{chart(bar_chart(list(medians.items()), unit=unit))}\n")
+    return "\n".join(parts)
+
+
+def lines(traces: dict[str, list[tuple[float, float]]]) -> str:
+    """Memory over time, a line an arm."""
+    return chart(line_chart([Line(arm, trace) for arm, trace in traces.items()], unit=partial(in_unit, "B")))
+
+
+def chart(svg: str) -> str:
+    return f'<div class="chart">{svg}</div>'
+
+
+def in_unit(unit: str, value: float) -> str:
+    if unit == "B":
+        return decimal(int(value))
+    return f"{value * 1e3:.3g} ms" if unit == "s" and value < 1 else f"{value:.3g} {unit}"
 
 
 def reference() -> Iterator[tuple[str, str, str]]:
