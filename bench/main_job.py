@@ -57,7 +57,7 @@ def main() -> int:
         "--out",
         type=Path,
         default=cache_folder() / "main_job.png",
-        help="where the picture goes, and beside it its points as JSON",
+        help="where the picture goes; its points beside it",
     )
     chosen = options.parse_args()
     embed()

@@ -67,17 +67,26 @@ def line_chart(
     return f'<p class="legend">{legend}</p>{_svg(_HEIGHT, parts)}'
 
 
-def bar_chart(bars: Sequence[tuple[str, float]], *, unit: Callable[[float], str]) -> str:
-    """Lying bars, one under the other, each with its name and its value."""
+def bar_chart(
+    bars: Sequence[tuple[str, float]], *, unit: Callable[[float], str], outstanding: str | None = None
+) -> str:
+    """Lying bars, one under the other, each with its name and its value.
+
+    Args:
+        bars: name and value.
+        unit: writes a value for the reader.
+        outstanding: the name of the bar that the others are to stand behind; None for none.
+    """
     most = max((value for _, value in bars), default=0) or 1.0
     left, right = 230, 90
     parts = []
     for number, (label, value) in enumerate(bars):
         y = number * _BAR
         width = value / most * (_WIDTH - left - right)
+        colour = "c0" if outstanding in (None, label) else "behind"
         parts.append(
             f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{escape(_short(label))}</text>'
-            f'<rect class="c0" x="{left}" y="{y + 3}" width="{width:.1f}" height="{_BAR - 6}">'
+            f'<rect class="{colour}" x="{left}" y="{y + 3}" width="{width:.1f}" height="{_BAR - 6}">'
             f"<title>{escape(label)}: {escape(unit(value))}</title></rect>"
             f'<text x="{left + width + 6:.1f}" y="{y + 14}">{escape(unit(value))}</text>'
         )

@@ -1,4 +1,4 @@
-"""What of the site is made: a reference from the code, the command line's from its parser, charts from what was measured.
+"""What of the site is made: a reference from the code and the parser, charts from what was measured.
 
 Always true:
 - nothing is written beside the sources: these pages exist while the site is built
@@ -10,7 +10,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -76,10 +76,13 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
     """Put charts where `<!-- measured: FILE -->` and `<!-- memory: FILE -->` stand."""
     root = Path(config.config_file_path).parent
-    markdown = re.sub(
-        r"<!-- measured: (\S+) -->", lambda found: bars(json.loads((root / found[1]).read_text())), markdown
-    )
-    return re.sub(r"<!-- memory: (\S+) -->", lambda found: lines(json.loads((root / found[1]).read_text())), markdown)
+    for word, draw in (("measured", bars), ("memory", lines)):
+        markdown = re.sub(rf"<!-- {word}: (\S+) -->", partial(_drawn, root, draw), markdown)
+    return markdown
+
+
+def _drawn(root: Path, draw: Callable[[Any], str], found: re.Match[str]) -> str:
+    return draw(json.loads((root / found[1]).read_text()))
 
 
 def bars(measured: dict[str, Any]) -> str:
@@ -90,7 +93,9 @@ def bars(measured: dict[str, Any]) -> str:
         if figure["limit"]:
             medians[f"limit: {figure['limit_name']}"] = median(figure["limit"])
         unit = partial(in_unit, figure["unit"])
-        parts.append(f"**{figure['case']}**\n\n{chart(bar_chart(list(medians.items()), unit=unit))}\n")
+        parts.append(
+            f"**{figure['case']}**\n\n{chart(bar_chart(list(medians.items()), unit=unit, outstanding='offload'))}\n"
+        )
     return "\n".join(parts)
 
 
