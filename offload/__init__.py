@@ -15,6 +15,7 @@
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
+| round a tensor to 4 bits | `quantize_int4` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
@@ -33,6 +34,7 @@ from offload.loader import (
     load_checkpoint_in_model,
     load_file,
 )
+from offload.quantizer import quantize_int4
 from offload.saving import save_checkpoint
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
@@ -56,6 +58,7 @@ __all__ = [
     "load_file",
     "materialize",
     "memory_summary",
+    "quantize_int4",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",
