@@ -15,6 +15,7 @@
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
+| quantize a model with torchao, on disk | `quantize_` |
 | round a tensor to 4 bits | `quantize_int4` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
@@ -26,6 +27,7 @@ from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.kv_cache import kv_cache
+from offload.integrations.torchao import quantize_
 from offload.integrations.transformers import from_pretrained
 from offload.loader import (
     LoadReport,
@@ -58,6 +60,7 @@ __all__ = [
     "load_file",
     "materialize",
     "memory_summary",
+    "quantize_",
     "quantize_int4",
     "register_subclass",
     "save_checkpoint",

@@ -88,6 +88,7 @@ PUBLIC = [
     "load_file",
     "materialize",
     "memory_summary",
+    "quantize_",
     "quantize_int4",
     "register_subclass",
     "save_checkpoint",
