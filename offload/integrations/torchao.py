@@ -22,7 +22,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.errors import NameInUseError
-from offload.pretrained import is_of_transformers, let_quantizer_save
+from offload.memory import return_freed
+from offload.pretrained import is_of_transformers, let_quantizer_save, mapped_state
+from offload.saving import in_torchaos_form
 from offload.slots import tensor_slots
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, dressed
@@ -134,6 +136,7 @@ class _Replacing:
 
     def _stored(self, old: torch.Tensor, new: torch.Tensor, name: str) -> torch.Tensor | None:
         self.has_quantized |= subclass_value(new) is not None
+        return_freed()  # what torchao computed with
         if type(old) is not OffloadedTensor or type(new) is OffloadedTensor:
             return None
         if self._holders[id(old)] > 1:
@@ -220,7 +223,19 @@ def _tell(model: Any, quantizer: Any) -> None:
     if len(ties) < len(model.all_tied_weights_keys):
         model.all_tied_weights_keys = ties
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
-    let_quantizer_save(model)
+    let_save_quantized(model)
+
+
+def let_save_quantized(model: Any) -> None:
+    """Have `save_pretrained` of a quantized model read its weights where they are; torchao's form copies none."""
+    if getattr(model, "quantization_method", None) == "torchao":
+        model.hf_quantizer.get_state_dict_and_metadata = _saved
+    else:
+        let_quantizer_save(model)
+
+
+def _saved(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    return in_torchaos_form(mapped_state(model))
 
 
 def _are_tied(model: nn.Module, name: str, other: str) -> bool:
