@@ -42,7 +42,8 @@ def quantize_(
     """torchao's `quantize_`, of a model whose weights are on disk, and stay there.
 
     Weights are quantized one at a time: in memory is what torchao needs for one. What was quantized before stays as it
-    is, so that after an interruption, which leaves a model that works, a second call does the rest.
+    is, so that after an interruption, which leaves a model that works, a second call does the rest; but torchao's
+    `FqnToConfig`, which takes no filter, should name what is left.
 
     A transformers model is told of it, so that its `save_pretrained` writes a checkpoint that transformers and
     `offload.from_pretrained` load again, where torchao's safetensors form knows the classes of its weights.
@@ -60,10 +61,11 @@ def quantize_(
         WriteError: the disk is full...; the old value stands. And what torchao raises.
 
     Example:
+        >>> import offload
         >>> from torchao.quantization import Int8WeightOnlyConfig
-        >>> model = disk_offload(nn.Sequential(nn.Linear(8, 4)))
-        >>> quantize_(model, Int8WeightOnlyConfig())
-        >>> is_offloaded(model[0].weight), type(model[0].weight.materialize()).__name__
+        >>> model = offload.disk_offload(nn.Sequential(nn.Linear(8, 4)))
+        >>> offload.quantize_(model, Int8WeightOnlyConfig())
+        >>> offload.is_offloaded(model[0].weight), type(model[0].weight.materialize()).__name__
         (True, 'Int8Tensor')
     """
     from torchao.quantization import FqnToConfig
@@ -73,7 +75,7 @@ def quantize_(
     if type(config).__name__ == _THEIRS:
         config, filter_fn = config.quant_type, _as_by(quantizer, model)
     by_name = isinstance(config, FqnToConfig)  # of which torchao wants no filter
-    with _replacing(model) as replacing:
+    with _replacing(model) as replacing, torch.no_grad():
         try:
             torchaos(model, config, None if by_name else _not_yet(filter_fn or _torchaos_choice()), device)
         finally:
@@ -130,15 +132,17 @@ class _Replacing:
         before = {name: slot.tensor for slot in self._slots for name in slot.names}
         for slot in tensor_slots(self._model):
             old = before.get(slot.name)
-            stored = self._stored(old, slot.tensor, slot.name) if slot.is_parameter and old is not None else None
+            stored = None if old is None else self._stored(old, slot.tensor, slot.name)
             if stored is not None:
                 slot.fill(stored)
 
     def _stored(self, old: torch.Tensor, new: torch.Tensor, name: str) -> torch.Tensor | None:
-        self.has_quantized |= subclass_value(new) is not None
-        return_freed()  # what torchao computed with
-        if type(old) is not OffloadedTensor or type(new) is OffloadedTensor:
+        if type(new) is OffloadedTensor:
             return None
+        self.has_quantized |= subclass_value(new) is not None and subclass_value(old) is None
+        if type(old) is not OffloadedTensor:
+            return None
+        return_freed()  # what torchao computed with
         if self._holders[id(old)] > 1:
             self._holders[id(old)] -= 1
             stored = _beside(old, new, name)
