@@ -248,6 +248,7 @@ def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Pa
     assert torch.equal(before, embedding.materialize())
     assert ("lm_head.weight", tmp_path) == (model.lm_head.weight.name, model.lm_head.weight.offload_dir)
     assert not model.config.tie_word_embeddings
+    assert {} == model.all_tied_weights_keys
     model.tie_weights()
     assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
 
