@@ -425,20 +425,17 @@ def model(layers, width):
     return nn.Sequential(*layers)
 
 offload.quantize_(model(1, 256), WEIGHT_ONLY["int8"]())  # imports, first calls
-peaks = []
-for layers in (2, 16):
-    made = model(layers, 2048)
-    peaks.append(peak(lambda: offload.quantize_(made, WEIGHT_ONLY["int8"]())))
-    peaks.append(peak(lambda: offload.save_checkpoint(made, sys.argv[1] + f"/{layers}")))
-print(json.dumps(peaks))
+made = model(16, 2048)
+quantizing = peak(lambda: offload.quantize_(made, WEIGHT_ONLY["int8"]()))
+saving = peak(lambda: offload.save_checkpoint(made, sys.argv[1]))
+print(json.dumps([quantizing, saving]))
 '''
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
-    """Of 16 weights of 8 MiB no more than of 2: what torchao computes with for one, in 32 bits, and its result."""
-    few, _, many, saving = json.loads(run_script(SCRIPT, tmp_path).splitlines()[-1])
+    """What torchao computes with for one of 8 MiB, in 32 bits; not the results of all 16, of 4 MiB each."""
+    quantizing, saving = json.loads(run_script(SCRIPT, tmp_path).splitlines()[-1])
 
-    assert many < few + 16e6
-    assert many < 8 * (2048 * 2048 * 4)
+    assert quantizing < 5 * (2048 * 2048 * 4)
     assert saving < 16e6
