@@ -15,6 +15,8 @@
 | see what is in memory | `memory_summary`, `plot_memory` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
+| quantize a model with torchao, on disk | `quantize_` |
+| round a tensor to 4 bits | `quantize_int4` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
@@ -25,6 +27,7 @@ from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.kv_cache import kv_cache
+from offload.integrations.torchao import quantize_
 from offload.integrations.transformers import from_pretrained
 from offload.loader import (
     LoadReport,
@@ -34,6 +37,7 @@ from offload.loader import (
     load_file,
 )
 from offload.report import plot_memory
+from offload.quantizer import quantize_int4
 from offload.saving import save_checkpoint
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
@@ -58,6 +62,8 @@ __all__ = [
     "materialize",
     "memory_summary",
     "plot_memory",
+    "quantize_",
+    "quantize_int4",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",

@@ -179,10 +179,14 @@ class _Mapped:
         return getattr(self._model, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, plain or of a quantized class, over their files."""
-        named = self._model.state_dict().items()
-        with plain_world():
-            return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
+        return mapped_state(self._model)
+
+
+def mapped_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's weights by name, plain or of a quantized class, over their files."""
+    named = model.state_dict().items()
+    with plain_world():
+        return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
 
 
 def _conversions(model: Any) -> Any:

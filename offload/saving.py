@@ -30,6 +30,7 @@ from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
+from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, subclass_value, write_value
@@ -265,6 +266,19 @@ def _positive(size: int | str) -> int:
 # Quantized weights
 
 
+def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What `flatten_tensor_state_dict` of torchao gives, without the copies: plain tensors by key, and the metadata.
+
+    Raises:
+        UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
+    """
+    quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
+    parts: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parts |= _inner_tensors(name, quantized[name]) if name in quantized else {name: tensor}
+    return parts, _torchao_notes(tensors, quantized)
+
+
 def _inner_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """The plain tensors of a quantized weight, by the keys under which torchao looks for them."""
     keys = _in_torchaos_form(name, value)[0]
@@ -299,17 +313,21 @@ def _torchao_notes(tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, 
 def _in_torchaos_form(name: str, value: torch.Tensor) -> tuple[list[str], str]:
     """The keys of a weight's inner tensors, and the note about it.
 
-    Source: `torchao.prototype.safetensors`, which copies the tensors too: hence one at a time.
+    Source: `torchao.prototype.safetensors`, which copies the tensors too: hence of tensors without data.
     """
     try:
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-        flat, notes = flatten_tensor_state_dict({name: value})
+        flat, notes = flatten_tensor_state_dict({name: _without_data(value)})
     except ImportError as error:
         raise _no_form(name, value, "torchao, which knows such forms, can't be imported") from error
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise _no_form(name, value, f"torchao has no form for it ({error})") from error
     return list(flat), notes[name]
+
+
+def _without_data(value: torch.Tensor) -> torch.Tensor:
+    return with_inner(value, lambda part: part.to("meta")) if is_subclass_value(value) else value
 
 
 def _no_form(name: str, value: torch.Tensor, why: str) -> UnknownSubclassError:

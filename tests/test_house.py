@@ -92,6 +92,8 @@ PUBLIC = [
     "materialize",
     "memory_summary",
     "plot_memory",
+    "quantize_",
+    "quantize_int4",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",

@@ -20,6 +20,7 @@ from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
+from offload.integrations.torchao import let_save_quantized
 from offload.loader import (
     LoadReport,
     connect_devices,
@@ -29,7 +30,7 @@ from offload.loader import (
     refuse_own_folder,
 )
 from offload.order import expect_reads
-from offload.pretrained import filled, let_quantizer_save
+from offload.pretrained import filled
 from offload.slots import place_tensors, tensor_slots
 from offload.tensor.arguments import floating_dtype
 
@@ -99,7 +100,7 @@ def from_pretrained(
     if getattr(config, "quantization_config", None) is not None:
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-        let_quantizer_save(model)
+        let_save_quantized(model)
     else:
         tensors = dict(zip(source, referenced(source, [(name, _CPU) for name in source], offload_dir), strict=True))
         model, info = filled(type(empty), empty.config, tensors, dtype, **options)
@@ -114,7 +115,8 @@ def from_pretrained(
 def _refuse_options(options: Mapping[str, Any]) -> None:
     if options.get("quantization_config") is not None:
         raise CheckpointError(
-            "weights are not quantized while they are loaded: load the model, then quantize it on disk"
+            "weights are not quantized while they are loaded: load the model, then quantize it on disk with "
+            "offload.quantize_(model, quantization_config)"
         )
     for name in _NOT_HERE.keys() & options.keys():
         raise TypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")

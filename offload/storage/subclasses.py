@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,24 +21,34 @@ from offload.errors import CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Layout
 
-# Classes that are known without being registered: package -> class -> module that gives it.
-_KNOWN = {
+# Classes that are known without being registered: package -> class -> the modules that may have it, the newest first.
+_AO = "torchao.quantization"
+_WORKFLOWS = f"{_AO}.quantize_.workflows"
+_FORMATS, _PROTOTYPES = "torchao.prototype.mx_formats", "torchao.prototype.quantization"
+_KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "offload": {"GroupedInt4Tensor": ("offload.quantizer",)},
     "torchao": {
+        **dict.fromkeys(("Float8Tensor", "Int8Tensor", "IntxOpaqueTensor", "IntxUnpackedToInt8Tensor"), (_AO,)),
+        **dict.fromkeys(("Int4PlainInt32Tensor", "Int4PreshuffledTensor", "Int4Tensor"), (_AO,)),
+        **dict.fromkeys(("Int4TilePackedTo4dTensor", "MappingType"), (_AO,)),
+        **dict.fromkeys(("PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor", "PerToken"), (_AO,)),
+        **dict.fromkeys(("QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs"), (_WORKFLOWS,)),
         **dict.fromkeys(
-            ("Float8Tensor", "Int4PlainInt32Tensor", "Int4Tensor", "Int4TilePackedTo4dTensor", "Int8Tensor"),
-            "torchao.quantization",
+            ("NF4Tensor", "SubclassTensorArgs"), (f"{_WORKFLOWS}.nf4.nf4_tensor", "torchao.dtypes.nf4tensor")
         ),
-        **dict.fromkeys(
-            ("IntxUnpackedToInt8Tensor", "MappingType", "PerAxis", "PerGroup", "PerRow", "PerTensor"),
-            "torchao.quantization",
-        ),
-        **dict.fromkeys(
-            ("QuantizeTensorToFloat8Kwargs", "QuantizeTensorToInt8Kwargs"),
-            "torchao.quantization.quantize_.workflows",
-        ),
-        "KernelPreference": "torchao.quantization.quantize_.common",
-        "Float8MMConfig": "torchao.float8.inference",
-    }
+        "Float8MMConfig": ("torchao.float8.inference",),
+        "IntxPackingFormat": (f"{_WORKFLOWS}.intx.intx_packing_format",),
+        "KernelPreference": (f"{_AO}.quantize_.common",),
+        **dict.fromkeys(("MXTensor", "QuantizeTensorToMXKwargs"), (f"{_FORMATS}.mx_tensor",)),
+        **dict.fromkeys(("NVFP4Tensor", "QuantizeTensorToNVFP4Kwargs"), (f"{_FORMATS}.nvfp4_tensor",)),
+        "ScaleCalculationMode": (f"{_FORMATS}.config",),
+        "CodebookQuantizedPackedTensor": (f"{_PROTOTYPES}.codebook_groupwise.codebook_quantized_tensor",),
+        "CodebookQuantizedTensor": (f"{_PROTOTYPES}.codebook.codebook_quantized_tensor",),
+        "GGUFQuantizedTensor": (f"{_PROTOTYPES}.gguf.gguf_quantized_tensor",),
+        "Int4OpaqueTensor": (f"{_PROTOTYPES}.int4", _AO),
+        "UIntxBitPackedTensor": (f"{_PROTOTYPES}.uintx.uintx_bit_packed_tensor",),
+        "UintxTensor": ("torchao.prototype.dtypes.uintx.uintx_utils",),
+    },
 }
 _REGISTERED: dict[str, type] = {}
 
@@ -86,6 +97,14 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
         "dtype": dtype_name(tensor.dtype),
     }
     return dict(sorted(values.items(), key=_by_alignment)), recipe
+
+
+def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A wrapper subclass as `tensor` is, of what `change` makes of its inner tensors."""
+    attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {attribute: change(getattr(tensor, attribute)) for attribute in attributes}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return made
 
 
 def layout_from(recipe: Any) -> Layout:
@@ -155,19 +174,17 @@ def _known(word: str) -> type:
     if word in _REGISTERED:
         return _REGISTERED[word]
     package, _, name = str(word).partition(":")
-    module = _KNOWN.get(package, {}).get(name)
-    if module is None:
+    modules = _KNOWN.get(package, {}).get(name)
+    if modules is None:
         raise UnknownSubclassError(
             f"{name} (of {package}) is not a class that offload stores: "
             f"call offload.register_subclass({name}) if you trust it"
         )
-    try:
-        cls: type = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UnknownSubclassError(
-            f"{name} is needed to rebuild this value: install a {package} that has it"
-        ) from error
-    return cls
+    for module in modules:
+        with suppress(ImportError, AttributeError):
+            cls: type = getattr(importlib.import_module(module), name)
+            return cls
+    raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a {package} that has it")
 
 
 def _encode(value: Any) -> Any:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from offload.errors import StaleViewError
 from offload.staging import send
 from offload.storage.handle import Handle
 from offload.storage.header import Layout
 from offload.storage.modes import plain_world
-from offload.storage.subclasses import is_subclass_value
+from offload.storage.subclasses import is_subclass_value, with_inner
 
 
 @lru_cache(maxsize=1024)
@@ -45,9 +46,25 @@ def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     return with_bits_of(guest, twin) if twin.is_conj() or twin.is_neg() else guest
 
 
+def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
+    """`base`, which is of a tensor subclass, for a twin that is the whole of it.
+
+    Raises:
+        StaleViewError: the twin was cut from a plain value, which stood there before.
+    """
+    if (twin.shape, twin.stride(), twin.dtype) != (base.shape, base.stride(), base.dtype):
+        raise StaleViewError(
+            f"the value {name!r} was replaced by a {type(base).__name__}, and this tensor is an old view of a part: "
+            "cut the view again"
+        )
+    return base
+
+
 def copied(guest: torch.Tensor) -> torch.Tensor:
     """An independent tensor of the same value; of bytes, as torch has no copy kernel for some 1-byte dtypes (2.13)."""
-    if guest.itemsize == 1 and not is_subclass_value(guest):
+    if is_subclass_value(guest):  # some classes of torchao 0.18 lack `clone`, or have it wrong
+        return with_inner(guest, copied)
+    if guest.itemsize == 1:
         return guest.view(torch.uint8).clone().view(guest.dtype)
     return guest.clone()
 

@@ -15,6 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.storage.subclasses import is_subclass_value
+from offload.tensor.cuts import copied
 from offload.tensor.rules import guests_of, named_guests, plain_copies
 from offload.tensor.tables import FUNCTIONS, INNER, registrar
 from offload.tensor.wrapper import OffloadedTensor, store
@@ -34,7 +35,7 @@ _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 @registrar(FUNCTIONS, INNER)
 def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Below torch functions, autograd would take `linear` apart into ops that the inner class lacks."""
-    if _is_of_the_tensor(func):
+    if _is_of_the_tensor(func, args, kwargs):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if _is_inplace(func):
@@ -44,11 +45,19 @@ def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     return _independent(results, {place for guest in memo.values() for place in _places(guest)})
 
 
-def _is_of_the_tensor(func: Any) -> bool:
+def _is_of_the_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
+    if name == "to" and _casts(*args, *kwargs.values()):
+        return False
     if name in _ACCESSORS:
         return func.__self__.__name__ not in _VALUE_PROPERTIES
     return name in _OF_THE_TENSOR
+
+
+def _casts(tensor: torch.Tensor, *given: Any) -> bool:
+    """Whether `tensor.to` of these arguments gives another dtype."""
+    dtypes = (one if isinstance(one, torch.dtype) else getattr(one, "dtype", None) for one in given)
+    return any(dtype not in (None, tensor.dtype) for dtype in dtypes)
 
 
 def _is_inplace(func: Callable[..., Any]) -> bool:
@@ -84,7 +93,7 @@ def _independent(results: Any, files: set[int]) -> Any:
     if isinstance(results, (list, tuple)):
         return type(results)([_independent(result, files) for result in results])
     if isinstance(results, torch.Tensor) and not files.isdisjoint(_places(results)):
-        return results.clone()
+        return results.clone() if results.requires_grad else copied(results)
     return results
 
 

@@ -30,7 +30,7 @@ from offload.storage.modes import plain_world
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import checked_device, only_key, refuse_unstorable
-from offload.tensor.cuts import copied, cut, sent_to, twin_of, with_bits_of
+from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
@@ -453,8 +453,8 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     """As `value_on_cpu`, but not brought into memory: for those that read a part of it, or write to it."""
     handle, twin = tensor._handle, current_twin(tensor)
     base = handle.base()
-    if twin is not handle.twin and handle.recipe is None:
-        base = cut(base, twin)
+    if twin is not handle.twin:
+        base = cut(base, twin) if handle.recipe is None else uncut(base, twin, tensor._file_handle().name)
     if not handle.owned and base._version > _AS_MAPPED and handle.recipe is None:
         # Compiled code stored into the mapping, which is only memory where the file is not ours.
         tensor._file_handle().replace(handle.base())

@@ -1,0 +1,441 @@
+"""torchao's `quantize_` over models on disk: the same model as in memory, on disk, saved and loaded again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import UnknownSubclassError, WriteError
+from offload.storage import subclasses
+from offload.storage.file import TensorFile
+from tests.processes import run_script
+from tests.quantized import IN_TORCHAOS_FORM, WEIGHT_ONLY, identical
+
+torchao = pytest.importorskip("torchao.quantization")
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.arange(8)[None]
+MODELS = {"plain": (False, torch.float32), "tied, of 16 bits": (True, torch.bfloat16)}
+CONFIGS = [name for name in WEIGHT_ONLY if name not in ("int1x", "int2x", "int5x", "int6x", "int7x")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny Llama of each kind."""
+    made = {}
+    for name, (tied, dtype) in MODELS.items():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=4, vocab_size=64, tie_word_embeddings=tied, max_position_embeddings=64,
+        )  # fmt: skip
+        made[name] = tmp_path_factory.mktemp("llama")
+        transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["plain"]
+
+
+def in_memory(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def int8() -> Any:
+    return WEIGHT_ONLY["int8"]()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+def assert_same(expected: nn.Module, found: nn.Module) -> None:
+    """Name by name, class by class, bit by bit; and all of the found one is on disk."""
+    parameters = dict(expected.named_parameters())
+    assert list(parameters) == [name for name, _ in found.named_parameters()]
+    for name, parameter in found.named_parameters():
+        assert offload.is_offloaded(parameter), name
+        assert isinstance(parameter, nn.Parameter)
+        assert parameters[name].requires_grad == parameter.requires_grad, name
+        assert identical(parameters[name].detach(), parameter.materialize()), name
+
+
+def is_head(_: nn.Module, name: str) -> bool:
+    return name == "lm_head"
+
+
+# As in memory
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_model_quantized_on_disk_is_that_quantized_in_memory(
+    folders: dict[str, Path], tmp_path: Path, config: str, kind: str
+) -> None:
+    """Weights and logits, bit for bit; saved, and loaded again by transformers and on disk, too."""
+    expected, found = in_memory(folders[kind]), offload.from_pretrained(folders[kind])
+    for model, quantize in ((expected, torchao.quantize_), (found, offload.quantize_)):
+        torch.manual_seed(0)  # codebooks begin at random, and take long
+        quantize(model, WEIGHT_ONLY[config](), is_head if config == "codebook" else None)
+
+    assert_same(expected, found)
+    assert torch.equal(logits(expected), logits(found))
+    if config in IN_TORCHAOS_FORM:
+        found.save_pretrained(tmp_path)
+        for loaded in (in_memory(tmp_path), offload.from_pretrained(tmp_path)):
+            assert torch.equal(logits(expected), logits(loaded))
+        assert_same(in_memory(tmp_path), loaded)
+
+
+def dynamic_int4() -> Any:
+    return torchao.Int8DynamicActivationIntxWeightConfig(torch.int4, torchao.PerGroup(32))
+
+
+def qat(step: str) -> Any:
+    from torchao.quantization.qat import QATConfig
+
+    return QATConfig(dynamic_int4(), step=step)
+
+
+def is_linear_or_embedding(module: nn.Module, _: str) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def is_in_a_layer(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and "layers" in name
+
+
+BY_NAME = {"re:.*q_proj.weight": WEIGHT_ONLY["int4x"], "lm_head": WEIGHT_ONLY["int8"]}
+OTHER_WAYS: dict[str, list[tuple[Callable[[], Any], Any]]] = {
+    "dynamic int8": [(lambda: torchao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False), None)],
+    "dynamic int4": [(dynamic_int4, None)],
+    "embeddings": [(WEIGHT_ONLY["int8x"], is_linear_or_embedding)],
+    "a filter": [(WEIGHT_ONLY["int8"], is_in_a_layer)],
+    "by name": [(lambda: torchao.FqnToConfig({name: config() for name, config in BY_NAME.items()}), None)],
+    "for training": [(lambda: qat("prepare"), None)],
+    "after training": [(lambda: qat("prepare"), None), (lambda: qat("convert"), None)],
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_configurations_and_filters_do_as_in_memory(folders: dict[str, Path], way: str, kind: str) -> None:
+    """With quantized activations, of embeddings, by names, and with modules that take another's place."""
+    expected, found = in_memory(folders[kind]), offload.from_pretrained(folders[kind])
+    for config, wanted in OTHER_WAYS[way]:
+        torchao.quantize_(expected, config(), wanted)
+        offload.quantize_(found, config(), wanted)
+
+    assert_same(expected, found)
+    assert torch.equal(logits(expected), logits(found))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "options", [{}, {"modules_to_not_convert": ["q_proj"]}, {"include_input_output_embeddings": True}], ids=str
+)
+def test_transformers_own_configuration_quantizes_what_transformers_would(
+    folders: dict[str, Path], tmp_path: Path, options: dict[str, Any], kind: str
+) -> None:
+    """Not the head, unless it is said; and not what is tied."""
+    method = transformers.TorchAoConfig(WEIGHT_ONLY["int8x"](), **options)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(
+        folders[kind], quantization_config=method, dtype="auto"
+    )
+    found = offload.from_pretrained(folders[kind])
+    offload.quantize_(found, method)
+    found.save_pretrained(tmp_path)
+
+    assert_same(expected.requires_grad_(False), found.requires_grad_(False))  # transformers froze what it left alone
+    assert torch.equal(logits(expected), logits(found))
+    assert torch.equal(logits(expected), logits(in_memory(tmp_path)))
+    assert ("torchao", True) == (str(found.quantization_method.value), found.is_quantized)
+
+
+@pytest.mark.parametrize("config", ["int8", "int4x-group", "float8", "nvfp4"])
+def test_torchaos_own_form_gives_the_model_back(folder: Path, tmp_path: Path, config: str) -> None:
+    """Of `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    found = offload.from_pretrained(folder)
+    offload.quantize_(found, WEIGHT_ONLY[config]())
+    offload.save_checkpoint(found, tmp_path)
+
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    for load in (load_file, offload.load_file):
+        state, rest = unflatten_tensor_state_dict(load(path), metadata)
+        assert {} == rest
+        empty = transformers.LlamaForCausalLM(found.config)
+        empty.load_state_dict(state, assign=True)
+        assert torch.equal(logits(found), logits(empty))
+
+
+def test_an_offload_folder_keeps_weights_of_any_class(folder: Path, tmp_path: Path) -> None:
+    """Also those that torchao's form does not know: what was quantized is there, and makes the model again."""
+    found = offload.from_pretrained(folder, offload_dir=tmp_path)
+    offload.quantize_(found, WEIGHT_ONLY["int4-opaque"]())
+    names = {name for name, _ in found.named_parameters() if "proj" in name or "lm_head" in name}
+
+    again = offload.from_pretrained(folder)
+    again.load_state_dict(offload.load_file(tmp_path), assign=True, strict=False)
+
+    assert {f"{name}.safetensors" for name in names} == set(os.listdir(tmp_path))
+    assert torch.equal(logits(found), logits(again))
+
+
+# Where weights are
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder: Path, tmp_path: Path) -> None:
+    """Referenced values go to files of their own; those of a folder change there, under their names."""
+    before = bytes_of(folder)
+    dispatched = offload.load_checkpoint_and_dispatch(transformers.LlamaForCausalLM(in_memory(folder).config), folder)
+    stored = offload.disk_offload(in_memory(folder), tmp_path)
+    paths = {name: parameter.offload_path for name, parameter in stored.named_parameters()}
+    expected = in_memory(folder)
+    torchao.quantize_(expected, int8())
+
+    for model in (dispatched, stored):
+        offload.quantize_(model, int8())
+        assert_same(expected, model)
+
+    assert before == bytes_of(folder)
+    assert paths == {name: parameter.offload_path for name, parameter in stored.named_parameters()}
+    assert set(paths) == set(offload.load_file(tmp_path))
+    assert identical(expected.lm_head.weight.detach(), offload.load_file(tmp_path)["lm_head.weight"].materialize())
+
+
+def test_what_is_in_memory_stays_there(folder: Path) -> None:
+    model = offload.from_pretrained(folder, device_map={"": "disk", "lm_head": "cpu"})
+
+    offload.quantize_(model, int8())
+
+    assert "Int8Tensor" == type(model.lm_head.weight).__name__
+    assert "Int8Tensor" == type(model.model.layers[0].mlp.up_proj.weight.materialize()).__name__
+
+
+def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The head gets a file under its own name, and the model says that they are tied no more."""
+    model = offload.disk_offload(in_memory(folders["tied, of 16 bits"]), tmp_path)
+    embedding = model.model.embed_tokens.weight
+    before = embedding.materialize()
+
+    offload.quantize_(model, int8())
+
+    assert embedding is model.model.embed_tokens.weight
+    assert torch.equal(before, embedding.materialize())
+    assert ("lm_head.weight", tmp_path) == (model.lm_head.weight.name, model.lm_head.weight.offload_dir)
+    assert not model.config.tie_word_embeddings
+    assert {} == model.all_tied_weights_keys
+    model.tie_weights()
+    assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
+
+
+def test_weights_tied_under_the_name_of_the_quantized_one_are_told_apart(tmp_path: Path) -> None:
+    """Also of two layers with one weight, of which torchao makes two."""
+    layers = nn.ModuleDict({"b": nn.Linear(256, 64), "a": nn.Linear(256, 64), "e": nn.Embedding(64, 256)})
+    stored = OffloadedTensor.from_original_tensor(torch.randn(64, 256), "a.weight", tmp_path)
+    for layer in layers.values():
+        layer.weight = nn.Parameter(stored.detach()) if layer is layers["b"] else layers["b"].weight
+    plain = stored.materialize()
+
+    offload.quantize_(layers, int8())
+
+    assert ["b.weight", "a.weight.quantized", "a.weight"] == [layer.weight.name for layer in layers.values()]
+    assert torch.equal(plain, layers["e"].weight.materialize())
+    assert identical(layers["a"].weight.materialize(), layers["b"].weight.materialize())
+
+
+def test_a_module_that_takes_anothers_place_is_brought_to_disk(tmp_path: Path) -> None:
+    """Its weight, which torchao never gave to the old module, replaces the old value."""
+    from torchao.core.config import AOBaseConfig
+
+    class Swapped(AOBaseConfig):
+        """Puts a new layer, made in memory, in a layer's place."""
+
+    @torchao.register_quantize_module_handler(Swapped)
+    def swap(module: nn.Linear, _: Swapped) -> nn.Module:
+        made = nn.Linear(module.in_features, module.out_features, bias=False)
+        made.weight = nn.Parameter(module.weight.detach() * 2)
+        torchao.quantize_(made, int8())
+        return made
+
+    model = nn.Sequential(nn.Linear(256, 64, bias=False), nn.Linear(64, 256, bias=False))
+    offload.disk_offload(model, tmp_path)
+    expected = nn.Linear(256, 64, bias=False)
+    expected.weight = nn.Parameter(model[0].weight.materialize() * 2)
+    torchao.quantize_(expected, int8())
+
+    offload.quantize_(model, Swapped())
+
+    assert identical(expected.weight.detach(), model[0].weight.materialize())
+    assert ["0.weight.safetensors", "1.weight.safetensors"] == sorted(os.listdir(tmp_path))
+
+
+# One by one
+
+
+def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_rest(folder: Path) -> None:
+    """What was quantized stays as it is."""
+    model, expected = offload.from_pretrained(folder), in_memory(folder)
+    torchao.quantize_(expected, int8())
+    seen: list[str] = []
+
+    def interrupted(module: nn.Module, name: str) -> bool:
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        if isinstance(module, nn.Linear):
+            seen.append(name)
+        return isinstance(module, nn.Linear)
+
+    with pytest.raises(KeyboardInterrupt):
+        offload.quantize_(model, int8(), interrupted)
+    kinds = {name: type(parameter.materialize()).__name__ for name, parameter in model.named_parameters()}
+    assert {f"{name}.weight" for name in seen[:4]} == {name for name, kind in kinds.items() if kind == "Int8Tensor"}
+    assert logits(model).isfinite().all()
+    first = model.get_parameter(f"{seen[0]}.weight")
+    offload.quantize_(model, int8())
+
+    assert first is model.get_parameter(f"{seen[0]}.weight")
+    assert_same(expected, model)
+
+
+def test_a_failed_write_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 64)), tmp_path)
+    before = model[1].weight.materialize()
+    replace, calls = os.replace, []
+
+    def fails_at_the_second(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", fails_at_the_second)
+    with pytest.raises(WriteError, match=r"1\.weight"):
+        offload.quantize_(model, int8())
+
+    assert "Int8Tensor" == type(model[0].weight.materialize()).__name__
+    assert torch.equal(before, model[1].weight.materialize())
+    assert sorted(f"{name}.safetensors" for name, _ in model.named_parameters()) == sorted(os.listdir(tmp_path))
+
+
+def test_a_class_that_is_not_known_is_named_and_the_old_value_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(subclasses._KNOWN["torchao"], "Int8Tensor")
+    model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
+
+    with pytest.raises(UnknownSubclassError, match=r"tensor '0.weight': Int8Tensor .*register_subclass\(Int8Tensor\)"):
+        offload.quantize_(model, int8())
+
+    assert type(model[0].weight.materialize()) is torch.Tensor
+
+
+def test_other_threads_see_nothing_of_it() -> None:
+    """A parameter that another thread sets while this one quantizes is that thread's own; afterwards, and here too."""
+    model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
+    other = offload.disk_offload(nn.Linear(8, 8))
+    plain = nn.Parameter(torch.ones(8, 8))
+    hooks = len(nn.modules.module._global_parameter_registration_hooks)
+
+    def wanted(module: nn.Module, _: str) -> bool:
+        thread = threading.Thread(target=setattr, args=(other, "weight", plain))
+        thread.start()
+        thread.join()
+        return isinstance(module, nn.Linear)
+
+    offload.quantize_(model, int8(), wanted)
+
+    assert plain is other.weight
+    assert hooks == len(nn.modules.module._global_parameter_registration_hooks)
+
+
+def test_files_hold_the_quantized_value_alone(tmp_path: Path) -> None:
+    """At once: a quarter of the bytes of a float32 weight, and its scales."""
+    model = offload.disk_offload(nn.Sequential(nn.Linear(1024, 1024, bias=False)), tmp_path)
+
+    offload.quantize_(model, int8())
+
+    entries = TensorFile.open(tmp_path / "0.weight.safetensors").entries
+    assert 1024 * 1024 == entries["0.weight.qdata"].layout.nbytes
+    assert (tmp_path / "0.weight.safetensors").stat().st_size < 1.02 * 1024 * 1024
+
+
+# What is refused
+
+
+def test_a_configuration_of_transformers_is_for_its_models_and_takes_no_filter(folder: Path) -> None:
+    method = transformers.TorchAoConfig(int8())
+
+    for model, wanted in ((nn.Linear(8, 8), None), (in_memory(folder), is_in_a_layer)):
+        with pytest.raises(TypeError, match="give no filter_fn with it, and for other models its quant_type"):
+            offload.quantize_(model, method, wanted)
+
+
+# Memory
+
+SCRIPT = '''
+import json, sys, threading, torch, offload
+from torch import nn
+from offload.memory import anonymous_bytes
+from tests.quantized import WEIGHT_ONLY
+
+def peak(act):
+    """Bytes of anonymous memory that `act` takes at most."""
+    before, done = anonymous_bytes(), threading.Event()
+    seen = [before]
+
+    def watch():
+        while not done.wait(0.001):
+            seen.append(anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    act()
+    done.set()
+    watcher.join()
+    return max(seen) - before
+
+def model(layers, width):
+    layers = [nn.Linear(width, width, bias=False, dtype=torch.bfloat16, device="meta") for _ in range(layers)]
+    for number, layer in enumerate(layers):
+        stored = offload.OffloadedTensor.zeros((width, width), dtype=torch.bfloat16, name=f"{width}.{number}")
+        layer.weight = nn.Parameter(stored)
+    return nn.Sequential(*layers)
+
+offload.quantize_(model(1, 256), WEIGHT_ONLY["int8"]())  # imports, first calls
+made = model(16, 2048)
+quantizing = peak(lambda: offload.quantize_(made, WEIGHT_ONLY["int8"]()))
+saving = peak(lambda: offload.save_checkpoint(made, sys.argv[1]))
+print(json.dumps([quantizing, saving]))
+'''
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
+    """What torchao computes with for one of 8 MiB, in 32 bits; not the results of all 16, of 4 MiB each."""
+    quantizing, saving = json.loads(run_script(SCRIPT, tmp_path).splitlines()[-1])
+
+    assert quantizing < 5 * (2048 * 2048 * 4)
+    assert saving < 16e6

@@ -1,0 +1,164 @@
+"""Weights that torchao quantized are stored as they are, compute as in memory, and come back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import StaleViewError
+from offload.storage import subclasses
+from tests.processes import run_script
+from tests.quantized import WEIGHT_ONLY, identical, outcome
+
+pytest.importorskip("torchao")
+
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+EVERY_CONFIG = pytest.mark.parametrize("config", WEIGHT_ONLY)
+
+
+def weight(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def quantized(config: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A weight, (64, 256), as torchao quantizes it."""
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(256, 64, bias=False)
+    layer.weight = nn.Parameter(weight(dtype))
+    torch.manual_seed(0)  # codebooks begin at random
+    quantize_(layer, WEIGHT_ONLY[config]())
+    return layer.weight
+
+
+def through(store: Callable[[Any], bytes], load: Callable[[bytes], Any]) -> Callable[[Any], Any]:
+    return lambda value: load(store(value))
+
+
+def saved(value: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda w: F.linear(torch.ones(3, 256, dtype=w.dtype), w),
+    "linear with a bias": lambda w: F.linear(torch.ones(3, 256, dtype=w.dtype), w, torch.ones(64, dtype=w.dtype)),
+    "parameter": lambda w: F.linear(torch.ones(3, 256, dtype=w.dtype), nn.Parameter(w.detach(), requires_grad=False)),
+    "dequantize": lambda w: w.dequantize(),
+    "slice": lambda w: w[8:16],
+    "row": lambda w: w[3],
+    "t": lambda w: w.t(),
+    "cast": lambda w: w.to(torch.float16),
+    "cast and move": lambda w: w.to("cpu", torch.float16),
+    "half": lambda w: w.half(),
+    "clone": lambda w: w.clone(),
+    "shape": lambda w: (w.shape, w.stride(), w.dtype, w.device, w.numel(), w.requires_grad, w.is_leaf),
+    "torch.save": through(saved, lambda data: torch.load(io.BytesIO(data), weights_only=False)),
+    "pickle": through(pickle.dumps, pickle.loads),
+}
+
+
+@pytest.fixture(autouse=True)
+def every_class_is_known_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that another test registered helps."""
+    monkeypatch.setattr(subclasses, "_REGISTERED", {})
+
+
+@BOTH_DTYPES
+@EVERY_CONFIG
+def test_all_that_a_quantized_weight_can_do_it_does_from_disk(config: str, dtype: torch.dtype) -> None:
+    """The same result, bit for bit, or the same error as in memory."""
+    in_memory = quantized(config, dtype)
+    on_disk = OffloadedTensor.from_original_tensor(in_memory, "w")
+
+    for name, act in ACTS.items():
+        assert identical(outcome(act, in_memory), outcome(act, on_disk)), name
+
+
+@BOTH_DTYPES
+@EVERY_CONFIG
+def test_a_quantized_weight_stays_what_it_is(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
+    """As `materialize` gives it, copied, detached, moved, as the new value of a plain weight, and opened again."""
+    value = quantized(config, dtype)
+    expected = value.detach()
+    stored = OffloadedTensor.from_original_tensor(value, "w", tmp_path)
+    plain = OffloadedTensor.from_original_tensor(weight(dtype), "plain")
+    plain.update_values(expected)
+    copied = copy.deepcopy(stored)
+    again = OffloadedTensor.from_file(stored.offload_path)
+
+    assert isinstance(stored, nn.Parameter)
+    for one in (stored, plain, copied, again, stored.detach(), stored.to("cpu"), nn.Parameter(stored.detach(), False)):
+        assert offload.is_offloaded(one)
+        assert identical(expected, one.materialize())
+    stored.detach().update_values(weight(dtype))
+    assert identical(expected, copied.materialize())
+    assert identical(weight(dtype), stored.materialize())
+
+
+def test_every_quantized_weight_is_opened_by_another_process(tmp_path: Path) -> None:
+    """Which has seen neither torchao nor a name of its classes before; from a folder as a whole, bit for bit."""
+    for config in WEIGHT_ONLY:
+        OffloadedTensor.from_original_tensor(quantized(config), config, tmp_path)
+
+    script = """
+        import sys, offload
+        values = {name: value.materialize() for name, value in offload.load_file(sys.argv[1]).items()}
+        from tests.integrations.test_torchao import identical, quantized
+        for name, value in values.items():
+            assert identical(quantized(name).detach(), value), name
+        print(len(values))
+    """
+
+    assert f"{len(WEIGHT_ONLY)}\n" == run_script(script, tmp_path)
+
+
+def test_a_module_says_what_its_weights_are() -> None:
+    """torchao's own words for a layer go through."""
+    from torchao.quantization import quantize_
+
+    layer = nn.Sequential(nn.Linear(256, 64))
+    quantize_(layer, WEIGHT_ONLY["int8"]())
+    offload.disk_offload(layer)
+
+    assert "Linear(in_features=256, out_features=64" in repr(layer)
+    assert "qdata=" in repr(layer[0].weight)
+
+
+def test_a_view_of_what_was_plain_is_stale_when_it_is_quantized() -> None:
+    """It never gives the whole value for the part; one of the whole goes on."""
+    stored = OffloadedTensor.from_original_tensor(weight(), "w")
+    row, turned, whole = stored[3], stored.t(), stored.detach()
+    value = quantized("int8").detach()
+
+    stored.update_values(value)
+
+    for part in (row, turned):
+        with pytest.raises(StaleViewError, match=r"'w' was replaced by a Int8Tensor.*cut the view again"):
+            part.materialize()
+        with pytest.raises(StaleViewError):
+            F.linear(torch.ones(1, part.shape[-1]), part)
+    assert identical(value, whole.materialize())
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [(package, name) for package, names in subclasses._KNOWN.items() for name in names]
+)
+def test_the_names_on_the_allow_list_are_those_of_classes(package: str, name: str) -> None:
+    """In the versions that are installed here."""
+    found = subclasses._known(f"{package}:{name}")
+
+    assert name == found.__qualname__
+    assert package == found.__module__.split(".")[0]
