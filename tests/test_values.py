@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
 from offload import OffloadedTensor, is_offloaded, map_values
 from offload.errors import (
     DtypeMismatchError,
+    JournalError,
     MapError,
     MetaTensorError,
+    NameInUseError,
     ShapeMismatchError,
     UnsupportedOpError,
+    WriteError,
 )
+from offload.verify import verify
 from tests.conftest import contents
+from tests.processes import run_script
 
 
 class Tied(nn.Module):
@@ -291,3 +299,233 @@ def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
 
     assert NAMES == report.before
     assert_doubled(model, plain)
+
+
+def test_several_runs_follow_each_other_and_are_resumed_in_their_order(checkpoint, plain, tmp_path):
+    """The second one stops; the lines of both are run again."""
+    model = loaded(checkpoint, tmp_path / "q")
+    map_values(double, model, resume="first")
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.weight"), model, resume="second", select="*.weight")
+    del model
+    model, first, second = loaded(checkpoint, tmp_path / "q"), StopAt(), StopAt()
+
+    map_values(first, model, resume="first")
+    map_values(second, model, resume="second", select="*.weight")
+
+    assert ["scale"] == first.seen
+    assert ["layer.weight"] == second.seen
+    assert torch.equal(plain.table.weight * 4, model.table.weight)
+    assert torch.equal(plain.layer.weight * 4, model.layer.weight)
+    assert torch.equal(plain.layer.bias * 2, model.layer.bias)
+
+
+def test_a_value_that_was_kept_is_not_shown_again(checkpoint, tmp_path):
+    def fail_late(name, tensor):
+        if name == "layer.bias":
+            raise ValueError(name)
+        return tensor
+
+    with pytest.raises(MapError):
+        map_values(fail_late, loaded(checkpoint, tmp_path / "q"), resume=True)
+    call = StopAt()
+
+    report = map_values(call, loaded(checkpoint, tmp_path / "q"), resume=fail_late.__qualname__)
+
+    assert ["layer.bias"] == call.seen
+    assert NAMES[:3] == report.before
+
+
+def test_a_run_that_begins_anew_over_half_done_values_is_refused(checkpoint, plain, tmp_path):
+    model = loaded(checkpoint, tmp_path / "q")
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), model, resume="double")
+
+    with pytest.raises(
+        JournalError, match=r"has the run 'double' \(3 of 4 values done\), and these values are as it left"
+    ):
+        map_values(double, model)
+
+    assert torch.equal(plain.table.weight * 2, model.table.weight)
+    del model
+    model = loaded(checkpoint, tmp_path / "q")
+    map_values(double, model)  # from the checkpoint
+    assert_doubled(model, plain)
+
+
+def test_the_journal_of_another_run_is_told_with_both_names_and_the_way_out(checkpoint, tmp_path):
+    model = loaded(checkpoint, tmp_path / "q")
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), model, resume="double")
+
+    with pytest.raises(JournalError, match=r"another run, 'double' \(3 of 4.*'halve' can't begin.*another offload_dir"):
+        map_values(double, model, resume="halve")
+    with pytest.raises(JournalError, match=r"'double' .* is over 4 values, this one is over 1: 'layer.bias', 'scale'"):
+        map_values(double, model, resume="double", select="layer.weight")
+
+
+def test_a_run_does_not_go_on_over_another_checkpoint(checkpoint, tmp_path):
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), loaded(checkpoint, tmp_path / "q"), resume="double")
+    save_file({name: tensor + 1 for name, tensor in load_file(checkpoint).items()}, checkpoint)
+
+    with pytest.raises(
+        JournalError, match=r"over other files: 'layer.bias' was in model.safetensors \(.* bytes, modif"
+    ):
+        map_values(double, loaded(checkpoint, tmp_path / "q"), resume="double")
+
+
+@pytest.mark.parametrize("text", ["", "no journal", "[]", '{"version": 2, "runs": []}', '{"version": 1, "runs": [{}]}'])
+def test_a_file_that_is_no_journal_is_told_and_left_as_it_is(checkpoint, tmp_path, text):
+    path = tmp_path / "q" / ".offload-journal"
+    path.parent.mkdir()
+    path.write_text(text)
+
+    for resume in (True, False):
+        with pytest.raises(
+            JournalError, match=r"offload-journal can't be read as a journal .*: remove it to begin anew"
+        ):
+            map_values(double, loaded(checkpoint, tmp_path / "q"), resume=resume)
+
+    assert text == path.read_text()
+
+
+def test_without_one_folder_there_is_nothing_to_resume_from(checkpoint, tmp_path):
+    split = {name: OffloadedTensor.from_original_tensor(torch.ones(1), name, tmp_path / name) for name in "ab"}
+
+    with pytest.raises(
+        JournalError, match="'double' can't be resumed: its values are in memory or in a private folder"
+    ):
+        map_values(double, loaded(checkpoint, None), resume=True)
+    with pytest.raises(JournalError, match="'double' can't be resumed: its values are in 2 folders"):
+        map_values(double, split, resume=True)
+
+    assert ("a", "b") == map_values(double, split).replaced
+
+
+def test_a_run_is_not_named_after_a_function_that_others_are_called_like(tmp_path):
+    tensors = {"w": OffloadedTensor.from_original_tensor(torch.ones(1), "w", tmp_path)}
+    factor = 3
+
+    for fn in (lambda name, tensor: tensor, lambda name, tensor: tensor * factor, StopAt(), partial(double)):
+        with pytest.raises(JournalError, match=r"resume=True names a run after its function.*as resume='"):
+            map_values(fn, tensors, resume=True)
+
+    assert [1] == tensors["w"].tolist()
+
+
+def test_an_own_value_is_not_taken_from_a_folder_that_is_in_use(checkpoint, tmp_path):
+    first = loaded(checkpoint, tmp_path / "q")
+    map_values(double, first, resume=True)
+
+    with pytest.raises(NameInUseError, match=r"'table\.weight' is in use"):
+        map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+
+
+def test_a_folder_with_a_journal_is_an_offload_folder_still(checkpoint, plain, tmp_path):
+    map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+
+    assert verify(tmp_path / "q").is_whole
+    for name, tensor in offload.load_file(tmp_path / "q").items():
+        assert torch.equal(plain.state_dict()[name] * 2, tensor)
+
+
+def test_a_full_disk_stops_the_run_with_the_error_of_the_value(tmp_path, monkeypatch):
+    weights = {name: OffloadedTensor.from_original_tensor(torch.ones(2), name, tmp_path) for name in "abc"}
+
+    def full_at_b(name, tensor):
+        if name == "b":
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+        return tensor * 2
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(WriteError, match=r"tensor 'b'.*could not be written"):
+        map_values(full_at_b, weights, resume="double")
+    monkeypatch.undo()
+
+    report = map_values(double, weights, resume="double")
+    assert (("a",), ("b", "c")) == (report.before, report.replaced)
+    assert [2, 2, 2] == [weight[0].item() for weight in weights.values()]
+    assert not list(tmp_path.glob(".offload-tmp-*"))
+
+
+# Killed. The values are in the folder itself: a second call on one would show.
+
+KILLED = """
+    import json, mmap, os, random, signal, sys, time, torch, offload
+    from offload import OffloadedTensor
+    from offload.journal import Journal
+
+    torch.set_num_threads(1)
+    folder, how, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    random.seed(0)
+    most = int(sys.argv[4])
+    names = [f"w{number}" for number in range(most)]
+    for number, name in enumerate(names):
+        OffloadedTensor.from_original_tensor(torch.full((1 << (10 + number % 8),), float(number)), name, folder)
+    offload.load_file(folder)["w1"].detach()  # the first op imports much of torch: forks have it then
+    calls = mmap.mmap(-1, 8 * most)
+
+    def times_3(name, tensor):
+        at = int(name[1:]) * 8
+        calls[at : at + 8] = (int.from_bytes(calls[at : at + 8], "little") + 1).to_bytes(8, "little")
+        return tensor * 3
+
+    def die_after_a_value(journal):
+        "Between the value and the journal."
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run():
+        tensors = offload.load_file(folder, offload_dir=folder)
+        if how == "after a value":
+            Journal.write_at_times = die_after_a_value
+        print(offload.map_values(times_3, tensors, resume=True).before.__len__(), flush=True)
+
+    def forked(wait):
+        pid = os.fork()
+        if not pid:
+            try:
+                run()
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+        if wait is not None:
+            time.sleep(wait)
+            os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    killed = 0
+    while True:
+        wait = None if how == "after a value" or killed >= kills else random.uniform(0.005, 0.05)
+        status = forked(wait)
+        assert status in (0, -signal.SIGKILL), status
+        if status == 0:
+            break
+        killed += 1
+        assert killed <= kills + most, "it does not get on"
+    values = {name: offload.load_file(folder)[name] for name in names}
+    right = all((value == 3.0 * number).all().item() for number, value in enumerate(values.values()))
+    seen = [int.from_bytes(calls[at : at + 8], "little") for at in range(0, 8 * most, 8)]
+    left = [name for name in os.listdir(folder) if name.startswith(".offload-tmp")]
+    print(json.dumps(dict(right=right, killed=killed, seen=seen, left=left)))
+"""
+
+
+def test_a_kill_between_a_value_and_the_journal_costs_no_value_and_doubles_none(tmp_path):
+    said = json.loads(run_script(KILLED, tmp_path, "after a value", 0, 8).splitlines()[-1])
+
+    assert said["right"]
+    assert 8 == said["killed"]
+    assert [1] * 8 == said["seen"]
+
+
+def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_path):
+    said = json.loads(run_script(KILLED, tmp_path, "at random", 15, 30).splitlines()[-1])
+
+    assert said["right"]
+    assert said["killed"] > 2
+    assert [] == said["left"]
