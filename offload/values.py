@@ -121,6 +121,48 @@ def map_values(
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
 
 
+def offloaded_like(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suffix: str) -> Any:
+    """What a function makes of a tensor: on disk if the tensor is, beside it, as `name.suffix`.
+
+    Args:
+        fn: called with the tensor; of one on disk, without gradients.
+        tensor: plain or offloaded.
+        suffix: is added to the tensor's name. If `fn` gives a tuple, list or dictionary, the place of each tensor in it
+            is added too: `name.suffix.0`.
+
+    Returns:
+        For an offloaded tensor the result with each tensor in it offloaded, in a file of its own in the same folder;
+        one that is there is replaced. For a plain tensor what `fn` gives.
+
+    Raises:
+        NameInUseError: a live tensor has that name.
+        ForeignFileError, WriteError, UnknownSubclassError
+
+    Example:
+        >>> w = OffloadedTensor.full((2, 2), 3.0, name="w")
+        >>> norms = offloaded_like(lambda weight: weight.sum(0), w, "norms")
+        >>> norms.name, norms.tolist()
+        ('w.norms', [6.0, 6.0])
+    """
+    if not isinstance(tensor, OffloadedTensor):
+        return fn(tensor)
+    name, folder = f"{tensor.name}.{suffix}", tensor._file_handle().folder
+    with torch.inference_mode(False), torch.no_grad():
+        return _stored(fn(tensor), name, folder)
+
+
+def _stored(result: Any, name: str, folder: Path | None) -> Any:
+    """The tensors in a result, each on disk under a name that says where it stands."""
+    if isinstance(result, torch.Tensor):
+        return OffloadedTensor.from_original_tensor(result, name, folder)
+    if isinstance(result, dict):
+        return {key: _stored(one, f"{name}.{key}", folder) for key, one in result.items()}
+    if isinstance(result, list | tuple):
+        stored = [_stored(one, f"{name}.{at}", folder) for at, one in enumerate(result)]
+        return type(result)(*stored) if hasattr(result, "_fields") else type(result)(stored)
+    return result
+
+
 # The values
 
 

@@ -90,10 +90,12 @@ PUBLIC = [
     "map_values",
     "materialize",
     "memory_summary",
+    "offloaded_like",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",
     "set_read_ahead",
+    "write_buffer",
 ]
 
 

@@ -529,3 +529,63 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_pat
     assert said["right"]
     assert said["killed"] > 2
     assert [] == said["left"]
+
+
+# Beside the original
+
+
+def test_a_result_stays_on_disk_beside_its_tensor(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w", tmp_path)
+
+    sums = offload.offloaded_like(lambda tensor: tensor.sum(0), weight, "sums")
+
+    assert is_offloaded(sums)
+    assert ("w.sums", tmp_path / "w.sums.safetensors") == (sums.name, sums.offload_path)
+    assert [3, 5, 7] == sums.tolist()
+
+
+def test_a_result_that_is_a_view_gets_a_file_of_its_own(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.ones(2, 3), "w", tmp_path)
+
+    turned = offload.offloaded_like(torch.t, weight, "t")
+    weight.mul_(2)
+
+    assert torch.equal(torch.ones(3, 2), turned)
+
+
+def test_each_tensor_of_several_is_stored_under_its_place(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), "w", tmp_path)
+
+    least = offload.offloaded_like(lambda tensor: tensor.min(0), weight, "min")
+    named = offload.offloaded_like(lambda tensor: {"sum": tensor.sum(), "n": 4, "parts": [tensor[0]]}, weight, "all")
+
+    assert type(least) is torch.return_types.min
+    assert ("w.min.0", [2, 1]) == (least.values.name, least.values.tolist())
+    assert ("w.min.1", [1, 0]) == (least.indices.name, least.indices.tolist())
+    assert ("w.all.sum", 10, 4, "w.all.parts.0") == (
+        named["sum"].name,
+        named["sum"].item(),
+        named["n"],
+        named["parts"][0].name,
+    )
+
+
+def test_a_plain_tensor_in_gives_a_plain_tensor_out():
+    tensor = torch.ones(2, requires_grad=True)
+
+    result = offload.offloaded_like(lambda tensor: tensor * 2, tensor, "double")
+
+    assert type(result) is torch.Tensor
+    assert result.requires_grad
+
+
+def test_what_is_made_of_a_checkpoints_tensor_is_never_beside_the_checkpoint(checkpoint, tmp_path):
+    before = contents(checkpoint.parent)
+    private = OffloadedTensor.from_file(checkpoint, "scale")
+    named = OffloadedTensor.from_file(checkpoint, "scale", offload_dir=tmp_path / "q")
+
+    results = [offload.offloaded_like(torch.neg, tensor, "negative") for tensor in (private, named)]
+
+    assert before == contents(checkpoint.parent)
+    assert tmp_path / "q" / "scale.negative.safetensors" == results[1].offload_path
+    assert results[0].offload_path.parent != checkpoint.parent
