@@ -298,6 +298,8 @@ def test_a_forked_child_writes_at_once_and_leaves_alone_what_waits(weight, tmp_p
     def child() -> None:
         other.update_values(value(5))
         assert [5] * 4 == in_file(other)
+        weight.flush()
+        assert [0] * 4 == in_file(weight)
 
     def child_leaves() -> None:
         try:
