@@ -28,11 +28,11 @@ from safetensors.torch import load_file
 from bench.models import cache_folder
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.write import TEMPORARY
+from offload.storage.write import TEMPORARY, sweep
 from offload.tensor.wrapper import OffloadedTensor
 
 SIZES = tuple(4096 << shift for shift in range(0, 15, 2))  # bytes: 4 KiB to 64 MiB
-_LARGE = 8 << 20  # bytes: of larger values fewer are written between kills
+_LARGE = 8 << 20  # bytes: of larger values fewer are written between kills, and what is left goes at once
 _BOARD = struct.Struct("qqqq")  # what is written, what has been written, whether readers are to stop, what they read
 
 
@@ -51,7 +51,7 @@ def campaign(folder: Path, sizes: Sequence[int], kills: int, seed: int = 0) -> d
     found = dict.fromkeys(("kills", "old", "new", "updates", "reads", "left", "left after use"), 0)
     for size in sizes:
         _kill_writers(folder, size, kills // len(sizes), chance, found)
-    found["left"] = _temporary_files(folder)
+    found["left"] += _temporary_files(folder)
     _require_ends_well(_forked(lambda: OffloadedTensor.from_original_tensor(torch.ones(2), "later", folder)))
     found["left after use"] = _temporary_files(folder)
     return found
@@ -78,6 +78,9 @@ def _kill_writers(folder: Path, size: int, kills: int, chance: random.Random, fo
             found["new" if value == tried != done else "old"] += 1
             _note(board, 0, value)
             _note(board, 1, value)
+            if size > _LARGE:
+                found["left"] += _temporary_files(folder)
+                sweep(folder)
     finally:
         _note(board, 2, 1)
         _require_ends_well(reader)
