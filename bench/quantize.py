@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def to_int8(_: str, weight: torch.Tensor) -> torch.Tensor:
 
 def quantized(checkpoint: Path, offload_dir: Path, dies_at: int | None = None) -> Trial:
     """Quantize the matrices of a Llama, and its embeddings, which are tied; go on where an earlier run was killed."""
-    _rehearse()
+    rehearse()
     with MemoryTrace(0.002) as memory:
         model = from_pretrained(checkpoint, offload_dir=offload_dir)
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -88,7 +89,7 @@ class _Dying:
         return to_int8(name, weight)
 
 
-def _rehearse() -> None:
+def rehearse() -> None:
     """What is imported, or allocated, at first calls."""
     map_values(to_int8, {"w": torch.ones(64, 64, dtype=torch.bfloat16)}, progress=False)
     small = from_pretrained(toy_llama())
@@ -111,22 +112,25 @@ def _are_equal(path: Path, second: Path) -> bool:
         )
 
 
-def measured(checkpoint: Path, scratch: Path, matrices: int) -> dict[str, Any]:
+def measured(checkpoint: Path, scratch: Path, matrices: int, apart: Callable[..., Trial] = run_apart) -> dict[str, Any]:
     """An uninterrupted run, and one that is killed half-way and resumed.
+
+    Args:
+        apart: how a function is run in a process of its own; raises `RuntimeError` if that is killed.
 
     Raises:
         RuntimeError: the run that was to be killed was not.
     """
     whole, halves = scratch / "whole", scratch / "halves"
-    once = run_apart(quantized, checkpoint, whole)
+    once = apart(quantized, checkpoint, whole)
     try:
-        run_apart(quantized, checkpoint, halves, matrices // 2)
+        apart(quantized, checkpoint, halves, matrices // 2)
     except RuntimeError:
         pass
     else:
         raise RuntimeError("the run was not killed")
     left = len(list(halves.glob("*.safetensors")))
-    resumed = run_apart(quantized, checkpoint, halves)
+    resumed = apart(quantized, checkpoint, halves)
     return {
         "uninterrupted": asdict(once),
         "times the largest": round(once.peak_bytes / once.largest_bytes, 2),
