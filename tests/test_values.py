@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +110,56 @@ def test_each_value_is_replaced_once_and_ties_stay(checkpoint, plain, tmp_path, 
     assert model.head.weight is model.table.weight
     assert is_offloaded(model.table.weight)
     assert isinstance(model.table.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_never_more_values_are_worked_on_than_there_are_workers(tmp_path, workers):
+    """With three, three meet: each waits for the two others."""
+    tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(6)}
+    meeting, lock = threading.Barrier(workers), threading.Lock()
+    now = most = 0
+
+    def count(name, tensor):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        meeting.wait(60)
+        with lock:
+            now -= 1
+        return tensor * 2
+
+    map_values(count, tensors, workers=workers)
+
+    assert workers == most
+    assert all([2, 2] == tensor.tolist() for tensor in tensors.values())
+
+
+def test_a_failure_among_workers_is_told_and_the_journal_says_what_was_done(tmp_path):
+    tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(20)}
+
+    with pytest.raises(MapError, match="fn failed at 'w3'"):
+        map_values(StopAt("w3"), tensors, workers=2)
+    [run] = json.loads((tmp_path / ".offload-journal").read_text())["runs"]
+
+    done = {name for name, tensor in tensors.items() if tensor[0] == 2}
+    assert set(run["replaced"]) == done
+    assert "w3" not in done
+    assert {"w0", "w1"} <= done
+
+
+def test_a_run_in_a_write_buffer_is_as_sure_as_outside(checkpoint, plain, tmp_path):
+    """What tells that a value was replaced goes to the disk with it, at once."""
+    model = loaded(checkpoint, tmp_path / "q")
+
+    with offload.write_buffer():
+        model.layer.weight.update_values(plain.layer.weight * 3)
+        map_values(double, model, resume=True)
+        on_disk = {path.stem: load_file(path)[path.stem] for path in (tmp_path / "q").glob("*.safetensors")}
+
+    assert torch.equal(plain.layer.weight * 6, on_disk["layer.weight"])
+    assert torch.equal(plain.layer.bias * 2, on_disk["layer.bias"])
+    assert torch.equal(plain.layer.weight * 6, load_file(tmp_path / "q" / "layer.weight.safetensors")["layer.weight"])
 
 
 def test_plain_values_are_replaced_where_they_stand(plain):
