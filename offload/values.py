@@ -76,7 +76,8 @@ def map_values(
 
     Where the values have an `offload_dir`, a small journal there says what is done. A run that was interrupted, or
     killed, goes on when the same lines are run again with `resume=True`, also in another process that loads the
-    checkpoint anew; values that were replaced are taken from the folder, and `fn` never sees a value twice.
+    checkpoint anew: values that were replaced are taken from the folder, and none goes through `fn` twice. Those that
+    loading writes or reads anew (in another dtype, in memory) are as in the checkpoint, and are done again.
 
     Args:
         fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
