@@ -4,7 +4,10 @@
 | --- | --- |
 | put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
+| replace some again and again, and write them once | `write_buffer` |
+| replace many, one at a time | `map_values`, which gives a `MapReport` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
+| have what is made of a tensor beside it | `offloaded_like` |
 | know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
 | keep a model's keys and values on disk | `kv_cache` |
@@ -36,17 +39,20 @@ from offload.loader import (
     load_checkpoint_in_model,
     load_file,
 )
-from offload.report import plot_memory
 from offload.quantizer import quantize_int4
+from offload.report import plot_memory
 from offload.saving import save_checkpoint
+from offload.storage.buffer import write_buffer
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.values import MapReport, map_values, offloaded_like
 
 __all__ = [
     "ON_DISK",
     "LoadReport",
+    "MapReport",
     "OffloadError",
     "OffloadedTensor",
     "disk_offload",
@@ -59,8 +65,10 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "map_values",
     "materialize",
     "memory_summary",
+    "offloaded_like",
     "plot_memory",
     "quantize_",
     "quantize_int4",
@@ -68,5 +76,6 @@ __all__ = [
     "save_checkpoint",
     "set_max_memory",
     "set_read_ahead",
+    "write_buffer",
 ]
 __version__ = "0.1.0"

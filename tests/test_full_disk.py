@@ -1,4 +1,4 @@
-"""On a full disk nothing that is half loaded claims to be whole."""
+"""On a full disk nothing that is half loaded claims to be whole, and values that can't be replaced stay."""
 
 from __future__ import annotations
 
@@ -76,3 +76,65 @@ def test_a_conversion_that_does_not_fit_says_so_and_what_is_there_is_whole(tmp_p
     assert said["files_are_whole"]
     assert "6 tensors of the model have no data after loading: 2.weight" in said["again"]
     assert said["right"]
+
+
+VALUES = """
+    import errno, json, subprocess, sys, torch, offload
+    from offload import OffloadedTensor
+    from offload.errors import WriteError
+
+    small = sys.argv[1]
+
+    def weight(name):
+        return OffloadedTensor.from_original_tensor(torch.ones(1 << 16), name, small)
+
+    def twice(name, tensor):
+        return torch.cat([tensor * 2] * (4 if name == "b" else 1))
+
+    def failing(act):
+        try:
+            act()
+        except WriteError as error:
+            return errno.errorcode[error.errno], str(error)
+
+    def run():
+        return offload.map_values(twice, weights, strict_shape=False, resume=True).replaced
+
+    weights, said = {name: weight(name) for name in "abc"}, {}
+    said["full"] = failing(run)
+    said["then"] = [weight.sum().item() for weight in weights.values()]
+    subprocess.run(["mount", "-o", "remount,size=64m", small], check=True)
+    said["with room"] = run()
+    said["at last"] = [weight.sum().item() for weight in weights.values()]
+    for tensor in weights.values():
+        tensor._handle.unmap()  # what is mapped keeps the disk busy
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    said["update"] = failing(lambda: weights["a"].update_values(torch.ones(1 << 16)))
+    said["run"] = failing(lambda: offload.map_values(twice, weights))
+    said["still"] = [tensor.sum().item() for tensor in offload.load_file(small).values()]
+    print(json.dumps(said))
+"""
+
+
+def test_a_run_stops_on_a_full_disk_and_goes_on_with_room_and_a_read_only_one_is_told(tmp_path: Path) -> None:
+    """Three values of 256 KiB on a disk of 1200 KiB; the second is to be four times as large."""
+    small = tmp_path / "small"
+    small.mkdir()
+    if shutil.which("unshare") is None or in_namespace(small, "true").returncode:
+        pytest.skip("this system lets no test mount a small disk")
+
+    done = in_namespace(small, sys.executable, "-c", textwrap.dedent(VALUES), str(small))
+
+    assert 0 == done.returncode, done.stderr
+    said, size = json.loads(done.stdout), 1 << 16
+    code, message = said["full"]
+    assert "ENOSPC" == code
+    assert "tensor 'b'" in message
+    assert "free some space, or take another offload_dir" in message
+    assert [2 * size, size, size] == said["then"]
+    assert ["b", "c"] == said["with room"]
+    assert [2 * size, 8 * size, 2 * size] == said["at last"] == said["still"]
+    assert {"EROFS"} == {said["update"][0], said["run"][0]}
+    assert "the file system is read-only: take another offload_dir" in said["update"][1]
+    assert "tensor 'a'" in said["update"][1]
+    assert ".offload-journal" in said["run"][1]

@@ -77,6 +77,7 @@ GUESTS = {
 PUBLIC = [
     "ON_DISK",
     "LoadReport",
+    "MapReport",
     "OffloadError",
     "OffloadedTensor",
     "disk_offload",
@@ -89,8 +90,10 @@ PUBLIC = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "map_values",
     "materialize",
     "memory_summary",
+    "offloaded_like",
     "plot_memory",
     "quantize_",
     "quantize_int4",
@@ -98,6 +101,7 @@ PUBLIC = [
     "save_checkpoint",
     "set_max_memory",
     "set_read_ahead",
+    "write_buffer",
 ]
 
 

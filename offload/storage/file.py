@@ -70,6 +70,9 @@ class TensorFile:
             if known is not None and known.identity == Identity.of(file_status(path)):
                 return known
             opened = cls(path, *_read(path))
+            _OPENED.pop(
+                path, None
+            )  # the key goes with the file that it was for: at exit there is no comparing of paths
             _OPENED[path] = opened
             return opened
 
@@ -105,6 +108,14 @@ class TensorFile:
         if Identity.of(file_status(self.path)) != self.identity:
             raise self._changed()
 
+    def moved_to(self, path: Path) -> None:
+        """It has been renamed; what is mapped stays mapped."""
+        with _LOCK:
+            _OPENED.pop(self.path, None)
+            _OPENED.pop(path, None)
+            self.path = path
+            _OPENED[path] = self
+
     def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> int:
         """An open file descriptor of the very file whose header was read. The caller closes it.
 
@@ -131,6 +142,15 @@ class TensorFile:
         whole = self.mapped(shared=shared)
         part: torch.UntypedStorage = whole[entry.start : entry.start + entry.layout.nbytes]
         return part
+
+    def tensor(self, key: str, *, shared: bool) -> torch.Tensor:
+        """The value of one entry, over its storage.
+
+        Raises: as `entry` and `descriptor`.
+        """
+        entry = self.entry(key)
+        empty = torch.empty(0, dtype=entry.layout.dtype, device="cpu")
+        return empty.set_(self.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
 
     def unmap(self) -> None:
         """Let go of the mapping; storages that were handed out keep theirs."""

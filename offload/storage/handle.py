@@ -12,22 +12,36 @@ import errno
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import ChangedFileError, ForeignFileError, OffloadError, WriteError
+from offload.errors import ChangedFileError, ForeignFileError, WriteError
+from offload.storage.buffer import Waiting, current_buffer
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, discard, named_folder, release
-from offload.storage.header import Entry, Layout
+from offload.storage.header import Layout, extent_of
 from offload.storage.locks import ForkSafeLock
 from offload.storage.loose import Loose, value_of
 from offload.storage.modes import plain_world
+from offload.storage.naming import naming
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
-from offload.storage.write import copy_entries, layout_of, write_empty, write_values
+from offload.storage.write import (
+    copy_entries,
+    layout_of,
+    put_in_place,
+    refuse_foreign,
+    remove,
+    sync_folder,
+    temporary_for,
+    write_empty,
+    write_values,
+)
+
+Notes: TypeAlias = "Mapping[str, Any] | None"
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
 _MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
@@ -54,6 +68,7 @@ class Handle:
         "_base",
         "_lock",
         "_pid",
+        "_waiting",
         "copies",
         "extent",
         "file",
@@ -78,18 +93,21 @@ class Handle:
         self.ranges: dict[tuple[int, int], Any] = {}
         self.copies: dict[torch.device, Any] = {}
         self.pool: Any = None
+        self._waiting: Waiting | None = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
 
     @classmethod
-    def create(cls, tensor: torch.Tensor, name: str, offload_dir: str | os.PathLike[str] | None) -> Handle:
-        """A new file that holds the value of a plain tensor, or of a wrapper subclass.
+    def create(
+        cls, tensor: torch.Tensor, name: str, offload_dir: str | os.PathLike[str] | None, notes: Notes = None
+    ) -> Handle:
+        """A new file that holds the value of a plain tensor, or of a wrapper subclass; `notes` go into its header.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path:
-            handle._write(path, tensor, _layout_for(tensor))
+            handle._write(path, tensor, _layout_for(tensor), notes, durable=handle.folder is not None)
         return handle
 
     @classmethod
@@ -106,7 +124,7 @@ class Handle:
             NameInUseError, ForeignFileError, WriteError
         """
         handle = cls(name, _folder_for(name, offload_dir))
-        with handle._claimed() as path, _naming(name):
+        with handle._claimed() as path, naming(name):
             write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=handle.folder is not None)
             handle._take(TensorFile.open(path))
         return handle
@@ -119,7 +137,7 @@ class Handle:
             NameInUseError, ForeignFileError, WriteError
         """
         handle = cls(name, _folder_for(name, offload_dir))
-        with handle._claimed() as path, _naming(name):
+        with handle._claimed() as path, naming(name):
             write_empty(path, name, layout, {"name": name}, durable=handle.folder is not None)
             handle._take(TensorFile.open(path))
         return handle
@@ -141,7 +159,7 @@ class Handle:
     def _copied_out(cls, file: TensorFile, loose: Loose, offload_dir: str | os.PathLike[str] | None) -> Handle:
         handle = cls(loose.key, _folder_for(loose.key, offload_dir))
         notes, durable = {"name": loose.key}, handle.folder is not None
-        with handle._claimed() as path, _naming(loose.key), plain_world():
+        with handle._claimed() as path, naming(loose.key), plain_world():
             if loose.entry is not None:
                 copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
             else:
@@ -178,7 +196,13 @@ class Handle:
 
     @property
     def path(self) -> Path:
-        return self.file.path
+        """Of its file; while `file` waits beside it, where that is to be."""
+        return self.file.path if self._waiting is None else self._waiting.path
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of what waits to be put into its place."""
+        return 0 if self._waiting is None else self.file.identity.size
 
     @property
     def is_subclass(self) -> bool:
@@ -217,18 +241,57 @@ class Handle:
             self._own()
         return self.base()
 
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Make `tensor` (of any shape and dtype) the whole value, atomically.
+    def replace(self, tensor: torch.Tensor, notes: Notes = None) -> None:
+        """Make `tensor` (of any shape and dtype) the whole value, atomically; `notes` go into the file's header.
+
+        In a `write_buffer` it waits beside its place, but for one with notes.
 
         Raises:
             WriteError, ForeignFileError, NameInUseError: the old value stands.
         """
+        buffer = current_buffer() if self.folder is not None and notes is None else None
         with self._lock, self._claimed() as path:
             old = self.layout
             layout = _layout_for(tensor)
             if (layout.shape, layout.dtype) == (old.shape, old.dtype) and not is_subclass_value(tensor):
                 layout = old
-            self._write(path, tensor, layout)
+            if buffer is None:
+                self._write(path, tensor, layout, notes, durable=self.folder is not None)
+            else:
+                self._write_aside(path, tensor, layout)
+            self.generation += self.layout != old
+        if buffer is not None:
+            buffer.add(self)
+
+    def settle(self) -> None:
+        """Put what waits into its place.
+
+        Raises:
+            WriteError, ForeignFileError: the value is again what it was before it waited.
+        """
+        with self._lock:
+            waiting = self._waiting
+            if waiting is None or waiting.pid != os.getpid():
+                return
+            try:
+                with naming(self.name):
+                    put_in_place(self.file.path, waiting.path, self.file.identity.size)
+            except BaseException:
+                self._go_back(waiting)
+                raise
+            self.file.moved_to(waiting.path)
+            self._waiting = None
+            sync_folder(waiting.path.parent)
+
+    def take_over(self, file: TensorFile) -> None:
+        """Go on from a file of ours that stands where the first write would put one.
+
+        Raises:
+            NameInUseError: a live tensor is stored there.
+        """
+        with self._lock, self._claimed():
+            old = self.layout
+            self._take(file)
             self.generation += self.layout != old
 
     def clear(self, layout: Layout) -> None:
@@ -237,7 +300,7 @@ class Handle:
         Raises:
             WriteError: the old value stands.
         """
-        with self._lock, self._claimed() as path, _naming(self.name):
+        with self._lock, self._claimed() as path, naming(self.name):
             write_empty(path, self.name, layout, {"name": self.name}, durable=self.folder is not None)
             self._take(TensorFile.open(path))
             self.generation += 1
@@ -251,8 +314,9 @@ class Handle:
         """
         if not self.owned:
             return
+        self.settle()
         self.base()
-        with _naming(self.name):
+        with naming(self.name):
             fd = self.file.descriptor(settled=False)
             try:
                 os.fsync(fd)
@@ -288,7 +352,7 @@ class Handle:
         self.file.unmap()
 
     def _map(self) -> torch.Tensor:
-        with self._lock, _naming(self.name), plain_world():
+        with self._lock, naming(self.name), plain_world():
             base = self._map_owned() if self.owned else self._map_referenced()
             self._base = base
         if self.owned:
@@ -309,13 +373,17 @@ class Handle:
 
     def _mapped(self) -> torch.Tensor:
         if self.recipe is None:
-            return _mapped(self.file, self.name, shared=self.owned)
-        parts = {key: _mapped(self.file, key, shared=self.owned) for key in self.file.entries}
+            return self.file.tensor(self.name, shared=self.owned)
+        parts = {key: self.file.tensor(key, shared=self.owned) for key in self.file.entries}
         return unflatten(parts, self.recipe, self.name)
 
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
-        file = TensorFile.open(self.path)
+        waiting = self._waiting
+        if waiting is not None and waiting.pid != os.getpid() and not self.file.path.exists():
+            self._waiting = None  # the process that this one was forked from has put it into its place
+            self.file.moved_to(waiting.path)
+        file = TensorFile.open(self.file.path)
         if file is self.file:
             return
         if not file.is_ours:
@@ -330,7 +398,7 @@ class Handle:
             raise ChangedFileError(f"{self.path} now holds {self.layout}, not {old}: open it again")
 
     def _open(self, file: TensorFile) -> None:
-        with _naming(self.name):
+        with naming(self.name):
             recipe = file.notes.get("subclass") if self.name not in file.entries else None
             layout = file.entry(self.name).layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe
@@ -338,7 +406,7 @@ class Handle:
             self.twin: torch.Tensor | None = None
         self.layout: Layout = layout
         self.file = file
-        self.extent = _extent(file.entries.values() if recipe else [file.entry(self.name)])
+        self.extent = extent_of(file.entries.values() if recipe else [file.entry(self.name)])
         self._base = None
         known, self.ranges = self.ranges, {}
         for extent in list(known.values()):
@@ -347,7 +415,11 @@ class Handle:
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
+        waited, self._waiting = self._waiting, None
+        aside = None if waited is None or waited.pid != os.getpid() else self.file.path
         self._open(file)
+        if aside is not None:
+            remove(aside)  # a newer one has come
         if not self.owned and self.folder is None:
             self._pid = os.getpid()
         self.owned = True
@@ -365,15 +437,32 @@ class Handle:
             release(path, self)
             raise
 
-    def _write(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
-        with _naming(self.name), plain_world():
-            notes: Recipe = {"name": self.name}
+    def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
+        """As `_write`, but beside `path`, and not made to survive a power cut yet."""
+        waiting = self._waiting or Waiting(path, os.getpid(), self.file, self.owned)
+        refuse_foreign(path)
+        self._write(temporary_for(path), tensor, layout, None, durable=False)
+        self._waiting = waiting
+
+    def _go_back(self, waiting: Waiting) -> None:
+        aside, old = self.file.path, self.layout
+        self._waiting = None
+        self._open(waiting.before)
+        self.generation += self.layout != old
+        self.owned = waiting.was_owned
+        if not self.owned:
+            release(waiting.path, self)
+        remove(aside)
+
+    def _write(self, path: Path, tensor: torch.Tensor, layout: Layout, notes: Notes, *, durable: bool) -> None:
+        with naming(self.name), plain_world():
+            said: Recipe = {**(notes or {}), "name": self.name}
             if is_subclass_value(tensor):
-                values, notes["subclass"] = flatten(tensor, self.name)
+                values, said["subclass"] = flatten(tensor, self.name)
                 layouts = {key: layout_of(value) for key, value in values.items()}
             else:
                 values, layouts = {self.name: tensor}, {self.name: layout}
-            write_values(path, values, layouts, notes, durable=self.folder is not None)
+            write_values(path, values, layouts, said, durable=durable)
             self._take(TensorFile.open(path))
 
     def _own(self) -> None:
@@ -387,7 +476,7 @@ class Handle:
     def _copy_to(self, path: Path, *, durable: bool) -> None:
         with self._lock:
             self.base()
-            with _naming(self.name):
+            with naming(self.name):
                 keys = [self.name] if self.recipe is None else list(self.file.entries)
                 notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
                 entries = [self.file.entry(key) for key in keys]
@@ -401,23 +490,8 @@ class Handle:
             discard(self.file.path)
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Say in an error about a file which tensor it was for."""
-    try:
-        yield
-    except OffloadError as error:
-        label = f"tensor {name!r}: "
-        if isinstance(error, OSError) and error.errno is not None:
-            error.strerror = label + (error.strerror or "").removeprefix(label)
-            error.args = (error.errno, error.strerror)
-        else:
-            error.args = (label + str(error).removeprefix(label),)
-        raise
-
-
 def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:
-    with _naming(name):
+    with naming(name):
         return None if offload_dir is None else named_folder(offload_dir)
 
 
@@ -426,17 +500,6 @@ def _layout_for(tensor: torch.Tensor) -> Layout:
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
     with plain_world():
         return layout_of(tensor)
-
-
-def _extent(entries: Iterable[Entry]) -> tuple[int, int]:
-    start = min(entry.start for entry in entries)
-    return start, max(entry.start + entry.layout.nbytes for entry in entries) - start
-
-
-def _mapped(file: TensorFile, key: str, *, shared: bool) -> torch.Tensor:
-    entry = file.entry(key)
-    empty = torch.empty(0, dtype=entry.layout.dtype, device="cpu")
-    return empty.set_(file.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
 
 
 def _keep_mapped(handle: Handle) -> None:

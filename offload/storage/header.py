@@ -15,7 +15,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,13 @@ class Header:
     def notes(self) -> Mapping[str, Any] | None:
         """What `offload` noted in a file of its own; None in a file of somebody else's."""
         return _notes(self.metadata)
+
+
+def extent_of(entries: Iterable[Entry]) -> tuple[int, int]:
+    """Where values that lie together are in their file: the first byte, and how many."""
+    ends = [(entry.start, entry.start + entry.layout.nbytes) for entry in entries]
+    start = min(start for start, _ in ends)
+    return start, max(end for _, end in ends) - start
 
 
 @lru_cache(maxsize=1024)

@@ -46,6 +46,7 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError("a tensor that is not a leaf and requires grad can't be passed to a process: detach() first")
     handle = tensor._file_handle()
+    handle.settle()
     identity = None if handle.owned else handle.file.identity
     reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity)
     with _LOCK:

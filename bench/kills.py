@@ -1,0 +1,161 @@
+"""Kill a process that replaces values, again and again: each value is whole after it, and for readers meanwhile.
+
+Always true:
+- a value is one number repeated, so that no mix of two passes for one of them
+- what is killed is a fork, which has torch already; what it is about to write, and has written, stands in shared memory
+- another process reads the value all the time, by a handle of its own and by the safetensors library in turn
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from bench.models import cache_folder
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.write import TEMPORARY, sweep
+from offload.tensor.wrapper import OffloadedTensor
+
+SIZES = tuple(4096 << shift for shift in range(0, 15, 2))  # bytes: 4 KiB to 64 MiB
+_LARGE = 8 << 20  # bytes: of larger values fewer are written between kills, and what is left goes at once
+_BOARD = struct.Struct("qqqq")  # what is written, what has been written, whether readers are to stop, what they read
+
+
+def campaign(folder: Path, sizes: Sequence[int], kills: int, seed: int = 0) -> dict[str, int]:
+    """Kill so many writers in all, as many for each size in bytes, and look at what they leave.
+
+    Returns:
+        How many were killed, left the old value, left a new one that was not noted yet; how many updates there were,
+        and how often the readers read; how many temporary files were left, and after the folder's next use.
+
+    Raises:
+        AssertionError: a value is a mix, or neither the old nor the new one.
+    """
+    torch.set_num_threads(1)
+    chance = random.Random(seed)
+    found = dict.fromkeys(("kills", "old", "new", "updates", "reads", "left", "left after use"), 0)
+    for size in sizes:
+        _kill_writers(folder, size, kills // len(sizes), chance, found)
+    found["left"] += _temporary_files(folder)
+    _require_ends_well(_forked(lambda: OffloadedTensor.from_original_tensor(torch.ones(2), "later", folder)))
+    found["left after use"] = _temporary_files(folder)
+    return found
+
+
+def _kill_writers(folder: Path, size: int, kills: int, chance: random.Random, found: dict[str, int]) -> None:
+    board = mmap.mmap(-1, _BOARD.size)
+    name, count = f"w{size}", size // 4
+    weight = OffloadedTensor.from_original_tensor(torch.zeros(count), name, folder)
+    took = sorted(_seconds(weight, count) for _ in range(3))[1]
+    longest = took * (2 if size > _LARGE else 4)
+    reader = _forked(lambda: _read_for_ever(weight.offload_path, name, board))
+    try:
+        for _ in range(kills):
+            pid = _forked(lambda: _update_for_ever(weight, count, board))
+            time.sleep(chance.uniform(0, longest) + 0.003)
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+            tried, done, *_ = _BOARD.unpack(board[:])
+            value = _the_number(load_file(weight.offload_path)[name])
+            assert value in (tried, done), f"{value} was found; {done} was written, and {tried} was on its way"
+            assert value == _the_number(weight.materialize()), "the parent sees another value than the file holds"
+            found["kills"] += 1
+            found["new" if value == tried != done else "old"] += 1
+            _note(board, 0, value)
+            _note(board, 1, value)
+            if size > _LARGE:
+                found["left"] += _temporary_files(folder)
+                sweep(folder)
+    finally:
+        _note(board, 2, 1)
+        _require_ends_well(reader)
+    _, updates, _, reads = _BOARD.unpack(board[:])
+    found["updates"] += updates
+    found["reads"] += reads
+
+
+def _update_for_ever(weight: OffloadedTensor, count: int, board: mmap.mmap) -> None:
+    number = _BOARD.unpack(board[:])[1]
+    while True:
+        number += 1
+        _note(board, 0, number)
+        weight.update_values(torch.full((count,), float(number)))
+        _note(board, 1, number)
+
+
+def _read_for_ever(path: Path, name: str, board: mmap.mmap) -> None:
+    handle = Handle.shared(TensorFile.open(path), name, None)
+    last = reads = 0
+    while not _BOARD.unpack(board[:])[2]:
+        value = _the_number(handle.base() if reads % 2 else load_file(path)[name])
+        assert value >= last, f"{value} was read after {last}"
+        last, reads = value, reads + 1
+        _note(board, 3, reads)
+        time.sleep(0.001)
+
+
+def _note(board: mmap.mmap, place: int, number: int) -> None:
+    board[8 * place : 8 * place + 8] = struct.pack("q", number)
+
+
+def _seconds(weight: OffloadedTensor, count: int) -> float:
+    start = time.perf_counter()
+    weight.update_values(torch.zeros(count))
+    return time.perf_counter() - start
+
+
+def _the_number(values: torch.Tensor) -> int:
+    low, high = values.aminmax()
+    assert low == high, f"a mix of {low} and {high}"
+    return int(low)
+
+
+def _temporary_files(folder: Path) -> int:
+    return sum(name.startswith(TEMPORARY) for name in os.listdir(folder))
+
+
+def _forked(act: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        act()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _require_ends_well(pid: int) -> None:
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "a forked process failed: see above"
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(prog="python -m bench.kills", description=__doc__.splitlines()[0])
+    options.add_argument("--kills", type=int, default=1000, help="of all sizes together")
+    options.add_argument("--largest", type=int, default=SIZES[-1], help="size in bytes")
+    chosen = options.parse_args()
+    sizes = [size for size in SIZES if size <= chosen.largest]
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        print(json.dumps({"sizes": sizes, **campaign(Path(folder), sizes, chosen.kills)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

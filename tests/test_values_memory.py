@@ -1,0 +1,74 @@
+"""A checkpoint is quantized in the memory of a weight, killed half-way and resumed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.processes import run_script
+
+LAYERS = 4
+
+# Forks of a process that has imported what is needed: imports take longer than all else.
+SCRIPT = """
+    import json, os, sys
+    from pathlib import Path
+    from bench.quantize import Trial, asdict, measured, rehearse
+
+    def forked(function, *args):
+        into, out = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.write(out, json.dumps(asdict(function(*args))).encode())
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+            os._exit(1)
+        os.close(out)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status <= 0
+        if status:
+            raise RuntimeError("it was killed")
+        return Trial(**json.loads(os.read(into, 1 << 16)))
+
+    rehearse()
+    folder, scratch, matrices = sys.argv[1:]
+    print(json.dumps(measured(Path(folder), Path(scratch), int(matrices), forked)))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 84 MB in bfloat16; its embedding and its head have 32 MiB each."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_768, hidden_size=512, intermediate_size=1024, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=4, dtype="bfloat16",
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("llama")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_checkpoint_is_quantized_in_little_memory_and_a_killed_run_ends_as_one_that_was_not(checkpoint, tmp_path):
+    """As `python -m bench.quantize` does with 1 GB."""
+    cache = tmp_path / "cache"
+
+    printed = run_script(SCRIPT, checkpoint, tmp_path / "values", 7 * LAYERS, env={"XDG_CACHE_HOME": str(cache)})
+    said = json.loads(printed.splitlines()[-1])
+
+    for run in (said["uninterrupted"], said["resumed"]):
+        assert run["peak_bytes"] < 3 * run["largest_bytes"]
+        assert run["ties_are_kept"]
+    assert 7 * LAYERS + 1 == said["uninterrupted"]["replaced"]
+    assert 7 * LAYERS // 2 - 1 == said["values when it was killed"] == said["resumed"]["before"]
+    assert 7 * LAYERS + 1 == said["resumed"]["before"] + said["resumed"]["replaced"]
+    assert [] == said["files that differ"]
