@@ -15,11 +15,13 @@
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
+| train with what backward needs on disk | `offload_activations` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
 
 from offload import ops as _ops  # noqa: F401  fills the tables of rules
+from offload.activations import offload_activations
 from offload.budget import evict, keep_resident, memory_summary, set_max_memory, set_read_ahead
 from offload.device_map import ON_DISK
 from offload.errors import OffloadError
@@ -56,6 +58,7 @@ __all__ = [
     "load_file",
     "materialize",
     "memory_summary",
+    "offload_activations",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",

@@ -19,6 +19,7 @@ __all__ = [
     "MissingFileError",
     "NameInUseError",
     "OffloadError",
+    "SavedTensorError",
     "ShapeMismatchError",
     "StaleViewError",
     "UnknownSubclassError",
@@ -73,6 +74,10 @@ class DtypeMismatchError(OffloadError, TypeError):
 
 class StaleViewError(OffloadError, RuntimeError):
     """A view whose stored value has since changed its shape or dtype."""
+
+
+class SavedTensorError(OffloadError, RuntimeError):
+    """A tensor that was saved for backward has been modified since."""
 
 
 class UnknownSubclassError(OffloadError, TypeError):
