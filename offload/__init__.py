@@ -15,7 +15,8 @@
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
-| train with what backward needs on disk | `offload_activations` |
+| train with state on disk | `offload_optimizer`, `offload_activations` |
+| save training as a whole, and go on after a crash | `save_training`, `load_training` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
@@ -40,6 +41,8 @@ from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.training.checkpoints import load_training, save_training
+from offload.training.optimizer import offload_optimizer
 
 __all__ = [
     "ON_DISK",
@@ -56,11 +59,14 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "load_training",
     "materialize",
     "memory_summary",
     "offload_activations",
+    "offload_optimizer",
     "register_subclass",
     "save_checkpoint",
+    "save_training",
     "set_max_memory",
     "set_read_ahead",
 ]

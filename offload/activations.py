@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import OffloadError, SavedTensorError
-from offload.memory import as_bytes, trim_heap
+from offload.memory import as_bytes, count_freed
 from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
 from offload.storage.modes import plain_world
@@ -32,7 +32,6 @@ from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
 
 _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
-_MUCH = 32 << 20  # bytes that may be freed until the system gets them back
 _IDLE = 2.0  # seconds after which the writer ends
 _log = logging.getLogger("offload")
 _uses = torch._C._storage_Use_Count
@@ -189,7 +188,6 @@ class _Disk:
         self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nobody else holds them
         self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
         self._pending = 0  # bytes in the queue, and those that are being written
-        self._freed = 0  # bytes, of which the allocator may have kept some
         self._turns = count()
         self._writer: threading.Thread | None = None
 
@@ -217,7 +215,7 @@ class _Disk:
             self._forget(content)
             content.storage = mapped.untyped_storage()
             self._contents[content.storage._cdata] = content
-        self._count_freed(mapped.nbytes)  # of the gradients that came before
+        count_freed(mapped.nbytes)  # of the gradients that came before
         return sent_to(twin_with(mapped, saved.cut), saved.device)
 
     def look(self) -> None:
@@ -235,14 +233,6 @@ class _Disk:
                     here.append(content)  # in the order of the stream that computed it
         for content in here:
             self._write(content)
-
-    def _count_freed(self, nbytes: int) -> None:
-        with self._lock:
-            self._freed += nbytes
-            if self._freed < _MUCH:
-                return
-            self._freed = 0
-        trim_heap()
 
     def _forget(self, content: _Content) -> None:
         if content.storage is not None:
@@ -295,7 +285,7 @@ class _Disk:
             block.is_expected = False
         nbytes = storage.nbytes()
         del storage
-        self._count_freed(nbytes)
+        count_freed(nbytes)
 
 
 def _begin_anew() -> None:

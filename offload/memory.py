@@ -1,7 +1,7 @@
 """How much memory there is, how much of it is ours, and when nobody need look for garbage.
 
 Always true:
-- nothing is kept: each call looks anew
+- nothing is kept, but how much was freed: each call looks anew
 - a limit that cannot be read is no limit
 """
 
@@ -11,6 +11,7 @@ import ctypes
 import gc
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,9 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+_MUCH = 32 << 20  # bytes that may be freed until the system gets them back
+_freed = 0
+_FREEING = threading.Lock()
 _UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
 
 
@@ -119,11 +123,17 @@ def _cached_in(folder: Path) -> int:
     return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
 
 
-def trim_heap() -> None:
-    """Have the C library give back what it keeps of freed memory, where it can (glibc).
+def count_freed(nbytes: int) -> None:
+    """Say that tensors of so many bytes were freed; when it comes to much, the C library is to give it back (glibc).
 
     It keeps much of tensors below 32 MB: a freed block does not serve for an aligned one of the same size (glibc 2.36).
     """
+    global _freed
+    with _FREEING:
+        _freed += nbytes
+        if _freed < _MUCH:
+            return
+        _freed = 0
     if _malloc_trim is not None:
         _malloc_trim(0)
 
