@@ -442,11 +442,11 @@ MEMORY = """
 def test_memory_of_training_is_bounded_by_some_parameters(foreach):
     """60 MB of parameters in 15 of 4 MiB: in memory their gradients and state take three times that.
 
-    Here it is what some ten such tensors take, and 32 MiB that the C library may keep.
+    Here it is what a dozen such tensors take, and 32 MiB that the C library may keep.
     """
     plain = json.loads(run_script(MEMORY, foreach, "memory"))
     on_disk = json.loads(run_script(MEMORY, foreach, "disk"))
 
     assert plain["weight"] == on_disk["weight"]
     assert plain["peak"] > 3 * 60e6
-    assert on_disk["peak"] < (10 * 4 << 20) + (32 << 20)
+    assert on_disk["peak"] < (12 * 4 << 20) + (32 << 20)
