@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from offload.errors import OffloadError, SavedTensorError
+from offload.errors import SavedTensorError
 from offload.memory import as_bytes, count_freed
 from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
@@ -72,12 +72,13 @@ def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes:
 class _Content:
     """The bytes of one storage: in memory, or in a file, of which `storage` is the mapping once it was read."""
 
-    __slots__ = ("__weakref__", "block", "storage", "stored")
+    __slots__ = ("__weakref__", "block", "storage", "stored", "turn")
 
-    def __init__(self, storage: torch.UntypedStorage, block: _Block) -> None:
+    def __init__(self, storage: torch.UntypedStorage, block: _Block, turn: int) -> None:
         self.storage: torch.UntypedStorage | None = storage  # the object itself: one use, whether tensors have others
         self.stored: OffloadedTensor | None = None
         self.block = block
+        self.turn = turn
 
     @property
     def is_alone(self) -> bool:
@@ -114,7 +115,7 @@ class _Block:
 
     def __init__(self, folder: Path | None, min_bytes: int) -> None:
         self.folder = folder
-        self.error: OffloadError | None = None
+        self.error: Exception | None = None
         self.written: weakref.WeakValueDictionary[int, _Content] = weakref.WeakValueDictionary()  # by their turn
         self.is_expected = True  # whether those who read ahead know of all that was written
         self._min_bytes = min_bytes
@@ -196,7 +197,7 @@ class _Disk:
             storage = tensor.untyped_storage()
             content = self._contents.get(storage._cdata)
             if content is None:
-                content = self._contents[storage._cdata] = _Content(storage, block)
+                content = self._contents[storage._cdata] = _Content(storage, block, next(self._turns))
                 self._waiting.add(content)
             saved = _Saved(tensor, content)
             self.look()
@@ -222,7 +223,8 @@ class _Disk:
         """Have written what nobody else holds any more."""
         here: list[_Content] = []
         with self._lock:
-            for content in [content for content in self._waiting if content.is_alone]:
+            alone = [content for content in self._waiting if content.is_alone]
+            for content in sorted(alone, key=lambda content: content.turn):
                 self._waiting.discard(content)
                 assert content.storage is not None
                 if content.storage.device == CPU:
@@ -269,10 +271,9 @@ class _Disk:
         storage, block = content.storage, content.block  # the object only: a tensor over it would be another use
         if storage is None or not content.is_alone:  # backward has asked for it
             return
-        turn = next(self._turns)
         try:
-            handle = Handle.passing(_bytes_of(storage), f"activation-{turn}", block.folder)
-        except OffloadError as error:
+            handle = Handle.passing(_bytes_of(storage), f"activation-{content.turn}", block.folder)
+        except Exception as error:  # whatever it is, it is for the thread that computes
             _log.warning("an activation stays in memory: %s", error)
             block.error = error
             return
@@ -281,7 +282,7 @@ class _Disk:
                 return
             self._forget(content)
             content.stored, content.storage = wrap_handle(handle, CPU), None
-            block.written[turn] = content
+            block.written[content.turn] = content
             block.is_expected = False
         nbytes = storage.nbytes()
         del storage

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +30,6 @@ _UNITS = {"": 1, "b": 1} | {
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
 _MUCH = 32 << 20  # bytes that may be freed until the system gets them back
 _freed = 0
-_FREEING = threading.Lock()
 _UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
 
 
@@ -129,13 +127,11 @@ def count_freed(nbytes: int) -> None:
     It keeps much of tensors below 32 MB: a freed block does not serve for an aligned one of the same size (glibc 2.36).
     """
     global _freed
-    with _FREEING:
-        _freed += nbytes
-        if _freed < _MUCH:
-            return
+    _freed += nbytes  # without a lock: what threads lose between them does not matter
+    if _freed >= _MUCH:
         _freed = 0
-    if _malloc_trim is not None:
-        _malloc_trim(0)
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
 
 @contextmanager

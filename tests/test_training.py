@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 from typing import Any
@@ -334,6 +335,33 @@ def test_learning_rate_schedulers_count_its_steps(scheduler_first, recwarn):
     assert not list(recwarn)
 
 
+def test_files_go_with_model_and_optimizer_by_reference_count():
+    model = offload.disk_offload(network())
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()), gradients=True)
+    train(model, optimizer)
+    paths = [value.offload_path for value in (*tensors_of(optimizer), *model.parameters())]
+    paths += [parameter.grad.offload_path for parameter in model.parameters()]
+
+    assert all(path.exists() for path in paths)
+    del optimizer
+    gc.disable()
+    try:
+        del model
+        assert not any(path.exists() for path in paths)
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_model_and_optimizer_is_independent():
+    model = offload.disk_offload(network())
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    other, its = copy.deepcopy((model, optimizer))
+
+    assert all(map(is_offloaded, tensors_of(its)))
+    assert train(model, optimizer) == train(other, its)
+
+
 def test_hooks_and_closures_are_called_once_a_step():
     model = network()
     optimizer = offloaded(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -398,55 +426,60 @@ MEMORY = """
     from torch import nn
     from offload.memory import anonymous_bytes, count_freed
 
-    foreach, is_on_disk, layers, width = sys.argv[1] == "foreach", sys.argv[2] == "disk", 15, 1024
+    foreach, folder, layers, width = sys.argv[1] == "foreach", sys.argv[2], 15, 1024
     torch.set_num_threads(1)
     peak = 0
 
-    def look(*_):
+    def network():
+        model = nn.Sequential(*[nn.utils.skip_init(nn.Linear, width, width, bias=False) for _ in range(layers)])
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.copy_(torch.eye(width))
+        return model
+
+    def watch(stop):
         global peak
-        peak = max(peak, anonymous_bytes())
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
-    with torch.no_grad():
-        for layer in model:
-            layer.weight.copy_(torch.eye(width))
-    if is_on_disk:
-        offload.disk_offload(model)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    if is_on_disk:
-        offload.offload_optimizer(optimizer, gradients=True, step_bytes="4MiB")
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(look)
-    count_freed(1 << 30)
-    before = anonymous_bytes()
-    stop = threading.Event()
-
-    def watch():
         while not stop.wait(0.001):
-            look()
+            peak = max(peak, anonymous_bytes())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(2):
-        model(torch.ones(1, width)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    stop.set()
-    watcher.join()
-    print(json.dumps(dict(peak=peak - before, weight=float(model[3].weight.double().sum()))))
+    def peak_of(is_on_disk):
+        global peak
+        model = network()
+        if is_on_disk:
+            offload.disk_offload(model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        if is_on_disk:
+            offload.offload_optimizer(optimizer, gradients=True, step_bytes="4MiB")
+        count_freed(1 << 30)
+        before = peak = anonymous_bytes()
+        stop = threading.Event()
+        watcher = threading.Thread(target=watch, args=(stop,))
+        watcher.start()
+        for _ in range(2):
+            model(torch.ones(1, width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_on_disk:
+            offload.save_training(folder, model, optimizer)
+            offload.load_training(folder, model, optimizer)
+        stop.set()
+        watcher.join()
+        return peak - before, model[3].weight.detach().double().sum().item()
+
+    on_disk, first = peak_of(True)
+    plain, second = peak_of(False)
+    print(json.dumps(dict(on_disk=on_disk, plain=plain, same=first == second)))
 """
 
 
 @pytest.mark.parametrize("foreach", ["foreach", "single"])
-def test_memory_of_training_is_bounded_by_some_parameters(foreach):
+def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
     """60 MB of parameters in 15 of 4 MiB: in memory their gradients and state take three times that.
 
-    Here it is what a dozen such tensors take, and 32 MiB that the C library may keep.
+    Here it is what a dozen such tensors take, and 32 MiB that the C library may keep; also while saving and loading.
     """
-    plain = json.loads(run_script(MEMORY, foreach, "memory"))
-    on_disk = json.loads(run_script(MEMORY, foreach, "disk"))
+    found = json.loads(run_script(MEMORY, foreach, tmp_path))
 
-    assert plain["weight"] == on_disk["weight"]
-    assert plain["peak"] > 3 * 60e6
-    assert on_disk["peak"] < (12 * 4 << 20) + (32 << 20)
+    assert found["same"]
+    assert found["plain"] > 3 * 60e6
+    assert found["on_disk"] < (12 * 4 << 20) + (32 << 20)

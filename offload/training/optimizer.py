@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,13 +134,13 @@ class _Place:
             self.names[parameter] = name
             taken.add(name)
             if self.gradients and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._move_gradient)
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.min_bytes, self.folder, name))
 
     def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, Any]) -> None:
         """Have the state of a parameter on disk; what was there `before` is replaced."""
         for key, value in state.items():
             old: Any = before.get(key)
-            if value is old or not self._belongs_on_disk(value):
+            if value is old or not _belongs_on_disk(value, self.min_bytes):
                 continue
             if is_offloaded(old) and old.shape == value.shape and old.dtype == value.dtype:
                 old.update_values(value)
@@ -163,23 +163,25 @@ class _Place:
             size += parameter.nbytes
         yield part
 
-    def _belongs_on_disk(self, value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.layout == torch.strided
-            and value.dim() > 0
-            and value.nbytes >= max(self.min_bytes, 1)
-        )
 
-    def _move_gradient(self, parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        if grad is None or is_offloaded(grad) or grad.requires_grad or not self._belongs_on_disk(grad):
-            return
-        handle = Handle.passing(grad, f"{self.names[parameter]}.grad", self.folder)
-        parameter.grad = wrap_handle(handle, grad.device)
-        nbytes = grad.nbytes
-        del grad
-        count_freed(nbytes)
+def _belongs_on_disk(value: Any, min_bytes: int) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.dim() > 0
+        and value.nbytes >= max(min_bytes, 1)
+    )
+
+
+def _move_gradient(min_bytes: int, folder: Path | None, name: str, parameter: torch.Tensor) -> None:
+    """A hook of `parameter`, which holds no parameter: files are to go without a search for cycles."""
+    grad = parameter.grad
+    if grad is None or is_offloaded(grad) or grad.requires_grad or not _belongs_on_disk(grad, min_bytes):
+        return
+    parameter.grad = wrap_handle(Handle.passing(grad, f"{name}.grad", folder), grad.device)
+    nbytes = grad.nbytes
+    del grad
+    count_freed(nbytes)
 
 
 class _OnDisk(Optimizer):
