@@ -37,6 +37,7 @@ _log = logging.getLogger("offload")
 _uses = torch._C._storage_Use_Count
 
 
+@torch._disable_dynamo
 @contextmanager
 def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes: int | str = "1MiB") -> Iterator[None]:
     """Inside, what autograd saves for backward goes to disk, as soon as nobody else holds it in memory.
@@ -120,6 +121,7 @@ class _Block:
         self.is_expected = True  # whether those who read ahead know of all that was written
         self._min_bytes = min_bytes
 
+    @torch._disable_dynamo
     def pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
         """What the graph holds in place of `tensor`."""
         self.tell()
@@ -128,6 +130,7 @@ class _Block:
         with plain_world():
             return _DISK.save(tensor, self)
 
+    @torch._disable_dynamo
     def unpack(self, saved: _Saved | _Kept) -> torch.Tensor:
         """The tensor that was saved."""
         now = saved.witness._version

@@ -110,6 +110,7 @@ def test_values_of_any_kind_come_back_as_they_were(dtype, tmp_path):
         return sum(part.abs().sum() for part in parts)
 
     value = torch.linspace(0.5, 2, 24).to(dtype).view(4, 6)
+    value = value * (1 + 0.5j) if dtype.is_complex else value
     expected, x = value.clone().requires_grad_(), value.clone().requires_grad_()
     loss_of(expected).backward()
 
@@ -281,6 +282,29 @@ def test_autocast_casts_as_it_does_in_memory(tmp_path):
 
     with offload.offload_activations(tmp_path, min_bytes=1):
         loss = loss_of(layer)
+    count = len(written(tmp_path))
+    loss.backward()
+
+    assert count
+    assert all(map(torch.equal, gradients(plain), gradients(layer)))
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_compiled_functions_may_hold_the_block_or_be_called_in_it(is_inside, tmp_path):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    plain = copy.deepcopy(layer)
+    x = torch.ones(4, 16)
+
+    def compiled(function):
+        return torch.compile(function, backend="aot_eager")
+
+    def loss_of(x):
+        with offload.offload_activations(tmp_path, min_bytes=1):
+            return layer(x).square().sum() if is_inside else compiled(layer)(x).square().sum()
+
+    plain(x).square().sum().backward()
+    loss = compiled(loss_of)(x) if is_inside else loss_of(x)
     count = len(written(tmp_path))
     loss.backward()
 
