@@ -20,11 +20,14 @@
 | write a checkpoint, in little memory | `save_checkpoint` |
 | quantize a model with torchao, on disk | `quantize_` |
 | round a tensor to 4 bits | `quantize_int4` |
+| train with state on disk | `offload_optimizer`, `offload_activations` |
+| save training as a whole, and go on after a crash | `save_training`, `load_training` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
 
 from offload import ops as _ops  # noqa: F401  fills the tables of rules
+from offload.activations import offload_activations
 from offload.budget import evict, keep_resident, memory_summary, set_max_memory, set_read_ahead
 from offload.device_map import ON_DISK
 from offload.errors import OffloadError
@@ -47,6 +50,8 @@ from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.training.checkpoints import load_training, save_training
+from offload.training.optimizer import offload_optimizer
 from offload.values import MapReport, map_values, offloaded_like
 
 __all__ = [
@@ -65,15 +70,19 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "load_training",
     "map_values",
     "materialize",
     "memory_summary",
+    "offload_activations",
+    "offload_optimizer",
     "offloaded_like",
     "plot_memory",
     "quantize_",
     "quantize_int4",
     "register_subclass",
     "save_checkpoint",
+    "save_training",
     "set_max_memory",
     "set_read_ahead",
     "write_buffer",

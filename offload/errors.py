@@ -21,6 +21,7 @@ __all__ = [
     "MissingFileError",
     "NameInUseError",
     "OffloadError",
+    "SavedTensorError",
     "ShapeMismatchError",
     "StaleViewError",
     "UnknownSubclassError",
@@ -75,6 +76,10 @@ class DtypeMismatchError(OffloadError, TypeError):
 
 class StaleViewError(OffloadError, RuntimeError):
     """A view whose stored value has since changed its shape or dtype."""
+
+
+class SavedTensorError(OffloadError, RuntimeError):
+    """A tensor that was saved for backward has been modified since."""
 
 
 class UnknownSubclassError(OffloadError, TypeError):

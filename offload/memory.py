@@ -1,7 +1,7 @@
 """How much memory there is, how much of it is ours, giving it back, and when nobody need look for garbage.
 
 Always true:
-- nothing is kept: each call looks anew
+- nothing is kept, but how much was freed: each call looks anew
 - a limit that cannot be read is no limit
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,6 +27,9 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
+_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+_MUCH = 32 << 20  # bytes that may be freed until the system gets them back
+_freed = 0
 _UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
 
 
@@ -127,13 +132,23 @@ def _cached_in(folder: Path) -> int:
     return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
 
 
-def return_freed() -> None:
-    """Give freed memory back to the system: glibc keeps what was in blocks of less than 32 MB, and in pieces.
+def count_freed(nbytes: int) -> None:
+    """Say that tensors of so many bytes were freed; when it comes to much, it is given back.
 
-    A walk over many large values would seem to use a part of all of them. Elsewhere nothing happens.
+    glibc keeps much of tensors below 32 MB: a freed block does not serve for an aligned one of the same size (2.36).
     """
-    with suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    global _freed
+    _freed += nbytes  # without a lock: what threads lose between them does not matter
+    if _freed >= _MUCH:
+        return_freed()
+
+
+def return_freed() -> None:
+    """Give freed memory back to the system now. Elsewhere than with glibc nothing happens."""
+    global _freed
+    _freed = 0
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,14 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens() -> torch.Tensor:
     """Token ids that the tiny Llama knows: (2, 7)."""
     return torch.arange(14).reshape(2, 7)
+
+
+@pytest.fixture
+def quick_folder() -> Iterator[str]:
+    """A folder in memory where there is one: files take long to create on a disk."""
+    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=root) as folder:
+        yield folder
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import tempfile
 
 import psutil
 import pytest
@@ -48,14 +47,6 @@ MANY = """
     grown = {key: after[key] - before[key] for key in before}
     print(json.dumps(dict(right=right, files=most_files, descriptors=most_descriptors, left=files(), grown=grown)))
 """
-
-
-@pytest.fixture
-def quick_folder(tmp_path):
-    """A folder in memory where there is one: ten thousand files take long to create on a disk."""
-    root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=root) as folder:
-        yield folder
 
 
 def test_ten_thousand_tensors_under_a_limit_of_256_descriptors_leave_nothing(quick_folder):

@@ -28,7 +28,7 @@ _PRIVATE = "offload-"
 _LOCK = ForkSafeLock()
 _CLAIMS: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
-_PRIVATE_FOLDERS: dict[int, Path] = {}
+_PRIVATE_FOLDERS: dict[tuple[int, Path | None], Path] = {}
 _NUMBERS = itertools.count(1)
 
 
@@ -51,24 +51,24 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def private_folder() -> Path:
-    """This process's own temporary folder (under `TMPDIR`); removed when the process ends.
+def private_folder(root: Path | None = None) -> Path:
+    """This process's own temporary folder below `root` (None: `TMPDIR`); removed when the process ends.
 
     Raises:
         WriteError: it can't be made.
     """
     with _LOCK:
-        folder = _PRIVATE_FOLDERS.get(os.getpid())
+        folder = _PRIVATE_FOLDERS.get((os.getpid(), root))
         if folder is None or not folder.is_dir():
-            folder = _PRIVATE_FOLDERS[os.getpid()] = _new_private_folder()
+            folder = _PRIVATE_FOLDERS[os.getpid(), root] = _new_private_folder(root)
             # Runs at the end of a `multiprocessing` child too, unlike `atexit`; does nothing in another process.
             util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
         return folder
 
 
-def _new_private_folder() -> Path:
+def _new_private_folder(root: Path | None) -> Path:
     try:
-        root = Path(tempfile.gettempdir())
+        root = root or Path(tempfile.gettempdir())
         _sweep_private(root)
         return Path(os.path.realpath(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root)))
     except OSError as error:
@@ -76,15 +76,15 @@ def _new_private_folder() -> Path:
         raise WriteError(error.errno, message, error.filename) from error
 
 
-def claim(name: str, folder: Path | None, owner: Any) -> Path:
-    """The path for the value `name` of `owner`, in `folder` or in a private one.
+def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) -> Path:
+    """The path for the value `name` of `owner`, in `folder` or in a private one, which is below `root`.
 
     Raises:
         NameInUseError: a live value of this process has that path already.
     """
     file = file_name(name)
     with _LOCK:
-        path = _free_private_path(file) if folder is None else folder / file
+        path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
         if _CLAIMS.setdefault(path if folder is None else _true(path), owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
@@ -113,9 +113,8 @@ def _true(path: Path) -> Path:
     return Path(os.path.realpath(path.parent), path.name)
 
 
-def _free_private_path(file: str) -> Path:
-    """A path in the private folder; a name that lives there already gets a numbered folder below."""
-    root = private_folder()
+def _free_private_path(file: str, root: Path) -> Path:
+    """A path in a private folder; a name that lives there already gets a numbered folder below."""
     if root / file not in _CLAIMS:
         return root / file
     folder = root / str(next(_NUMBERS))

@@ -111,6 +111,22 @@ class Handle:
         return handle
 
     @classmethod
+    def passing(cls, tensor: torch.Tensor, name: str, root: Path | None) -> Handle:
+        """As `create`, in a private folder below `root`: the file goes with this handle, whatever happens.
+
+        Raises:
+            WriteError, UnknownSubclassError
+        """
+        handle = cls(name, None)
+        path = claim(name, None, handle, None if root is None else named_folder(root))
+        try:
+            handle._write(path, tensor, _layout_for(tensor), None, durable=False)
+        except BaseException:
+            release(path, handle)
+            raise
+        return handle
+
+    @classmethod
     def assemble(
         cls,
         layout: Layout,

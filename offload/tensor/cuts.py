@@ -100,9 +100,9 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def twin_with(twin: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
-    """A cut of the value that `twin` is a cut of, with what `metadata_of` gave."""
+    """A cut of the value that `twin` is a cut of, with what `metadata_of` gave. A plain tensor serves as well."""
     shape, stride, offset, dtype, conjugate, negative = metadata
-    cut = torch.empty(0, dtype=dtype, device="meta")
+    cut = torch.empty(0, dtype=dtype, device=twin.device)
     cut.set_(twin.untyped_storage(), offset, shape, stride)
     torch._C._set_conj(cut, conjugate)
     torch._C._set_neg(cut, negative)

@@ -1,0 +1,303 @@
+"""Tensors that autograd saves for backward, on disk until backward asks for them.
+
+Always true:
+- what is written is what only the graph holds in memory: parameters, inputs, and whatever somebody else keeps, stay
+  where they are, since writing them would free nothing
+- a storage is written once, whichever ops saved it and through whichever views; its file goes with the graph
+- a tensor that was modified after it was saved is an error in backward, as it is without hooks
+- until its file is whole, the value is in memory; where the disk does not take it, it stays there
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from offload.errors import SavedTensorError
+from offload.memory import as_bytes, count_freed
+from offload.prefetch.reads import expect
+from offload.storage.handle import Handle
+from offload.storage.modes import plain_world
+from offload.tensor.cuts import metadata_of, sent_to, twin_with
+from offload.tensor.outside import CPU
+from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
+
+_MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
+_IDLE = 2.0  # seconds after which the writer ends
+_log = logging.getLogger("offload")
+_uses = torch._C._storage_Use_Count
+
+
+@torch._disable_dynamo
+@contextmanager
+def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes: int | str = "1MiB") -> Iterator[None]:
+    """Inside, what autograd saves for backward goes to disk, as soon as nobody else holds it in memory.
+
+    Backward reads it ahead, in reverse order, and may run after the block. Gradients are those of plain tensors, bit
+    for bit. Only graphs that are recorded by this thread inside the block are concerned. It works together with
+    `torch.utils.checkpoint`: the inputs of the checkpoints are what goes to disk then.
+
+    Args:
+        folder: where the files are while the graph lives, in a folder of their own that nothing stays in; None for the
+            temporary folder.
+        min_bytes: storages smaller than this stay in memory.
+
+    Raises:
+        WriteError: the disk did not take something; what was saved is intact. Raised by a later op, or on leaving.
+        SavedTensorError: in backward; a tensor was modified in place after an op had saved it.
+
+    Example:
+        >>> x = torch.ones(1000, requires_grad=True)
+        >>> with offload_activations(min_bytes=1000):
+        ...     y = x.exp().exp().sum()
+        >>> y.backward()
+        >>> torch.equal(x.grad, x.exp().exp() * x.exp())
+        True
+    """
+    block = _Block(None if folder is None else Path(os.path.abspath(folder)), as_bytes(min_bytes, 0))
+    with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
+        yield
+    _DISK.look()
+    block.tell()
+
+
+class _Content:
+    """The bytes of one storage: in memory, or in a file, of which `storage` is the mapping once it was read."""
+
+    __slots__ = ("__weakref__", "block", "storage", "stored", "turn")
+
+    def __init__(self, storage: torch.UntypedStorage, block: _Block, turn: int) -> None:
+        self.storage: torch.UntypedStorage | None = storage  # the object itself: one use, whether tensors have others
+        self.stored: OffloadedTensor | None = None
+        self.block = block
+        self.turn = turn
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else holds the memory."""
+        return self.storage is not None and _uses(self.storage._cdata) == 1
+
+
+class _Saved:
+    """A tensor as an op saved it: which part of which content, at which version."""
+
+    __slots__ = ("content", "cut", "device", "version", "witness")
+
+    def __init__(self, tensor: torch.Tensor, content: _Content) -> None:
+        self.witness = tensor.detach()  # has the version counter of `tensor`, and no longer its memory
+        self.version = tensor._version
+        self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.cut = metadata_of(tensor)
+        self.device = tensor.device
+        self.content = content
+
+
+class _Kept:
+    """A tensor that stays as it is."""
+
+    __slots__ = ("version", "witness")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.witness = tensor.detach()
+        self.version = tensor._version
+
+
+class _Block:
+    """One `with` block: where it writes to, and what came of that."""
+
+    def __init__(self, folder: Path | None, min_bytes: int) -> None:
+        self.folder = folder
+        self.error: Exception | None = None
+        self.written: weakref.WeakValueDictionary[int, _Content] = weakref.WeakValueDictionary()  # by their turn
+        self.is_expected = True  # whether those who read ahead know of all that was written
+        self._min_bytes = min_bytes
+
+    @torch._disable_dynamo
+    def pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
+        """What the graph holds in place of `tensor`."""
+        self.tell()
+        if not _has_memory(tensor) or tensor.untyped_storage().nbytes() < max(self._min_bytes, 1):
+            return _Kept(tensor)
+        with plain_world():
+            return _DISK.save(tensor, self)
+
+    @torch._disable_dynamo
+    def unpack(self, saved: _Saved | _Kept) -> torch.Tensor:
+        """The tensor that was saved."""
+        now = saved.witness._version
+        if now != saved.version:
+            raise SavedTensorError(
+                f"{_described(saved)}, needed for gradient computation, was modified by an inplace operation after "
+                f"it was saved (version {now}, not {saved.version}): clone it first, or use an op that is not in place"
+            )
+        if isinstance(saved, _Kept):
+            return saved.witness
+        self._expect()
+        with plain_world():
+            return _DISK.load(saved)
+
+    def tell(self) -> None:
+        """Raise what the writer met."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def _expect(self) -> None:
+        """Have what was written read ahead, the last first."""
+        if self.is_expected:
+            return
+        self.is_expected = True
+        contents = sorted(self.written.items(), reverse=True)
+        expect([content.stored._file_handle() for _, content in contents if content.stored is not None])
+
+
+def _described(saved: _Saved | _Kept) -> str:
+    shape, dtype = (
+        (saved.cut[0], saved.cut[3]) if isinstance(saved, _Saved) else (saved.witness.shape, saved.witness.dtype)
+    )
+    return f"a tensor of shape {tuple(shape)} and {dtype}"
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor with a storage: subclasses, sparse ones and those on disk keep themselves."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+    )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class _Disk:
+    """What the threads of a process share: which storages were saved, and the thread that writes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition(threading.RLock())
+        self._contents: weakref.WeakValueDictionary[int, _Content] = (
+            weakref.WeakValueDictionary()
+        )  # by the address of storage
+        self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nobody else holds them
+        self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
+        self._pending = 0  # bytes in the queue, and those that are being written
+        self._turns = count()
+        self._writer: threading.Thread | None = None
+
+    def save(self, tensor: torch.Tensor, block: _Block) -> _Saved:
+        with self._lock:
+            storage = tensor.untyped_storage()
+            content = self._contents.get(storage._cdata)
+            if content is None:
+                content = self._contents[storage._cdata] = _Content(storage, block, next(self._turns))
+                self._waiting.add(content)
+            saved = _Saved(tensor, content)
+            self.look()
+            while self._pending > _MOST_PENDING:
+                self._lock.wait()
+        return saved
+
+    def load(self, saved: _Saved) -> torch.Tensor:
+        content = saved.content
+        with self._lock:
+            if content.stored is None:
+                assert content.storage is not None
+                return twin_with(_bytes_of(content.storage), saved.cut)
+        mapped = value_on_cpu(content.stored)
+        with self._lock:  # what backward saves of it, for a second one, is this content
+            self._forget(content)
+            content.storage = mapped.untyped_storage()
+            self._contents[content.storage._cdata] = content
+        count_freed(mapped.nbytes)  # of the gradients that came before
+        return sent_to(twin_with(mapped, saved.cut), saved.device)
+
+    def look(self) -> None:
+        """Have written what nobody else holds any more."""
+        here: list[_Content] = []
+        with self._lock:
+            alone = [content for content in self._waiting if content.is_alone]
+            for content in sorted(alone, key=lambda content: content.turn):
+                self._waiting.discard(content)
+                assert content.storage is not None
+                if content.storage.device == CPU:
+                    self._queue.append((weakref.ref(content), content.storage.nbytes()))
+                    self._pending += content.storage.nbytes()
+                    self._wake()
+                else:
+                    here.append(content)  # in the order of the stream that computed it
+        for content in here:
+            self._write(content)
+
+    def _forget(self, content: _Content) -> None:
+        if content.storage is not None:
+            self._contents.pop(content.storage._cdata, None)
+
+    # The writer
+
+    def _wake(self) -> None:
+        if self._writer is None or not self._writer.is_alive():
+            self._writer = threading.Thread(target=self._write_on, name="offload-writer", daemon=True)
+            self._writer.start()
+        self._lock.notify_all()
+
+    def _write_on(self) -> None:
+        while True:
+            with self._lock:
+                while not self._queue:
+                    if not self._lock.wait(_IDLE) and not self._queue:
+                        self._writer = None
+                        return
+                found, nbytes = self._queue.popleft()
+            try:
+                content = found()
+                if content is not None:
+                    with plain_world():
+                        self._write(content)
+                del content
+            finally:
+                with self._lock:
+                    self._pending -= nbytes
+                    self._lock.notify_all()
+
+    def _write(self, content: _Content) -> None:
+        storage, block = content.storage, content.block  # the object only: a tensor over it would be another use
+        if storage is None or not content.is_alone:  # backward has asked for it
+            return
+        try:
+            handle = Handle.passing(_bytes_of(storage), f"activation-{content.turn}", block.folder)
+        except Exception as error:  # whatever it is, it is for the thread that computes
+            _log.warning("an activation stays in memory: %s", error)
+            block.error = error
+            return
+        with self._lock:
+            if _uses(storage._cdata) > 1:  # backward has asked for it meanwhile
+                return
+            self._forget(content)
+            content.stored, content.storage = wrap_handle(handle, CPU), None
+            block.written[content.turn] = content
+            block.is_expected = False
+        nbytes = storage.nbytes()
+        del storage
+        count_freed(nbytes)
+
+
+def _begin_anew() -> None:
+    """In a forked child nobody writes; what waited to be written stays in memory."""
+    global _DISK
+    _DISK = _Disk()
+
+
+_DISK = _Disk()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -1,0 +1,282 @@
+"""What an optimizer keeps of each parameter, on disk.
+
+Always true:
+- an optimizer stays what it was: its class, its groups, its hooks, what its `state_dict` says
+- a step goes over the parameters some at a time, with the optimizer's own code: what it makes for some is on disk, or
+  gone, before the next; the result is that of a step over all, bit for bit
+- state that is small, and counts of steps, stay in memory
+- a gradient's file goes with the gradient
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from offload.errors import UnsupportedOpError
+from offload.memory import as_bytes, count_freed
+from offload.storage.handle import Handle
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def offload_optimizer(
+    optimizer: AnyOptimizer,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    model: nn.Module | None = None,
+    gradients: bool = False,
+    min_bytes: int | str = "64KiB",
+    step_bytes: int | str | None = "32MiB",
+) -> AnyOptimizer:
+    """Keep the state of an optimizer on disk: `exp_avg`, `momentum_buffer`, and whatever it has of a parameter's size.
+
+    State that is there is moved; state that the first step makes goes to disk at once. `state_dict` hands it out as it
+    is, `load_state_dict` keeps it on disk, and so does `add_param_group`. Gradient accumulation, `clip_grad_norm_`,
+    `GradScaler` and learning-rate schedulers work as before.
+
+    A step changes the files in place, so that a crash leaves them in the middle of one: `save_training` makes
+    checkpoints.
+
+    Args:
+        optimizer: one of torch's, over parameters in memory or on disk; it is changed in place.
+        folder: for the files, which then stay; None for a private folder.
+        model: whose names the files bear: `<name>.exp_avg`. Without it, the names that the optimizer was given
+            (`AdamW(model.named_parameters())`), or those of parameters on disk, or group and place.
+        gradients: whether gradients, too, go to disk as soon as they are accumulated. Without that all of them are
+            in memory between backward and `zero_grad`, as large as what is trained.
+        min_bytes: what is smaller stays in memory.
+        step_bytes: of parameters that are stepped at a time, at least one; None for all at once.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        UnsupportedOpError: it needs all parameters at once (LBFGS), or is not torch's, so that this is not known;
+            pass `step_bytes=None` then, and its whole first step is in memory. Or its `step` was replaced.
+        ValueError: its state is on disk already.
+        NameInUseError, ForeignFileError, WriteError
+
+    Example:
+        >>> layer = nn.Linear(100, 100)
+        >>> optimizer = offload_optimizer(torch.optim.AdamW(layer.parameters()), model=layer, min_bytes=1000)
+        >>> layer(torch.ones(1, 100)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[layer.weight]["exp_avg"].name
+        'weight.exp_avg'
+    """
+    kind: Any = type(optimizer)
+    if issubclass(kind, _OnDisk):
+        raise ValueError(f"the state of this {kind.__name__} is on disk already")
+    if step_bytes is not None and not _steps_one_by_one(kind):
+        raise UnsupportedOpError(
+            f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None to step so, "
+            "with what the first step makes in memory as a whole"
+        )
+    _take_over_step(optimizer)
+    optimizer.__class__ = _kind_on_disk(kind)  # type: ignore[assignment]
+    place = _Place(
+        folder=None if folder is None else Path(os.path.abspath(folder)),
+        given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
+        gradients=gradients,
+        min_bytes=as_bytes(min_bytes, 0),
+        step_bytes=None if step_bytes is None else as_bytes(step_bytes, 0),
+    )
+    optimizer._place = place  # type: ignore[attr-defined]
+    for number, group in enumerate(optimizer.param_groups):
+        place.welcome(group, number)
+    for parameter in list(optimizer.state):
+        place.put(parameter, optimizer.state[parameter], {})
+    return optimizer
+
+
+def is_on_disk(optimizer: Optimizer) -> bool:
+    """Whether `offload_optimizer` was called on it."""
+    return isinstance(optimizer, _OnDisk)
+
+
+@dataclass
+class _Place:
+    """Where the state goes, and under which names.
+
+    Attributes:
+        given: names of a model, by parameter.
+        names: of the optimizer's parameters.
+    """
+
+    folder: Path | None
+    given: dict[torch.Tensor, str]
+    gradients: bool
+    min_bytes: int
+    step_bytes: int | None
+    names: dict[torch.Tensor, str] = field(default_factory=dict)
+
+    def welcome(self, group: Mapping[str, Any], number: int) -> None:
+        """Name the parameters of a group, and have their gradients go to disk if they are to."""
+        taken = set(self.names.values())
+        own = group.get("param_names") or [None] * len(group["params"])
+        for count, (parameter, called) in enumerate(zip(group["params"], own, strict=True)):
+            if parameter in self.names:
+                continue
+            choices = (self.given.get(parameter), called, parameter.name if is_offloaded(parameter) else None)
+            plain = f"group{number}.{count}"
+            name = next((choice for choice in choices if choice and choice not in taken), plain)
+            self.names[parameter] = name
+            taken.add(name)
+            if self.gradients and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.min_bytes, self.folder, name))
+
+    def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, Any]) -> None:
+        """Have the state of a parameter on disk; what was there `before` is replaced."""
+        for key, value in state.items():
+            old: Any = before.get(key)
+            if value is old or not _belongs_on_disk(value, self.min_bytes):
+                continue
+            if is_offloaded(old) and old.shape == value.shape and old.dtype == value.dtype:
+                old.update_values(value)
+                state[key] = old
+            else:
+                name = f"{self.names.get(parameter, 'unknown')}.{key}"
+                state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder)
+                del value
+                count_freed(state[key].nbytes)
+
+    def parts(self, parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The parameters, some at a time."""
+        part: list[torch.Tensor] = []
+        size = 0
+        for parameter in parameters:
+            if part and self.step_bytes is not None and size + parameter.nbytes > self.step_bytes:
+                yield part
+                part, size = [], 0
+            part.append(parameter)
+            size += parameter.nbytes
+        yield part
+
+
+def _belongs_on_disk(value: Any, min_bytes: int) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.dim() > 0
+        and value.nbytes >= max(min_bytes, 1)
+    )
+
+
+def _move_gradient(min_bytes: int, folder: Path | None, name: str, parameter: torch.Tensor) -> None:
+    """A hook of `parameter`, which holds no parameter: files are to go without a search for cycles."""
+    grad = parameter.grad
+    if grad is None or is_offloaded(grad) or grad.requires_grad or not _belongs_on_disk(grad, min_bytes):
+        return
+    parameter.grad = wrap_handle(Handle.passing(grad, f"{name}.grad", folder), grad.device)
+    nbytes = grad.nbytes
+    del grad
+    count_freed(nbytes)
+
+
+class _OnDisk(Optimizer):
+    """What an optimizer is besides itself when its state is on disk."""
+
+    _place: _Place
+    _opt_called: bool
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer does; their state goes to disk too."""
+        super().add_param_group(param_group)
+        self._place.welcome(self.param_groups[-1], len(self.param_groups) - 1)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As the optimizer does; what is loaded is copied to the files of this optimizer."""
+        before = self.state
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            if isinstance(parameter, torch.Tensor):
+                self._place.put(parameter, state, before.get(parameter, {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_place": self._place}
+
+
+@cache
+def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
+    """A class of optimizers, as `kind` but with state on disk."""
+    own_step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
+
+    def step(self: _OnDisk, closure: Callable[[], Any] | None = None) -> Any:
+        """A step over all parameters, some at a time. `closure`: computes the loss again, once."""
+        self._opt_called = True  # what learning-rate schedulers look for
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with closing(_parts(self)) as parts:
+            for part in parts:
+                own_step(self)
+                for parameter in part:
+                    state = self.state.get(parameter, {})
+                    self._place.put(parameter, state, _on_disk(state))
+                count_freed(sum(parameter.nbytes for parameter in part))
+        return loss
+
+    hooked: Any = Optimizer.profile_hook_step(step)  # hooks are called once a step, not once a part
+    hooked.hooked = True
+    hooked._wrapped_by_lr_sched = True  # so that schedulers do not wrap it: they look for this name
+    return type(kind.__name__, (_OnDisk, kind), {"step": hooked, "__module__": kind.__module__})
+
+
+def _on_disk(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if is_offloaded(value)}
+
+
+def _parts(optimizer: _OnDisk) -> Generator[list[torch.Tensor]]:
+    """The parameters some at a time; meanwhile the optimizer has no others."""
+    groups = optimizer.param_groups
+    if optimizer._place.step_bytes is None:
+        yield [parameter for group in groups for parameter in group["params"]]
+        return
+    try:
+        for group in groups:
+            optimizer.param_groups = [group]
+            with _restored(group):
+                for part in optimizer._place.parts(list(group["params"])):
+                    group["params"] = part
+                    yield part
+    finally:
+        optimizer.param_groups = groups
+
+
+@contextmanager
+def _restored(group: dict[str, Any]) -> Iterator[None]:
+    parameters = group["params"]
+    try:
+        yield
+    finally:
+        group["params"] = parameters
+
+
+def _steps_one_by_one(kind: type[Optimizer]) -> bool:
+    """Whether what a step does to a parameter does not depend on the others: all of torch's, but LBFGS."""
+    own = next(base for base in kind.__mro__ if "step" in vars(base))
+    return own.__module__.split(".")[:2] == ["torch", "optim"] and not issubclass(kind, LBFGS)
+
+
+def _take_over_step(optimizer: Optimizer) -> None:
+    """Undo what a learning-rate scheduler did to `step`: it would call that of the class before."""
+    replaced = vars(optimizer).get("step")
+    if replaced is None:
+        return
+    if not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise UnsupportedOpError(
+            f"the step of this {type(optimizer).__name__} was replaced by {replaced!r}: call offload_optimizer before"
+        )
+    del optimizer.step

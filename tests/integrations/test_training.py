@@ -1,0 +1,115 @@
+"""Trainers of neighbours over a model, its optimizer's state and its activations on disk."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import is_offloaded
+
+transformers = pytest.importorskip("transformers")
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    rows = torch.randint(96, (16, 7), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trained(model: Any, folder: Path, optimizer: torch.optim.Optimizer, **options: Any) -> list[float]:
+    """The losses of a run of transformers' trainer with gradient accumulation, clipping and a schedule."""
+    args = transformers.TrainingArguments(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"save_strategy": "no", **options},
+    )
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 1, 4)
+    trainer = transformers.Trainer(model, args, train_dataset=data(), optimizers=(optimizer, scheduler))
+    trainer.train(resume_from_checkpoint=bool(options.get("save_steps")) and any(folder.glob("checkpoint-*")))
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
+
+
+def test_the_trainer_of_transformers_has_the_losses_of_memory(llama_folder, tmp_path):
+    plain = transformers.AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    model = offload.disk_offload(copy.deepcopy(plain), tmp_path / "live")
+    optimizer = offload.offload_optimizer(adamw(model), tmp_path / "live", model=model, gradients=True, min_bytes=1)
+    expected = trained(plain, tmp_path / "plain", adamw(plain))
+
+    with offload.offload_activations(min_bytes=1):
+        found = trained(model, tmp_path / "run", optimizer)
+
+    assert 4 == len(found)
+    assert expected == found
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert all(map(is_offloaded, model.parameters()))
+    assert is_offloaded(optimizer.state[model.lm_head.weight]["exp_avg"])
+
+
+def test_the_trainers_own_checkpoints_resume(llama_folder, tmp_path):
+    def run() -> tuple[list[float], Any]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+        model = offload.disk_offload(model)
+        optimizer = offload.offload_optimizer(adamw(model), model=model, min_bytes=1)
+        return trained(model, tmp_path / "run", optimizer, save_strategy="steps", save_steps=2), optimizer
+
+    expected, _ = run()
+    for folder in (tmp_path / "run").glob("checkpoint-4"):
+        folder.rename(tmp_path / "last")
+    found, optimizer = run()
+
+    assert expected == found
+    assert is_offloaded(next(iter(optimizer.state.values()))["exp_avg"])
+
+
+def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+
+    def adapted(base: Any) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base, config).train()
+        return model, adamw(model)
+
+    def losses(model: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> list[float]:
+        found = []
+        for row in rows:
+            with offload.offload_activations(min_bytes=1):
+                loss = model(**{name: value[None] for name, value in row.items()}).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain, expected = adapted(transformers.AutoModelForCausalLM.from_pretrained(llama_folder))
+    in_memory = losses(plain, expected, data()[:6])
+    model, optimizer = adapted(offload.from_pretrained(llama_folder))
+    optimizer = offload.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
+    first = losses(model, optimizer, data()[:3])
+    made = offload.save_training(tmp_path / "run", model, optimizer, frozen=False)
+    second = losses(model, optimizer, data()[3:6])
+    names = list(offload.load_file(made))
+    del model, optimizer
+
+    model, optimizer = adapted(offload.from_pretrained(llama_folder))
+    offload.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
+    offload.load_training(tmp_path / "run", model, optimizer)
+
+    assert in_memory == first + second
+    assert second == losses(model, optimizer, data()[3:6])
+    assert not any("base_layer" in name or "embed_tokens" in name for name in names)

@@ -1,0 +1,485 @@
+"""Optimizers with their state on disk make the steps that they make in memory, in less of it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadedTensor, is_offloaded
+from offload.errors import NameInUseError, UnsupportedOpError
+from tests.processes import run_script
+
+OPTIMIZERS = [
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.RAdam, {"lr": 0.01}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    return model(batch(number)).square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(4)) -> list[float]:
+    losses = []
+    for number in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def offloaded(optimizer: torch.optim.Optimizer, folder: Any = None, **options: Any) -> Any:
+    """With nothing left in memory for being small, and a parameter a step."""
+    return offload.offload_optimizer(optimizer, folder, **{"min_bytes": 1, "step_bytes": 1, **options})
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+
+def both(kind: Any, options: Any, **more: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
+    """A model and its optimizer in memory, and both on disk."""
+    plain = network()
+    on_disk = offload.disk_offload(copy.deepcopy(plain))
+    return plain, kind(plain.parameters(), **options), on_disk, offloaded(kind(on_disk.parameters(), **options), **more)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_steps_are_those_in_memory(kind, options, foreach):
+    plain, expected, on_disk, optimizer = both(kind, {**options, "foreach": foreach})
+
+    assert train(plain, expected) == train(on_disk, optimizer)
+    assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
+    assert tensors_of(expected)
+    assert all(map(torch.equal, tensors_of(expected), tensors_of(optimizer)))
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+    assert isinstance(optimizer, kind)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_steps_are_those_in_memory(kind):
+    plain, expected, on_disk, optimizer = both(kind, {"lr": 0.1, "fused": True})
+
+    assert train(plain, expected) == train(on_disk, optimizer)
+    assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
+
+
+def test_muon_steps_as_in_memory():
+    plain, on_disk = network(), offload.disk_offload(network())
+    expected = torch.optim.Muon([plain[0].weight, plain[2].weight])
+    optimizer = offloaded(torch.optim.Muon([on_disk[0].weight, on_disk[2].weight]))
+
+    assert train(plain, expected) == train(on_disk, optimizer)
+    assert is_offloaded(optimizer.state[on_disk[0].weight]["momentum_buffer"])
+
+
+def test_parameters_may_be_in_memory():
+    plain, model = network(), network()
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
+
+    assert train(plain, torch.optim.AdamW(plain.parameters())) == train(model, optimizer)
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+
+
+def llama(folder: Any = None) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, tmp_path):
+    """Parameters, state, gradients and activations on disk, clipped and scheduled; bit for bit."""
+
+    def losses(model, optimizer):
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        found = []
+        for number in range(20):
+            tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(number))
+            with offload.offload_activations(tmp_path, min_bytes=1):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return found
+
+    plain = llama()
+    on_disk = offload.disk_offload(copy.deepcopy(plain), tmp_path)
+    optimizer = torch.optim.AdamW(on_disk.parameters(), lr=0.01, foreach=foreach)
+    optimizer = offloaded(optimizer, tmp_path, model=on_disk, gradients=True)
+
+    assert losses(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=foreach)) == losses(on_disk, optimizer)
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+
+
+# Names and files
+
+
+def test_state_is_named_after_the_parameter(tmp_path):
+    def names(optimizer):
+        train(model, optimizer, range(1))
+        return sorted(value.name for value in tensors_of(optimizer))[:2]
+
+    model = network()
+    by_model = offloaded(torch.optim.AdamW(model.parameters()), tmp_path, model=model)
+    by_group = offloaded(torch.optim.AdamW(model.parameters()))
+    by_optimizer = offloaded(torch.optim.AdamW(model.named_parameters()))
+    weight = OffloadedTensor(torch.ones(3), requires_grad=True)
+
+    assert ["0.bias.exp_avg", "0.bias.exp_avg_sq"] == names(by_model)
+    assert ["group0.0.exp_avg", "group0.0.exp_avg_sq"] == names(by_group)
+    assert ["0.bias.exp_avg", "0.bias.exp_avg_sq"] == names(by_optimizer)
+    assert (tmp_path / "0.bias.exp_avg.safetensors").exists()
+    by_tensor = offloaded(torch.optim.SGD([weight, OffloadedTensor(torch.ones(3), requires_grad=True)], momentum=0.5))
+    assert ["tensor", "group0.1"] == list(by_tensor._place.names.values())
+
+
+def test_what_is_small_stays_in_memory():
+    model = network()
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()), min_bytes=16 * 16 * 4)
+    train(model, optimizer)
+
+    assert is_offloaded(optimizer.state[model[2].weight]["exp_avg"])
+    assert not is_offloaded(optimizer.state[model[2].bias]["exp_avg"])
+    assert not is_offloaded(optimizer.state[model[2].weight]["step"])
+
+
+def test_state_that_is_there_is_moved():
+    plain, model = network(), network()
+    expected, optimizer = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(model.parameters())
+    first = train(plain, expected), train(model, optimizer)
+    offloaded(optimizer)
+
+    assert first[0] == first[1]
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+    assert train(plain, expected) == train(model, optimizer)
+
+
+def test_groups_that_come_later_have_their_state_on_disk():
+    plain, model = network(), network()
+    expected = torch.optim.AdamW(plain[0].parameters())
+    optimizer = offloaded(torch.optim.AdamW(model[0].parameters()))
+    for part, each in ((plain, expected), (model, optimizer)):
+        train(part, each)
+        each.add_param_group({"params": part[2].parameters(), "lr": 0.1})
+
+    assert train(plain, expected) == train(model, optimizer)
+    assert is_offloaded(optimizer.state[model[2].weight]["exp_avg"])
+    assert "group1.0.exp_avg" == optimizer.state[model[2].weight]["exp_avg"].name
+
+
+def test_two_optimizers_may_not_have_one_file(tmp_path):
+    one, other = network(), network()
+    train(one, offloaded(torch.optim.AdamW(one.parameters()), tmp_path))
+    kept = offloaded(torch.optim.AdamW(one.parameters()), tmp_path)
+    train(one, kept)
+
+    with pytest.raises(NameInUseError, match=r"group0\.0\.exp_avg"):
+        train(other, offloaded(torch.optim.AdamW(other.parameters()), tmp_path))
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("how", ["plain", "torch.save", "own", "another's"])
+def test_loaded_state_is_on_disk_and_the_same(how, tmp_path):
+    plain, model = network(), network()
+    expected, optimizer = torch.optim.AdamW(plain.parameters()), offloaded(torch.optim.AdamW(model.parameters()))
+    train(plain, expected), train(model, optimizer)
+    state = copy.deepcopy(expected.state_dict()) if how == "plain" else optimizer.state_dict()
+    if how == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        state = torch.load(buffer, weights_only=True)
+        assert not any(is_offloaded(value) for values in state["state"].values() for value in values.values())
+    if how in ("another's", "torch.save"):
+        optimizer = offloaded(torch.optim.AdamW(model.parameters()), tmp_path)
+    optimizer.load_state_dict(state)
+
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+    if how == "another's":
+        assert all(value.offload_dir == tmp_path for value in tensors_of(optimizer))
+    assert train(plain, expected) == train(model, optimizer)
+
+
+def test_a_state_of_an_earlier_moment_is_gone_back_to():
+    model = network()
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    earlier, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    first = train(model, optimizer)
+    optimizer.load_state_dict(earlier)
+    model.load_state_dict(weights)
+
+    assert first == train(model, optimizer)
+
+
+def test_distributed_checkpoints_save_and_load_it(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = network()
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    expected = [value.materialize() for value in tensors_of(optimizer)]
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    train(model, optimizer)
+    assert not torch.equal(expected[0], tensors_of(optimizer)[0])
+
+    state = {"optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    optimizer.load_state_dict(state["optimizer"])
+
+    assert all(map(torch.equal, expected, tensors_of(optimizer)))
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+
+
+# Gradients, and what else stands around a step
+
+
+def test_gradients_on_disk_accumulate_are_clipped_and_dropped(tmp_path):
+    def step(model, optimizer):
+        for number in range(3):
+            loss_of(model, number).backward()
+        found = [is_offloaded(parameter.grad) for parameter in model.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return found, norm.item()
+
+    plain, expected, on_disk, optimizer = both(torch.optim.AdamW, {}, folder=tmp_path, gradients=True)
+    for _ in range(2):
+        were_on_disk, norm = step(on_disk, optimizer)
+        assert all(were_on_disk)
+        assert step(plain, expected)[1] == norm
+
+    assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
+    assert not list(tmp_path.rglob("*.grad.safetensors"))
+
+
+def test_gradients_may_be_set_to_zero_in_place():
+    plain, expected, on_disk, optimizer = both(torch.optim.AdamW, {}, gradients=True)
+    for model, each in ((plain, expected), (on_disk, optimizer)):
+        loss_of(model, 0).backward()
+        each.zero_grad(set_to_none=False)
+        loss_of(model, 1).backward()
+        each.step()
+
+    assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
+
+
+def test_a_gradient_scaler_finds_what_is_not_finite():
+    plain, expected, on_disk, optimizer = both(torch.optim.AdamW, {}, gradients=True)
+    for model, each in ((plain, expected), (on_disk, optimizer)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 1.0):
+            each.zero_grad()
+            scaler.scale(loss_of(model, 0) * factor).backward()
+            scaler.step(each)
+            scaler.update()
+        assert 2.0 == scaler.get_scale()
+
+    assert all(map(torch.equal, plain.parameters(), on_disk.parameters()))
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_learning_rate_schedulers_count_its_steps(scheduler_first, recwarn):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = optimizer if scheduler_first else offloaded(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer = offloaded(optimizer) if scheduler_first else optimizer
+    for number in range(2):
+        train(model, optimizer, range(number, number + 1))
+        scheduler.step()
+
+    assert 0.25 == optimizer.param_groups[0]["lr"]
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+    assert not list(recwarn)
+
+
+def test_files_go_with_model_and_optimizer_by_reference_count():
+    model = offload.disk_offload(network())
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()), gradients=True)
+    train(model, optimizer)
+    paths = [value.offload_path for value in (*tensors_of(optimizer), *model.parameters())]
+    paths += [parameter.grad.offload_path for parameter in model.parameters()]
+
+    assert all(path.exists() for path in paths)
+    del optimizer
+    gc.disable()
+    try:
+        del model
+        assert not any(path.exists() for path in paths)
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_model_and_optimizer_is_independent():
+    model = offload.disk_offload(network())
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer)
+    other, its = copy.deepcopy((model, optimizer))
+
+    assert all(map(is_offloaded, tensors_of(its)))
+    assert train(model, optimizer) == train(other, its)
+
+
+def test_hooks_and_closures_are_called_once_a_step():
+    model = network()
+    optimizer = offloaded(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure():
+        calls.append("closure")
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+
+    assert ["before", "closure", "after"] == calls
+    assert loss.requires_grad
+
+
+def test_a_step_that_fails_leaves_the_groups_as_they_were():
+    model = network()
+    optimizer = offloaded(torch.optim.AdamW(model.parameters()))
+    loss_of(model, 0).backward()
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+
+    with pytest.raises(RuntimeError, match="sparse") as caught:
+        optimizer.step()
+
+    assert list(model.parameters()) == optimizer.param_groups[0]["params"]
+    assert caught
+
+
+def test_optimizers_that_need_all_parameters_at_once_are_refused():
+    class Sum(torch.optim.Optimizer):
+        def step(self):
+            """All by the sum of all gradients."""
+
+    model = network()
+
+    with pytest.raises(UnsupportedOpError, match="step_bytes=None"):
+        offload.offload_optimizer(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UnsupportedOpError, match="step_bytes=None"):
+        offload.offload_optimizer(Sum(model.parameters(), {}))
+    with pytest.raises(ValueError, match="on disk already"):
+        offloaded(offloaded(torch.optim.SGD(model.parameters())))
+
+
+def test_an_optimizer_of_another_kind_may_step_all_at_once():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    plain, expected, on_disk, optimizer = both(Own, {"lr": 0.1, "momentum": 0.9}, step_bytes=None)
+
+    assert train(plain, expected) == train(on_disk, optimizer)
+    assert all(map(is_offloaded, tensors_of(optimizer)))
+
+
+MEMORY = """
+    import json, sys, threading, torch, offload
+    from torch import nn
+    from offload.memory import anonymous_bytes, count_freed
+
+    foreach, folder, layers, width = sys.argv[1] == "foreach", sys.argv[2], 15, 1024
+    torch.set_num_threads(1)
+    peak = 0
+
+    def network():
+        model = nn.Sequential(*[nn.utils.skip_init(nn.Linear, width, width, bias=False) for _ in range(layers)])
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.copy_(torch.eye(width))
+        return model
+
+    def watch(stop):
+        global peak
+        while not stop.wait(0.001):
+            peak = max(peak, anonymous_bytes())
+
+    def peak_of(is_on_disk):
+        global peak
+        model = network()
+        if is_on_disk:
+            offload.disk_offload(model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        if is_on_disk:
+            offload.offload_optimizer(optimizer, gradients=True, step_bytes="4MiB")
+        count_freed(1 << 30)
+        before = peak = anonymous_bytes()
+        stop = threading.Event()
+        watcher = threading.Thread(target=watch, args=(stop,))
+        watcher.start()
+        for _ in range(2):
+            model(torch.ones(1, width)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_on_disk:
+            offload.save_training(folder, model, optimizer)
+            offload.load_training(folder, model, optimizer)
+        stop.set()
+        watcher.join()
+        return peak - before, model[3].weight.detach().double().sum().item()
+
+    on_disk, first = peak_of(True)
+    plain, second = peak_of(False)
+    print(json.dumps(dict(on_disk=on_disk, plain=plain, same=first == second)))
+"""
+
+
+@pytest.mark.parametrize("foreach", ["foreach", "single"])
+def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
+    """60 MB of parameters in 15 of 4 MiB: in memory their gradients and state take three times that.
+
+    Here it is what a dozen such tensors take, and 32 MiB that the C library may keep; also while saving and loading.
+    """
+    found = json.loads(run_script(MEMORY, foreach, tmp_path))
+
+    assert found["same"]
+    assert found["plain"] > 3 * 60e6
+    assert found["on_disk"] < (12 * 4 << 20) + (32 << 20)

@@ -1,0 +1,352 @@
+"""Training goes on from its latest checkpoint as if nothing had happened, wherever it was killed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import is_offloaded
+from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError, UnsupportedOpError
+from offload.training import checkpoints
+from offload.training.plain import Apart, put_together
+from tests.conftest import contents
+from tests.processes import run_script
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 8))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """Losses that depend on all that there is: weights, buffers, state, and random numbers of three kinds."""
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 8) * random.random() + float(np.random.rand())
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adamw(model: nn.Module, on_disk: bool) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return offload.offload_optimizer(optimizer, min_bytes=1) if on_disk else optimizer
+
+
+@pytest.mark.parametrize("was_on_disk", [True, False])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_training_goes_on_as_if_nothing_had_happened(was_on_disk, on_disk, tmp_path):
+    """Whether model and state are on disk or in memory, before and after."""
+    model = offload.disk_offload(network()) if was_on_disk else network()
+    optimizer = adamw(model, was_on_disk)
+    train(model, optimizer)
+    offload.save_training(tmp_path, model, optimizer)
+    expected = train(model, optimizer)
+
+    model = offload.disk_offload(network()) if on_disk else network()
+    optimizer = adamw(model, on_disk)
+    random.random(), np.random.rand(), torch.rand(1)
+
+    assert {} == offload.load_training(tmp_path, model, optimizer)
+    assert expected == train(model, optimizer)
+    assert on_disk == all(is_offloaded(parameter) for parameter in model.parameters())
+    assert on_disk == is_offloaded(optimizer.state[model[0].weight]["exp_avg"])
+    assert on_disk or not any(is_offloaded(parameter) for parameter in model.parameters())
+
+
+def test_a_checkpoint_is_gone_back_to_in_the_middle_of_a_run(tmp_path):
+    model = offload.disk_offload(network(), tmp_path / "live")
+    optimizer = offload.offload_optimizer(torch.optim.AdamW(model.parameters()), tmp_path / "live", min_bytes=1)
+    train(model, optimizer)
+    offload.save_training(tmp_path / "run", model, optimizer)
+    expected = train(model, optimizer)
+    offload.load_training(tmp_path / "run", model, optimizer)
+
+    assert expected == train(model, optimizer)
+    assert all(parameter.offload_dir == tmp_path / "live" for parameter in model.parameters())
+
+
+def test_what_else_is_given_is_saved_and_loaded(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.1)
+    optimizer.step(), scheduler.step()
+    data = {"step": 7, "seen": [1, 2.5, None], "best": float("inf"), "at": (1, 2), 3: True, "mean": torch.ones(2)}
+    offload.save_training(tmp_path, model, optimizer, scheduler=scheduler, data=data, text="ü")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fresh = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5])
+    found = offload.load_training(tmp_path, model, optimizer, scheduler=fresh)
+
+    assert ["data", "text"] == sorted(found)
+    assert "ü" == found["text"]
+    assert not is_offloaded(found["data"]["mean"])
+    assert found["data"].pop("mean").equal(data.pop("mean"))
+    assert data == found["data"]
+    assert scheduler.state_dict() == fresh.state_dict()
+    assert 0.1 == optimizer.param_groups[0]["lr"]
+
+
+def test_what_is_not_asked_for_comes_back_as_it_was_saved(tmp_path):
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 5)
+    offload.save_training(tmp_path, network(), scheduler=scheduler)
+
+    assert {"scheduler": scheduler.state_dict()} == offload.load_training(tmp_path, network())
+
+
+def test_what_is_frozen_may_be_left_out(tmp_path):
+    model = network()
+    model[0].requires_grad_(False)
+    offload.save_training(tmp_path, model, frozen=False)
+    saved = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.add_(1)
+    offload.load_training(tmp_path, model)
+
+    assert torch.equal(saved["0.weight"] + 1, model[0].weight)
+    assert all(
+        torch.equal(value, model.state_dict()[name]) for name, value in saved.items() if not name.startswith("0")
+    )
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    expected = model[0].weight.detach().clone()
+    made = offload.save_training(tmp_path, offload.disk_offload(model))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    offload.load_training(tmp_path, model)
+
+    assert sum(path.stat().st_size for path in made.glob("*.safetensors")) < 1.9 * expected.nbytes
+    assert torch.equal(expected, model[1].weight)
+    assert model[0].weight is model[1].weight
+
+
+# Files
+
+
+def test_the_latest_stays_and_files_of_others_too(tmp_path):
+    first = offload.save_training(tmp_path, network())
+    (first / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "state.json").write_text("{}")
+    latest = [offload.save_training(tmp_path, network(), step=step) for step in range(3)][-1]
+
+    assert {"step": 2} == offload.load_training(tmp_path, network())
+    assert "checkpoint-10" == latest.name
+    assert ["checkpoint-1", "checkpoint-10", "checkpoint-7", "latest.json"] == sorted(os.listdir(tmp_path))
+    assert ["notes.txt"] == os.listdir(first)
+
+
+def test_a_checkpoint_that_tensors_are_over_stays(tmp_path):
+    first = offload.save_training(tmp_path, network())
+    model = nn.Sequential(nn.Linear(8, 16))
+    model[0].weight = nn.Parameter(offload.load_file(first)["model.0.weight"], requires_grad=False)
+    second = offload.save_training(tmp_path, model)
+
+    assert first.exists()
+    assert second.exists()
+    assert torch.equal(network()[0].weight, model[0].weight)
+
+
+def test_somebody_elses_files_are_not_replaced(tmp_path):
+    (tmp_path / "latest.json").write_text('{"mine": 1}')
+    before = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match=r"latest\.json"):
+        offload.save_training(tmp_path, network())
+    assert before == contents(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["save_checkpoint", "_put_json", "sync_folder"])
+def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypatch):
+    offload.save_training(tmp_path, network(), step=1)
+    before = contents(tmp_path)
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, place, fail)
+    with pytest.raises(OSError, match="free some space"):
+        offload.save_training(tmp_path, network(), step=2)
+
+    assert before == contents(tmp_path)
+    assert {"step": 1} == offload.load_training(tmp_path, network())
+
+
+# What can't be done
+
+
+def test_a_folder_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(MissingFileError, match="no checkpoint of training yet"):
+        offload.load_training(tmp_path, network())
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    offload.save_training(tmp_path, network())
+
+    with pytest.raises(CheckpointError, match=r"3\.bias"):
+        offload.load_training(tmp_path, network()[:3])
+    with pytest.raises(CheckpointError, match="size mismatch"):
+        offload.load_training(tmp_path, nn.Sequential(nn.Linear(8, 8), *network()[1:]))
+    with pytest.raises(DtypeMismatchError, match=r"0\.weight.*float64"):
+        offload.load_training(tmp_path, network().double())
+    with pytest.raises(CheckpointError, match="optimizer"):
+        offload.load_training(tmp_path, network(), adamw(network(), False))
+    with pytest.raises(CheckpointError, match="scaler"):
+        offload.load_training(tmp_path, network(), scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])
+def test_a_checkpoint_that_is_cut_is_refused(text, tmp_path):
+    made = offload.save_training(tmp_path, network())
+    (made / "state.json").write_text(text)
+
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        offload.load_training(tmp_path, network())
+
+
+def test_what_is_not_plain_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"extra\.args\.1 is a object"):
+        offload.save_training(tmp_path, network(), args=[1, object()])
+    assert [] == os.listdir(tmp_path)
+
+
+def test_values_of_a_subclass_are_refused_by_name():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64))
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+
+    with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*frozen=False"):
+        Apart().take(dict(model.state_dict()), "model")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -1, 0.1, float("-inf"), "*", [], (), {}, [(1, [2.0])], {"*": 1}, {1: "a", None: (2,)}, Counter("aab")],
+    ids=str,
+)
+def test_plain_data_is_put_together_as_it_was(value):
+    apart = Apart()
+    found = put_together(json.loads(json.dumps(apart.take(value, "it"))), apart.tensors)
+
+    assert value == found
+    assert type(value) is type(found)
+
+
+@pytest.mark.parametrize(
+    "parts", [{"*": "tensor", "of": "no"}, {"*": "code", "of": []}, {"*": "pairs", "of": [[1]]}, {"*": "tuple"}]
+)
+def test_what_nobody_took_apart_is_refused(parts):
+    with pytest.raises(CheckpointError, match="not whole"):
+        put_together(parts, {})
+
+
+# Killed
+
+DRIVER = """
+    import json, mmap, os, random, signal, sys, time, torch, offload
+    from pathlib import Path
+    from torch import nn
+
+    folder, kills, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    board = mmap.mmap(-1, 16)  # whether a checkpoint is being saved, and how many have been
+
+    def run(name, losses):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 64))
+        offload.disk_offload(model, folder / name / "live")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        offload.offload_optimizer(optimizer, folder / name / "live", model=model, gradients=True, min_bytes=1)
+        step = 0
+        if (folder / name / "run" / "latest.json").exists():
+            step = offload.load_training(folder / name / "run", model, optimizer)["step"]
+        with open(losses, "a", buffering=1) as file:
+            for step in range(step, steps):
+                optimizer.zero_grad()
+                loss = model(torch.randn(8, 64)).square().mean()
+                loss.backward()
+                optimizer.step()
+                file.write(json.dumps([step, loss.item()]) + "\\n")
+                if step % 3 == 2:
+                    board[0] = 1
+                    offload.save_training(folder / name / "run", model, optimizer, step=step + 1)
+                    board[0] = 0
+                    board[1] = 1
+
+    def forked(*arguments):
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            run(*arguments)
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        os._exit(1)
+
+    warm = nn.Linear(2, 2)  # what is imported at the first use; no backward, whose threads would not survive a fork
+    warm.weight.grad = torch.ones(2, 2)
+    stepper = offload.offload_optimizer(torch.optim.AdamW(warm.parameters()), min_bytes=1)
+    stepper.step()
+    offload.save_training(folder / "warm", warm, stepper)
+    offload.load_training(folder / "warm", warm, stepper)
+    assert os.waitpid(forked("whole", folder / "expected"), 0)[1] == 0
+    random.seed(0)
+    found = dict(kills=0, saving=0)
+    while True:
+        board[:2] = bytes(2)
+        pid = forked("killed", folder / "found")
+        ended = 0
+        if found["kills"] < kills:
+            while not (ended or board[found["kills"] % 2]):  # in turn: in the middle of saving, and after that
+                ended = os.waitpid(pid, os.WNOHANG)[0]
+                time.sleep(0.001)
+            time.sleep(random.uniform(0, 0.02))
+            if not ended:
+                was_saving = board[0]
+                os.kill(pid, signal.SIGKILL)
+        if not ended:
+            status = os.waitpid(pid, 0)[1]
+            if os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
+                found["kills"] += 1
+                found["saving"] += was_saving
+                continue
+            assert status == 0, status
+        break
+
+    expected = dict(map(json.loads, open(folder / "expected")))
+    found["lines"] = [json.loads(line) for line in open(folder / "found") if line.endswith("\\n")]
+    found["wrong"] = sum(expected[step] != loss for step, loss in found["lines"])
+    found["last"] = found.pop("lines")[-1][0]
+    found["left"] = sorted(path.name for path in (folder / "killed" / "run").iterdir())
+    print(json.dumps(found))
+"""
+
+
+def test_killed_at_random_moments_it_has_the_losses_of_a_run_that_was_not(quick_folder):
+    """`OFFLOAD_KILLS=500` for a long campaign."""
+    kills = int(os.environ.get("OFFLOAD_KILLS", "12"))
+
+    found = json.loads(run_script(DRIVER, quick_folder, kills, 3 * kills))
+
+    assert 0 == found["wrong"]
+    assert 3 * kills - 1 == found["last"]
+    assert found["kills"] > kills // 3
+    assert found["saving"] > 0
+    assert 2 == len(found["left"])
