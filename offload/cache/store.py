@@ -374,6 +374,7 @@ class Store:
             raise CacheError(f"the cache in {self.folder} is {what}")
         if self._pid != os.getpid():  # what the parent has written is for it to flush
             self._written, self._written_bytes, self._pid = [], 0, os.getpid()
+            self._states.count_in()
             util.Finalize(None, self.flush_own, exitpriority=10)  # a worker process ends
 
     @contextmanager
