@@ -80,6 +80,7 @@ PUBLIC = [
     "MapReport",
     "OffloadError",
     "OffloadedTensor",
+    "TensorCache",
     "disk_offload",
     "evict",
     "from_pretrained",

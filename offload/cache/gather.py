@@ -1,0 +1,203 @@
+"""Rows of a file, by their numbers, into memory.
+
+Always true:
+- what the disk has to be read for is announced as a whole before the first of it is waited for
+- a mapping is used for what is in memory already: under a cap on memory one that is not collapses to a page at a time
+- rows lie in what is given as they were asked for, in any order, also twice
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.cache.indexing import Numbers, span_of
+from offload.errors import CorruptFileError, MissingFileError
+from offload.memory import available_bytes
+from offload.storage.pages import bring_in, cached_bytes
+from offload.storage.write import write_all
+
+_MOST_PARTS = 1024  # that the system takes in one call
+_LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
+_READ_AGAIN = 8  # a file is mapped when a part of it has been read that is one in so many
+_ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+Memory: TypeAlias = "npt.NDArray[np.uint8]"
+_CAN_ADVISE = hasattr(os, "posix_fadvise")
+
+
+class RowFile:
+    """A file with rows of one size, from byte `start` on."""
+
+    def __init__(self, path: Path, start: int, row_bytes: int, *, writes: bool) -> None:
+        """
+        Raises:
+            MissingFileError, CorruptFileError
+        """
+        self.path = path
+        self._start = start
+        self._size = row_bytes
+        self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        self._random = opened(path, os.O_RDONLY)
+        if _CAN_ADVISE:  # else the system reads on behind each row
+            os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
+        self._mapped: Memory | None = None
+        self._warm_bytes = 0
+
+    def write(self, rows: Numbers, data: memoryview) -> None:
+        """Write rows whose numbers ascend; `data` has them one behind the other.
+
+        Raises:
+            OSError
+        """
+        for begin, end in [(0, len(rows))] if span_of(rows) else runs(rows):
+            write_all(self.fd, data[begin * self._size : end * self._size], self._at(rows[begin]))
+
+    def read(self, rows: Numbers, into: torch.Tensor) -> None:
+        """Read rows, in any order, to a plain (rows, bytes of a row) tensor of uint8.
+
+        Raises:
+            CorruptFileError: the file is cut, or the disk does not give it.
+        """
+        if not len(rows) or not self._size:
+            return
+        try:
+            if span_of(rows) is not None:
+                read_run(self.fd, self.path, self._at(rows[0]), [into.numpy().data.cast("B")])
+            else:
+                self._read_scattered(rows, into)
+        except OSError as error:
+            raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
+
+    def close(self) -> None:
+        self._mapped = None
+        os.close(self.fd)
+        os.close(self._random)
+
+    def _at(self, row: int | np.int64) -> int:
+        return self._start + int(row) * self._size
+
+    def _read_scattered(self, rows: Numbers, into: torch.Tensor) -> None:
+        is_cached = self._are_cached(rows)
+        mapping = self._hot_mapping(rows, is_cached)
+        if mapping is not None:
+            np.take(mapping, rows, axis=0, out=into.numpy(), mode="clip")  # torch would wait for its other threads
+            return
+        starts, size = self._start + rows * self._size, np.int64(self._size)
+        sizes, places = np.broadcast_to(size, len(rows)), np.arange(len(rows)) * size
+        memory = into.numpy().data.cast("B")
+        read_parts(self._random, self.path, starts, sizes, places, memory, announce=not is_cached)
+
+    def _are_cached(self, rows: Numbers) -> bool:
+        """Whether some of the rows, spread over all, are in memory."""
+        if not _NOWAIT:
+            return False
+        looks = _LOOKS if self._mapped is None else _LOOKS_IF_MAPPED
+        byte = [bytearray(1)]
+        try:
+            for row in rows[:: -(-len(rows) // looks)].tolist():
+                os.preadv(self.fd, byte, self._start + row * self._size, _NOWAIT)
+        except OSError:
+            return False
+        return True
+
+    def _hot_mapping(self, rows: Numbers, is_cached: bool) -> Memory | None:
+        """(rows that the file holds, bytes of a row), if the whole file is in memory and has been read often.
+
+        To map a page costs more than to copy it: it pays for those that are read again.
+        """
+        mapped = self._mapped
+        if not is_cached or (mapped is not None and len(mapped) <= int(rows.max())):
+            self._mapped = mapped = None
+        self._warm_bytes = self._warm_bytes + len(rows) * self._size if is_cached else 0
+        if mapped is None and is_cached and self._warm_bytes * _READ_AGAIN > os.fstat(self.fd).st_size:
+            self._warm_bytes = 0
+            mapped = self._mapped = self._map()
+        return mapped
+
+    def _map(self) -> Memory | None:
+        size = os.fstat(self.fd).st_size
+        if size > available_bytes() // 2:
+            return None
+        memory = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        flat: Memory = np.frombuffer(memory, dtype=np.uint8)
+        if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:
+            return None
+        bring_in(flat.ctypes.data, size)
+        count = (size - self._start) // self._size
+        return flat[self._start : self._start + count * self._size].reshape(count, self._size)
+
+
+def runs(rows: Numbers) -> list[tuple[int, int]]:
+    """Where numbers follow each other: the first place of each run, and that behind its last."""
+    if not len(rows):
+        return []
+    ends = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+    return list(zip([0, *ends], [*ends, len(rows)], strict=True))
+
+
+def read_parts(
+    fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
+) -> None:
+    """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
+
+    Raises:
+        CorruptFileError: the file ends before.
+        OSError
+    """
+    order = np.flatnonzero(sizes)
+    order = order[np.argsort(starts[order], kind="stable")]
+    starts, sizes, places = starts[order], sizes[order], places[order]
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    runs = list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True)) if len(order) else []
+    if announce and _CAN_ADVISE:
+        for begin, end in runs:
+            start = int(starts[begin])
+            os.posix_fadvise(fd, start, int(starts[end - 1] + sizes[end - 1]) - start, os.POSIX_FADV_WILLNEED)
+    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    for begin, end in runs:
+        for at in range(begin, end, _MOST_PARTS):
+            read_run(fd, path, int(starts[at]), slices[at : min(at + _MOST_PARTS, end)])
+
+
+def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
+    """Read what follows each other in a file.
+
+    Raises: as `read_parts`.
+    """
+    wanted = sum(map(len, into))
+    done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+    if done == wanted:
+        return
+    for part in into:
+        skipped = min(done, len(part))
+        done -= skipped
+        at += skipped
+        while skipped < len(part):
+            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
+            if not got:
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
+            skipped += got
+            at += got
+
+
+def opened(path: Path, flags: int) -> int:
+    """A descriptor of a file of a cache.
+
+    Raises:
+        MissingFileError, CorruptFileError
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        reason = "a file of the cache is missing: get the folder again, whole"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except OSError as error:
+        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
