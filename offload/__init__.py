@@ -5,6 +5,7 @@
 | put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
+| have large results and loads go to disk | `offloading` |
 | know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
 | keep a model's keys and values on disk | `kv_cache` |
@@ -33,6 +34,7 @@ from offload.loader import (
     load_checkpoint_in_model,
     load_file,
 )
+from offload.offloading.context import offloading
 from offload.saving import save_checkpoint
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
@@ -56,6 +58,7 @@ __all__ = [
     "load_file",
     "materialize",
     "memory_summary",
+    "offloading",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",

@@ -201,6 +201,8 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         moved = func(*args, **kwargs)
         if type(moved) is not OffloadedTensor or moved is args[0] or moved.requires_grad:
             return moved
+        if moved._handle is not args[0]._handle:  # a cast, whose result is on disk by itself
+            return moved
         if not torch._has_compatible_shallow_copy_type(args[0], moved):
             return moved
         alias = args[0].detach()

@@ -88,6 +88,7 @@ PUBLIC = [
     "load_file",
     "materialize",
     "memory_summary",
+    "offloading",
     "register_subclass",
     "save_checkpoint",
     "set_max_memory",

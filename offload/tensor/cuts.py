@@ -45,11 +45,19 @@ def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     return with_bits_of(guest, twin) if twin.is_conj() or twin.is_neg() else guest
 
 
-def copied(guest: torch.Tensor) -> torch.Tensor:
-    """An independent tensor of the same value; of bytes, as torch has no copy kernel for some 1-byte dtypes (2.13)."""
-    if guest.itemsize == 1 and not is_subclass_value(guest):
-        return guest.view(torch.uint8).clone().view(guest.dtype)
-    return guest.clone()
+def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """An independent plain tensor of the same value, on `target`, whatever modes are on.
+
+    Of bytes, as torch has no copy kernel for some 1-byte dtypes (2.13).
+    """
+    if is_subclass_value(guest):
+        return guest.clone() if guest.device == target else guest.to(target)
+    with plain_world():
+        if guest.device != target:
+            return sent_to(guest, target)
+        if guest.itemsize == 1:
+            return guest.view(torch.uint8).clone().view(guest.dtype)
+        return guest.clone()
 
 
 def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
