@@ -176,7 +176,7 @@ class _Loads(TorchFunctionMode):
             self.results.rebuilt = rebuilt(place, frame, kwargs)
             return self.results.rebuilt
         if func is torch.Tensor.untyped_storage:  # so torch.load takes what it has read
-            return record_of(frame)
+            return record_of(place, frame, args[0])
         if func is torch.asarray:  # so safetensors makes a tensor of mapped memory
             return as_opened(place, func(*args, **kwargs))
         if func is torch.tensor:

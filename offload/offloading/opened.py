@@ -105,22 +105,35 @@ def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     return _in_a_row(stored, tensor.dtype).view(tensor.shape)
 
 
-def record_of(frame: FrameType) -> torch.UntypedStorage | None:
-    """The bytes that torch.load has just read in `frame`, mapped from its file; None if it was given no path."""
+def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.UntypedStorage | None:
+    """The bytes that torch.load has just read in `frame`, as `record`, mapped from its file.
+
+    None if they are few, it was given no path, or they do not lie in the file as they are (a deflated archive).
+    """
     reader = frame.f_back
     if frame.f_code is not torch.Tensor._typed_storage.__code__ or reader is None:
         return None
     if reader.f_code.co_name != "load_tensor" or reader.f_globals is not vars(torch.serialization):
         return None
-    path = _path_loaded_in(reader)
-    if path is None:
+    known, path = reader.f_locals, _path_loaded_in(reader)
+    if path is None or known["nbytes"] < max(place.min_bytes, 1) or not hasattr(mmap, "MAP_PRIVATE"):
         return None
-    known = reader.f_locals
-    start = known["zip_file"].get_record_offset(known["name"])
-    with suppress(OffloadError):
-        mapped = TensorFile.open(path).mapped(shared=False)
-        return mapped[start : start + known["nbytes"]]  # type: ignore[no-any-return]
+    with plain_world(), suppress(OSError, ValueError):  # ValueError: the file is shorter
+        mapped = _mapped_alone(path, known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
+        read = torch.empty(0, dtype=torch.uint8, device=CPU).set_(record.untyped_storage())  # it says that it is empty
+        return mapped.untyped_storage() if torch.equal(mapped, read) else None
     return None
+
+
+def _mapped_alone(path: str | os.PathLike[str], start: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a file in a private mapping of their own: whoever loads may write to them."""
+    inside = start % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = mmap.mmap(file.fileno(), inside + nbytes, flags=flags, prot=rights, offset=start - inside)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8, requires_grad=False)
+    return torch.empty(0, dtype=torch.uint8, device=CPU).set_(whole.untyped_storage()[inside : inside + nbytes])
 
 
 def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:
