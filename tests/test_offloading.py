@@ -207,13 +207,14 @@ def test_views_of_a_result_share_its_file():
     assert [1.0, 1.0] == [row.mean().item(), turned.mean().item()]
 
 
-def test_what_an_op_writes_to_is_what_it_gives_back():
+def test_what_an_op_writes_to_is_what_it_gives_back_and_is_not_written_to_disk(tmp_path):
     x, out = X.clone(), torch.empty(64, 64)
-    with offload.offloading(min_bytes=SMALL):
+    with offload.offloading(tmp_path, min_bytes=SMALL):
         written = [x.add_(1), torch.add(x, 1, out=out), x.t_(), x.resize_(32, 128), out.set_(x)]
 
     assert [id(one) for one in (x, out, x, x, out)] == [id(one) for one in written]
     assert type(x) is type(out) is torch.Tensor
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_an_op_that_gives_its_argument_back_is_believed():
@@ -652,7 +653,7 @@ def test_a_file_of_the_other_byte_order_is_turned_as_torch_does(mapped, tmp_path
 
 
 def test_a_deflated_archive_is_loaded_as_torch_does(tmp_path):
-    path = repacked(saved(tmp_path / "a.pt", {"a": X * 0 + 3}), zipfile.ZIP_DEFLATED)
+    path = repacked(saved(tmp_path / "a.pt", {"b": torch.randn(128, 64), "a": X * 0 + 3}), zipfile.ZIP_DEFLATED)
 
     found = inside(lambda: torch.load(path)["a"])
 
