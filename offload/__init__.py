@@ -8,6 +8,7 @@
 | replace many, one at a time | `map_values`, which gives a `MapReport` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
 | have what is made of a tensor beside it | `offloaded_like` |
+| have large results and loads go to disk | `offloading` |
 | know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
 | keep a model's keys and values on disk | `kv_cache` |
@@ -44,6 +45,7 @@ from offload.loader import (
     load_checkpoint_in_model,
     load_file,
 )
+from offload.offloading.context import offloading
 from offload.quantizer import quantize_int4
 from offload.report import plot_memory
 from offload.saving import save_checkpoint
@@ -80,6 +82,7 @@ __all__ = [
     "offload_activations",
     "offload_optimizer",
     "offloaded_like",
+    "offloading",
     "plot_memory",
     "quantize_",
     "quantize_int4",

@@ -171,6 +171,14 @@ def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return func(current_twin(tensor), *args[1:], **{**kwargs, "device": device})
 
 
+@implements(aten._nested_view_from_jagged.default)
+def read_into_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Said to give a view, but of another kind, which may be written to: over a copy in memory."""
+    values, *rest = args
+    values = values.materialize() if _has_file(values) else values
+    return func(values, *guests_of(rest, {}), **named_guests(kwargs, {}))
+
+
 @implements(aten._to_copy.default)
 def move_or_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Another device alone needs no value: the same file, another target. On `meta` there are no values."""
@@ -200,6 +208,8 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     with torch._C.DisableTorchFunctionSubclass():
         moved = func(*args, **kwargs)
         if type(moved) is not OffloadedTensor or moved is args[0] or moved.requires_grad:
+            return moved
+        if moved._handle is not args[0]._handle:  # a cast, whose result is on disk by itself
             return moved
         if not torch._has_compatible_shallow_copy_type(args[0], moved):
             return moved

@@ -98,6 +98,7 @@ PUBLIC = [
     "offload_activations",
     "offload_optimizer",
     "offloaded_like",
+    "offloading",
     "plot_memory",
     "quantize_",
     "quantize_int4",

@@ -60,13 +60,20 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
     return base
 
 
-def copied(guest: torch.Tensor) -> torch.Tensor:
-    """An independent tensor of the same value; of bytes, as torch has no copy kernel for some 1-byte dtypes (2.13)."""
-    if is_subclass_value(guest):  # some classes of torchao 0.18 lack `clone`, or have it wrong
-        return with_inner(guest, copied)
-    if guest.itemsize == 1:
-        return guest.view(torch.uint8).clone().view(guest.dtype)
-    return guest.clone()
+def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """An independent tensor of the same value, on `target`, whatever modes are on.
+
+    Of a subclass the inner tensors are copied: some classes of torchao 0.18 lack `clone`, or have it wrong. Of bytes, as
+    torch has no copy kernel for some 1-byte dtypes (2.13).
+    """
+    with plain_world():
+        if guest.device != target:
+            return sent_to(guest, target)
+        if is_subclass_value(guest):
+            return with_inner(guest, lambda inner: copied(inner, target))
+        if guest.itemsize == 1:
+            return guest.view(torch.uint8).clone().view(guest.dtype)
+        return guest.clone()
 
 
 def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _independent(results: Any, files: set[int]) -> Any:
     if isinstance(results, (list, tuple)):
         return type(results)([_independent(result, files) for result in results])
     if isinstance(results, torch.Tensor) and not files.isdisjoint(_places(results)):
-        return results.clone() if results.requires_grad else copied(results)
+        return results.clone() if results.requires_grad else copied(results, results.device)
     return results
 
 

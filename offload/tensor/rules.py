@@ -74,8 +74,8 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
 def rule_of(func: Any, *_: Any) -> Rule:
     if not isinstance(func, torch._ops.OpOverload):
         return read
-    if _is_composite(func):
-        return _decompose
+    if is_composite(func):
+        return decompose
     if written_arguments(func):
         if func.namespace == "c10d":
             return _communicate
@@ -83,13 +83,14 @@ def rule_of(func: Any, *_: Any) -> Rule:
     return _view if func.is_view or func in _UNANNOTATED_VIEWS else read
 
 
-def _is_composite(func: torch._ops.OpOverload) -> bool:
+@cache
+def is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether an op is only made of others. In inference mode such ops come here whole."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
-def _decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The ops that it is made of each find their rule: the schema of `to` or `reshape` may, or may not, give a view.
 
     `func.decompose` would take decompositions in Python where there are some, with other last bits.

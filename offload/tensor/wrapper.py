@@ -198,8 +198,7 @@ class OffloadedTensor(SeenFromOutside):
     def materialize(self) -> torch.Tensor:
         """A plain, independent tensor with this value, on the target device."""
         with DisableTorchFunctionSubclass(), torch.no_grad():
-            value = value_on_cpu(self)
-            return copied(value) if self._target == CPU else sent_to(value, self._target)
+            return copied(value_on_cpu(self), self._target)
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""

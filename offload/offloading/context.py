@@ -1,0 +1,250 @@
+"""The context in which large results go to disk.
+
+Always true:
+- a thread has at most one pair of modes; a context inside another only changes where they put things
+- what another thread sees of it is nothing
+- views, and what an op writes to, stay what they are
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode_temporarily
+
+from offload.errors import UnknownSubclassError
+from offload.memory import as_bytes, available_bytes
+from offload.offloading.made import made_on_disk
+from offload.offloading.opened import as_opened, rebuilt, record_of
+from offload.offloading.place import Place, bytes_inside, over_mappings
+from offload.storage.folders import named_folder
+from offload.storage.modes import plain_world
+from offload.storage.subclasses import is_subclass_value
+from offload.tensor.rules import decompose, is_composite, tensors_in
+from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded
+
+
+@contextmanager
+def offloading(
+    offload_dir: str | os.PathLike[str] | None = None, *, min_bytes: int | float | str = "1MiB"
+) -> Iterator[None]:
+    """A context in which large results are on disk: of factories, of ops, of what is loaded.
+
+    Inside, in this thread, what `torch.empty`, `randn`, `x @ y`, `w.float()`, `torch.load(path)`,
+    `safetensors.torch.load_file`... give is an `OffloadedTensor` if it takes at least `min_bytes`. The values are those
+    of the plain op, bit for bit, random ones too. So a module that is made inside has its weights on disk, and so has
+    an adapter that peft makes or loads.
+
+    - Factories, elementwise ops, casts, copies and products of matrices are computed straight into their file. The
+      result of another op is in memory for a moment.
+    - Views, in-place ops and `out=` give what they always give: a view shares memory, and so does an argument.
+    - A tensor of a safetensors file, or of a zip file of torch.save, is referenced in its file, and nothing is written;
+      at its first write it goes to a private file. `torch.load` reads one record at a time, or none with `mmap=True`.
+      This is seen on Linux, and on the CPU. What is loaded from an open file object, from a file in the form of before
+      torch 1.6, or by other threads, stays in memory: transformers' `from_pretrained` has some, so use that of offload.
+    - A parameter of a tensor subclass that offload can store, such as a weight that torchao has quantized, goes to
+      disk when it is set on a module.
+    - Fake and meta tensors are left alone, and so is what is traced. Compiled functions run eagerly, and what has to
+      be compiled (flex_attention) does not run, as in any dispatch mode of torch's. There `matmul` sums a product with
+      a batch of one in another order, too (torch 2.13).
+    - Tensors on an accelerator go to disk too, and compute there.
+
+    A context inside another counts alone. Leave `offload_dir` out where results are only passing through: each file
+    then goes with its tensor. In a folder of yours each of them stays.
+
+    Args:
+        offload_dir: the folder for the files, which stay; None for a private one.
+        min_bytes: the least size, in bytes or as "1MiB"; a float is a fraction of the memory that is free.
+
+    Raises:
+        WriteError: the folder can't be used; inside: there is no room for a result.
+        ValueError: `min_bytes` is no amount of memory.
+
+    Example:
+        >>> with offloading(min_bytes=1024):
+        ...     big, small = torch.ones(16, 16), torch.ones(2)
+        >>> is_offloaded(big), is_offloaded(small)
+        (True, False)
+    """
+    folder = None if offload_dir is None else named_folder(offload_dir)
+    place = Place(folder, as_bytes(min_bytes, available_bytes()))
+    _watch_modules()
+    known = _active()
+    with ExitStack() as stack:
+        if known is None:
+            known = _Results(place)
+            stack.enter_context(known)
+            stack.enter_context(_Loads(known))
+        outer, known.place = known.place, place
+        try:
+            yield
+        finally:
+            known.place = outer
+
+
+class _Results(TorchDispatchMode):
+    """Below autograd: sees each op, and what it gives."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place = place
+        self.rebuilt: torch.Tensor | None = None  # what an unpickler believes to be empty, and sets to its storage next
+        # torch notes for the whole process, once for each mode, that there is one. The notes of threads that leave in
+        # another order than they came in must be taken back in any order (torch 2.13).
+        for name, value in vars(self).items():
+            if isinstance(value, deque):
+                setattr(self, name, _NOTES.setdefault(name, value))
+
+    def __enter__(self) -> Any:
+        with _LOCK:
+            return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *failure: Any) -> None:
+        with _LOCK:
+            super().__exit__(*failure)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _SET and args[0] is self.rebuilt:
+            self.rebuilt = None
+            return args[0]
+        if not isinstance(func, torch._ops.OpOverload) or _is_left_alone(types):
+            return func(*args, **kwargs)
+        if is_composite(func):  # in inference mode; it may give a view, or not
+            with self:
+                return decompose(func, args, kwargs)
+        if func.is_view:
+            return func(*args, **kwargs)
+        if not torch._C._len_torch_dispatch_stack():
+            made = made_on_disk(self.place, func, args, kwargs)
+            if made is not None:
+                return made
+        results = func(*args, **kwargs)
+        return self._put_away(func, results, args, kwargs)
+
+    def _put_away(self, func: Any, results: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What is new and large goes to disk; what an op has written to, or shares memory with an argument, stays."""
+        if isinstance(results, (tuple, list)):
+            return type(results)([self._put_away(func, result, args, kwargs) for result in results])
+        if not self.place.takes(results):
+            return results
+        if _storage_of(results) in map(_storage_of, tensors_in(*args, *kwargs.values())):
+            return results
+        return self.place.put(results, func.overloadpacket.__name__)
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """Which memory a plain tensor is over."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if is_plain else None
+
+
+class _Loads(TorchFunctionMode):
+    """Above autograd: sees what no op shows, such as memory that becomes a tensor."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = None
+        if func in _WATCHED and not _is_left_alone(()):
+            made = self._made(sys._getframe(1), func, args, kwargs)
+        return func(*args, **kwargs) if made is None else made
+
+    def _made(self, frame: FrameType, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What is to be given in place of the result of a call in `frame`; None for the result itself."""
+        place = self.results.place
+        if func is torch.empty:  # so an unpickler begins to rebuild a tensor
+            self.results.rebuilt = rebuilt(place, frame, kwargs)
+            return self.results.rebuilt
+        if func is torch.Tensor.untyped_storage:  # so torch.load takes what it has read
+            return record_of(place, frame, args[0])
+        if func is torch.asarray:  # so safetensors makes a tensor of mapped memory
+            return as_opened(place, func(*args, **kwargs))
+        if func is torch.tensor:
+            return self._put_away(func, func(*args, **kwargs))
+        if _get_current_dispatch_mode_stack()[-1] is not self.results:
+            return None
+        with _pop_mode_temporarily():
+            result = func(*args, **kwargs)
+        return result if result.requires_grad and not result.is_leaf else self._put_away(func, result)
+
+    def _put_away(self, func: Any, result: torch.Tensor) -> torch.Tensor:
+        place = self.results.place
+        if not place.takes(result):
+            return result
+        return place.put(result.detach(), func.__name__).requires_grad_(result.requires_grad)
+
+
+def _active() -> _Results | None:
+    """The mode of the context that this thread is in."""
+    stack = _get_current_dispatch_mode_stack()
+    return next((mode for mode in stack if isinstance(mode, _Results)), None)
+
+
+def _is_left_alone(types: Sequence[type]) -> bool:
+    """Whether tensors stand for others, so that what an op gives is nothing to store."""
+    return (
+        any(kind is not OffloadedTensor for kind in types)
+        or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
+# Parameters of a tensor subclass
+
+
+def _watch_modules() -> None:
+    """Have each parameter looked at that is set on a module; in a thread that is in no context, nothing comes of it."""
+    global _watching
+    with _LOCK:
+        if not _watching:
+            register_module_parameter_registration_hook(_put_parameter_away)  # type: ignore[arg-type]
+            _watching = True
+
+
+def _put_parameter_away(_module: torch.nn.Module, name: str, parameter: Any) -> OffloadedTensor | None:
+    mode = _active()
+    if mode is None or not is_subclass_value(parameter) or is_offloaded(parameter) or _is_left_alone(()):
+        return None
+    with plain_world():
+        value = over_mappings(parameter)
+        if bytes_inside(value) < mode.place.min_bytes:
+            return None
+        try:
+            stored = mode.place.put(value, name)
+        except UnknownSubclassError:  # it could not be rebuilt from a file
+            return None
+    return dressed(stored, requires_grad=parameter.requires_grad, is_parameter=True)
+
+
+# In those that follow the first four, torch takes another branch where a mode is on, with other last bits (2.13).
+_WATCHED = {
+    *(torch.empty, torch.Tensor.untyped_storage, torch.asarray, torch.tensor),
+    *(torch.norm, torch.linalg.norm, torch.linalg.matrix_norm, torch.linalg.cond, torch.linalg.eigvalsh),
+    *(torch.linalg.svdvals, torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse),
+}
+_SET = torch.ops.aten.set_.source_Storage_storage_offset
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+_LOCK = threading.RLock()
+_NOTES: dict[str, deque[bool]] = {}
+_watching = False

@@ -1,0 +1,188 @@
+"""Results that are computed straight into their file: what they hold is never in memory as a whole.
+
+Always true:
+- the kernel is the one that would have made the result in memory, and random numbers come in the same order
+- shape, strides and dtype are what the op says of meta tensors; where it says nothing, the result is made in memory
+- a tensor that the op reads is not written to
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.offloading.place import Place
+from offload.storage.header import Layout
+from offload.storage.modes import plain_world
+from offload.tensor.outside import CPU
+from offload.tensor.rules import call, guests_of, named_guests, tensors_in
+from offload.tensor.wrapper import OffloadedTensor, current_twin, wrap_handle
+
+Fill: TypeAlias = Callable[[torch.Tensor, Sequence[Any], dict[str, Any]], object]
+
+_aten = torch.ops.aten
+_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
+
+
+def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OffloadedTensor | None:
+    """The large result of an op, computed into its file; None for any other, which is to be computed as ever.
+
+    Raises:
+        WriteError: there is no room for it.
+    """
+    fill = _way_of(func)
+    if fill is None or not _are_here(args, kwargs) or not _may_be_large(place, func, args):
+        return None
+    layout = _layout_of_result(func, args, kwargs)
+    if layout is None or layout.nbytes < max(place.min_bytes, 1) or not layout.is_dense:
+        return None
+    what = func.overloadpacket.__name__
+    with plain_world(), place.allocated(layout, what) as handle:
+        fill(handle.writable_base(), args, kwargs)
+    return wrap_handle(handle, CPU)
+
+
+@cache
+def _way_of(func: Any) -> Fill | None:
+    """How the result of an op is filled in; None if that is not known."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or func.is_view:
+        return None
+    packet = func.overloadpacket
+    if packet in _FILLS:
+        return _FILLS[packet]
+    if packet in _STREAMED or torch.Tag.pointwise in func.tags:
+        variant = _out_variant(func)
+        return None if variant is None else partial(_run_into, variant)
+    return None
+
+
+def _out_variant(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload that does the same, but for a result that is there already."""
+    if [str(returned.type) for returned in func._schema.returns] != ["Tensor"]:
+        return None
+    wanted = [(one.name, str(one.type)) for one in func._schema.arguments if one.name not in _OPTIONS]
+    for name in func.overloadpacket.overloads():
+        variant = getattr(func.overloadpacket, name)
+        outs = [one.name for one in variant._schema.arguments if one.is_out]
+        rest = [(one.name, str(one.type)) for one in variant._schema.arguments if not one.is_out]
+        if outs == ["out"] and rest == wanted:
+            return variant  # type: ignore[no-any-return]
+    return None
+
+
+def _run_into(variant: Any, out: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    memo: dict[int, torch.Tensor] = {}
+    options = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+    call(variant, guests_of(args, memo), {**named_guests(options, memo), "out": out})
+
+
+def _copy_into(out: torch.Tensor, args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+    [source] = guests_of(args[:1], {})
+    call(_aten.copy_.default, [out, source], {})
+
+
+def _leave(_out: torch.Tensor, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+    """It is zeros already."""
+
+
+def _fill_with_ones(out: torch.Tensor, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+    out.fill_(1)
+
+
+def _fill_with_value(out: torch.Tensor, args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
+    out.fill_(args[-1])
+
+
+def _fill_uniformly(out: torch.Tensor, _args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    out.uniform_(generator=kwargs.get("generator"))
+
+
+def _fill_normally(out: torch.Tensor, _args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    out.normal_(generator=kwargs.get("generator"))
+
+
+def _fill_with_integers(out: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    low, high = (0, *args[1:])[-2:]
+    out.random_(low, high, generator=kwargs.get("generator"))
+
+
+def _are_here(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether all tensors, and the result, are on the CPU, and the tensors are plain or offloaded."""
+    device = kwargs.get("device")
+    return (
+        (device is None or torch.device(device) == CPU)
+        and kwargs.get("layout") in (None, torch.strided)
+        and not kwargs.get("pin_memory")
+        and all(_is_dense_here(tensor) for tensor in tensors_in(*args, *kwargs.values()))
+    )
+
+
+def _is_dense_here(tensor: torch.Tensor) -> bool:
+    if type(tensor) is OffloadedTensor:
+        return tensor._target == CPU and tensor._file_handle().recipe is None
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device == CPU
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def _may_be_large(place: Place, func: Any, args: Sequence[Any]) -> bool:
+    """False for an op on small tensors; of the ops here, none gives more elements than the product of what it gets."""
+    sizes = [tensor.numel() for tensor in tensors_in(*args)]
+    return not sizes or func.overloadpacket in _SIZED or math.prod(sizes) * 16 >= place.min_bytes
+
+
+def _layout_of_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | None:
+    """What the op makes of meta tensors; None where it can't tell, or fails: the op itself says it better."""
+    options = {name: value for name, value in kwargs.items() if name != "generator"}
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        options["device"] = "meta"
+    with plain_world(), suppress(Exception):
+        result = func(*_twins_of(args), **dict(zip(options, _twins_of(options.values()), strict=True)))
+        return Layout(result.dtype, tuple(result.shape), result.stride())
+    return None
+
+
+def _twins_of(values: Iterable[Any]) -> list[Any]:
+    return [
+        _twin_of(value)
+        if isinstance(value, torch.Tensor)
+        else _twins_of(value)
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    ]
+
+
+def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A number stays as it is: whether it was one in Python counts for the dtype of the result."""
+    if type(tensor) is OffloadedTensor:
+        return current_twin(tensor)
+    if tensor.dim() == 0:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_FILLS: dict[Any, Fill] = {
+    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), _leave),
+    **dict.fromkeys((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted), _leave),
+    **dict.fromkeys((_aten.new_empty, _aten.new_empty_strided), _leave),
+    **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), _fill_with_ones),
+    **dict.fromkeys((_aten.full, _aten.full_like, _aten.new_full), _fill_with_value),
+    **dict.fromkeys((_aten.clone, _aten._to_copy), _copy_into),
+    _aten.rand_like: _fill_uniformly,
+    _aten.randn_like: _fill_normally,
+    _aten.randint_like: _fill_with_integers,
+}
+_SIZED = {_aten.new_empty, _aten.new_empty_strided, _aten.new_zeros, _aten.new_ones, _aten.new_full}
+_STREAMED = {
+    *(_aten.rand, _aten.randn, _aten.randint, _aten.randperm, _aten.normal, _aten.arange, _aten.linspace),
+    *(_aten.logspace, _aten.eye, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.cat, _aten.index_select),
+}

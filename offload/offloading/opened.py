@@ -1,0 +1,209 @@
+"""Tensors that torch.load and safetensors take from a file: known by where their memory is mapped from.
+
+Always true:
+- a tensor that is an entry of the file, in memory that nobody has written to, is referenced there: nothing is copied
+- memory that no file is behind is left alone; so is a shared mapping, through which others see what is written
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.errors import OffloadError
+from offload.offloading.place import Place
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.header import Entry, Layout
+from offload.storage.modes import plain_world
+from offload.tensor.outside import CPU
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+
+_MAPS = Path("/proc/self/maps")
+_PAGE_MAP = Path("/proc/self/pagemap")
+_REBUILDERS = {
+    function.__code__
+    for name in ("_rebuild_tensor", "_rebuild_tensor_v3")
+    if (function := getattr(torch._utils, name, None)) is not None
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A piece of a file that is mapped: the file, and the byte at which the piece begins."""
+
+    file: TensorFile
+    start: int
+
+    def entry(self, nbytes: int) -> Entry | None:
+        """The entry that begins there, if it has so many bytes."""
+        for entry in _starts(self.file).get(self.start, ()):
+            if entry.layout.nbytes == nbytes and entry.layout.is_dense:
+                return entry
+        return None
+
+
+def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What an unpickler is about to rebuild in `frame`, over a file, if its storage is large; None if it is not."""
+    if frame.f_code not in _REBUILDERS:
+        return None
+    known = frame.f_locals
+    storage = getattr(known["storage"], "_untyped_storage", known["storage"])
+    if storage.device != CPU or storage.nbytes() < max(place.min_bytes, 1):
+        return None
+    with plain_world():
+        tensor = torch.empty(0, dtype=kwargs["dtype"], device=CPU)
+        tensor.set_(storage, known["storage_offset"], known["size"], known["stride"])
+        stored = _stored(place, storage, tensor)
+    if stored is None:
+        return None
+    return _in_a_row(stored, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _stored(place: Place, storage: torch.UntypedStorage, tensor: torch.Tensor) -> OffloadedTensor | None:
+    """All of a storage that is mapped from a file, and that `tensor` is over. Tensors over one are over one value."""
+    handle = _STORED.get(storage._cdata)
+    if handle is None:
+        source = source_of(storage.data_ptr(), storage.nbytes())
+        entry = source.entry(storage.nbytes()) if source else None
+        if source and entry:
+            handle = Handle.reference(source.file, entry.key)
+        elif is_mapped(storage.data_ptr()):
+            layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+            is_all = layout.nbytes == storage.nbytes() and layout.is_dense
+            whole = tensor if is_all else torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
+            handle = Handle.create(whole, place.name("load"), place.folder)
+        else:
+            return None
+        _STORED[storage._cdata] = handle
+        _STORAGES[handle] = storage  # while it lives, its address is its own
+    return wrap_handle(handle, CPU)
+
+
+def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a large entry of a file, offloaded; any other tensor as it is."""
+    if not place.takes(tensor) or tensor.device != CPU or not tensor.is_contiguous():
+        return tensor
+    with plain_world():
+        nbytes = tensor.numel() * tensor.itemsize
+        source = source_of(tensor.data_ptr(), nbytes)
+        entry = source.entry(nbytes) if source else None
+        if source is None or entry is None:
+            return tensor
+        stored = wrap_handle(Handle.reference(source.file, entry.key), CPU)
+    return _in_a_row(stored, tensor.dtype).view(tensor.shape)
+
+
+def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.UntypedStorage | None:
+    """The bytes that torch.load has just read in `frame`, as `record`, mapped from its file.
+
+    None if they are few, it was given no path, or they do not lie in the file as they are (a deflated archive).
+    """
+    reader = frame.f_back
+    if frame.f_code is not torch.Tensor._typed_storage.__code__ or reader is None:
+        return None
+    if reader.f_code.co_name != "load_tensor" or reader.f_globals is not vars(torch.serialization):
+        return None
+    known, path = reader.f_locals, _path_loaded_in(reader)
+    if path is None or known["nbytes"] < max(place.min_bytes, 1) or not hasattr(mmap, "MAP_PRIVATE"):
+        return None
+    with plain_world(), suppress(OSError, ValueError):  # ValueError: the file is shorter
+        mapped = _mapped_alone(path, known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
+        read = torch.empty(0, dtype=torch.uint8, device=CPU).set_(record.untyped_storage())  # it says that it is empty
+        return mapped.untyped_storage() if torch.equal(mapped, read) else None
+    return None
+
+
+def _mapped_alone(path: str | os.PathLike[str], start: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a file in a private mapping of their own: whoever loads may write to them."""
+    inside = start % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = mmap.mmap(file.fileno(), inside + nbytes, flags=flags, prot=rights, offset=start - inside)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8, requires_grad=False)
+    return torch.empty(0, dtype=torch.uint8, device=CPU).set_(whole.untyped_storage()[inside : inside + nbytes])
+
+
+def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:
+    """What torch.load was called with, above `frame`, if that is a path."""
+    while frame is not None and frame.f_code is not torch.load.__code__:
+        frame = frame.f_back
+    source = frame.f_locals["f"] if frame else None
+    return source if isinstance(source, (str, os.PathLike)) else None
+
+
+def source_of(address: int, nbytes: int) -> Source | None:
+    """The file of tensors that these bytes are mapped from, unchanged; None if there is none, or it is not known."""
+    mapping = _mapping_at(address)
+    if mapping is None or not _is_untouched(address, nbytes):
+        return None
+    start, offset, inode, path = mapping
+    with suppress(OffloadError):
+        file = TensorFile.open(path)
+        if file.identity.inode == inode:
+            return Source(file, address - start + offset)
+    return None
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this memory is a private mapping of a file."""
+    return _mapping_at(address) is not None
+
+
+def _mapping_at(address: int) -> tuple[int, int, int, str] | None:
+    """Where a private mapping begins, in memory and in its file, with its inode and path. See proc_pid_maps(5)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    for line in _MAPS.read_text(errors="surrogateescape").splitlines():
+        addresses, rights, offset, _, inode, *path = line.split(maxsplit=5)
+        start, end = (int(edge, 16) for edge in addresses.split("-"))
+        if start <= address < end:
+            return (start, int(offset, 16), int(inode), path[0]) if int(inode) and rights.endswith("p") else None
+    return None
+
+
+def _is_untouched(address: int, nbytes: int) -> bool:
+    """Whether no page of a private mapping has been written to, and so is no longer the file's. See pagemap(5)."""
+    first, last = address // mmap.PAGESIZE, (address + max(nbytes, 1) - 1) // mmap.PAGESIZE
+    try:
+        with _PAGE_MAP.open("rb", buffering=0) as file:
+            file.seek(first * 8)
+            pages = np.frombuffer(file.read((last - first + 1) * 8), dtype=np.uint64)
+    except OSError:
+        return False
+    present, swapped, of_file = ((pages >> np.uint64(bit)) & np.uint64(1) for bit in (63, 62, 61))
+    return len(pages) == last - first + 1 and not (swapped | (present & ~of_file & np.uint64(1))).any()
+
+
+def _in_a_row(stored: OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of a dense value as they lie in its file, as `dtype`."""
+    flat = stored.permute(stored._file_handle().layout.order).reshape(-1)
+    return flat if flat.dtype == dtype else flat.view(torch.uint8).view(dtype)
+
+
+def _starts(file: TensorFile) -> dict[int, Sequence[Entry]]:
+    """The entries of a file by the byte at which they begin."""
+    found = _STARTS.get(file)
+    if found is None:
+        found = {}
+        for entry in file.entries.values():
+            found.setdefault(entry.start, []).append(entry)
+        _STARTS[file] = found
+    return found
+
+
+_STARTS: weakref.WeakKeyDictionary[TensorFile, dict[int, Any]] = weakref.WeakKeyDictionary()
+_STORED: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+_STORAGES: weakref.WeakKeyDictionary[Handle, torch.UntypedStorage] = weakref.WeakKeyDictionary()

@@ -1,0 +1,213 @@
+"""Sums that are larger than memory, and what quantizes a model by them: on disk as in memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from bench.memory_cap import memory_cap
+from offload import OffloadedTensor, is_offloaded
+from tests.gptq import walk
+from tests.processes import run_script
+
+N = 64
+X = torch.randn(2, 16, N, generator=torch.Generator().manual_seed(0))
+
+# Name: what is added to a sum `h`, from rows `x`; what is given back must be the sum itself.
+SUMS = {
+    "addmm_": lambda h, x: h.addmm_(x.T, x, beta=0.5, alpha=2),
+    "add_": lambda h, x: h.add_(x.T @ x),
+    "iadd": lambda h, x: h.__iadd__(x.T @ x),
+    "out": lambda h, x: torch.addmm(h, x.T, x, out=h),
+    "addr_": lambda h, x: h.addr_(x[0], x[1]),
+    "lerp_": lambda h, x: h.lerp_(x.T @ x, 0.25),
+    "addcmul_": lambda h, x: h.addcmul_(x.T @ x, x.T @ x),
+    "index_add_": lambda h, x: h.index_add_(0, torch.arange(16), x),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_on_disk_is_the_one_in_memory(name, inside):
+    expected, found = torch.zeros(N, N), OffloadedTensor.zeros((N, N), name="h")
+    path = found.offload_path
+    context = offload.offloading(min_bytes=1024 if inside else "1TiB")
+    for x in X:
+        SUMS[name](expected, x)
+        with context if x is X else offload.offloading(min_bytes=1024 if inside else "1TiB"):
+            result = SUMS[name](found, x)
+        assert result is found
+
+    assert torch.equal(expected, found.materialize())
+    assert path == found.offload_path
+
+
+def test_a_part_of_a_sum_is_added_to_in_its_file():
+    expected, found = torch.zeros(N, N), OffloadedTensor.zeros((N, N), name="h")
+    for h in (expected, found):
+        h[8:24] += X[0]
+        h[:, 3] -= X[0, 0]
+        h[torch.tensor([1, 5])] += 1
+        h.diagonal().add_(2)
+
+    assert torch.equal(expected, found.materialize())
+
+
+def test_a_batch_of_sums_is_added_to_in_its_file():
+    expected, found = torch.zeros(2, N, N), OffloadedTensor.zeros((2, N, N), name="h")
+    for h in (expected, found):
+        h.baddbmm_(X.mT, X)
+        torch.baddbmm(h, X.mT, X, out=h)
+
+    assert torch.equal(expected, found.materialize())
+
+
+# Memory
+
+SUMMED = """
+    import json, threading, torch
+    from offload import OffloadedTensor
+    from offload.memory import anonymous_bytes
+    n = 2000  # 16 MB
+    torch.set_num_threads(1)
+    h, x, plain = OffloadedTensor.zeros((n, n), name="h"), torch.randn(64, n), torch.ones(n, n)
+    b, y = OffloadedTensor.zeros((4, n // 2, n // 2), name="b"), torch.randn(4, 64, n // 2)
+    warm = OffloadedTensor.zeros((8, 8), name="warm")
+    warm.addmm_(x[:, :8].T, x[:, :8]).add_(1)
+
+    def peak(act):
+        most, on, before = [0], [True], anonymous_bytes()
+        def watch():
+            while on:
+                most.append(anonymous_bytes())
+        thread = threading.Thread(target=watch)
+        thread.start()
+        kept = act()
+        most.append(anonymous_bytes())
+        on.clear()
+        thread.join()
+        return max(most) - before
+
+    acts = dict(
+        addmm_=lambda: h.addmm_(x.T, x), out=lambda: torch.addmm(h, x.T, x, out=h), add_=lambda: h.add_(plain),
+        iadd=lambda: h.__iadd__(plain), rows=lambda: h[100:1100].__iadd__(plain[100:1100]), mul_=lambda: h.mul_(0.5),
+        product=lambda: torch.matmul(x.T, x, out=h), baddbmm_=lambda: b.baddbmm_(y.mT, y),
+        batch=lambda: torch.baddbmm(b, y.mT, y, out=b), diagonal=lambda: h.diagonal().add_(1),
+        copied=lambda: h + 0,
+    )
+    print(json.dumps({name: peak(act) for name, act in acts.items()}))
+"""
+
+
+def test_sums_are_added_to_through_the_mapping_with_no_copy_in_memory():
+    """Peaks of anonymous memory; that of a copy shows what would be seen."""
+    found = json.loads(run_script(SUMMED))
+
+    assert 16e6 <= found.pop("copied")
+    assert [] == [(name, taken) for name, taken in found.items() if taken > 4e6]
+
+
+# The walk
+
+
+def tiny_llama() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_walk_on_disk_gives_the_weights_of_one_in_memory(inside, tmp_path):
+    batches = [torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    before = tiny_llama()
+    expected = copy.deepcopy(before)
+    walk(expected, batches, lambda _, shape: torch.zeros(shape), lambda weight, value: weight.copy_(value))
+
+    model = offload.disk_offload(copy.deepcopy(before), tmp_path / "model")
+
+    def zeros(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return OffloadedTensor.zeros(shape, name=name, offload_dir=tmp_path / "state")
+
+    with offload.offloading(min_bytes=1024 if inside else "1TiB"):
+        walk(model, batches, zeros, lambda weight, value: weight.update_values(value))
+
+    pairs = list(zip(before.named_parameters(), expected.parameters(), model.parameters(), strict=True))
+    assert all(is_offloaded(found) for _, _, found in pairs)
+    assert all(torch.equal(one, found.materialize()) for _, one, found in pairs)
+    changed = {name for (name, was), one, _ in pairs if not torch.equal(was, one)}
+    assert changed == {name for (name, _), _, _ in pairs if name.endswith("proj.weight")}
+    assert all(
+        len(row.unique()) <= 15 for row in dict(expected.named_parameters())["model.layers.0.mlp.up_proj.weight"]
+    )
+
+
+CAPPED = """
+    import json, sys, torch, offload
+    from pathlib import Path
+    from bench.memory_cap import Group
+    from offload import OffloadedTensor
+    from tests.gptq import factor, quantized
+
+    folder, group, count, n = sys.argv[1], Group(Path(sys.argv[2])), int(sys.argv[3]), int(sys.argv[4])
+    columns = 64  # of the weight, for which the walk takes time
+    torch.set_num_threads(1)
+
+    def batch(number, layer):
+        return torch.randn(32, n, generator=torch.Generator().manual_seed(1000 * number + layer))
+
+    def weight_of(layer):
+        return torch.randn(8, columns, generator=torch.Generator().manual_seed(layer))
+
+    def in_memory(layer):
+        hessian = torch.zeros(n, n)
+        for number in range(2):
+            hessian.addmm_(batch(number, layer).T, batch(number, layer), alpha=2)
+        return quantized(weight_of(layer), factor(hessian)[:columns, :columns])
+
+    with offload.offloading(min_bytes="1MiB"):
+        in_memory(0)  # what is allocated once
+    expected = {layer: in_memory(layer) for layer in (0, count - 1)}
+    group.join()
+    hessians = [OffloadedTensor.zeros((n, n), name=f"{layer}", offload_dir=folder + "/h") for layer in range(count)]
+    weights = [
+        OffloadedTensor.from_original_tensor(weight_of(layer), f"{layer}", folder + "/w") for layer in range(count)
+    ]
+    for number in range(2):
+        for layer, hessian in enumerate(hessians):
+            hessian.addmm_(batch(number, layer).T, batch(number, layer), alpha=2)
+    with offload.offloading(min_bytes="1MiB"):
+        for weight, hessian in zip(weights, hessians):
+            weight.update_values(quantized(weight, factor(hessian)[:columns, :columns]))
+    same = all(torch.equal(value, weights[layer].materialize()) for layer, value in expected.items())
+    print(json.dumps(dict(same=same, facts=group.facts())))
+"""
+
+
+def test_hessians_of_four_times_a_memory_cap_are_filled_and_walked_within_it(tmp_path):
+    """40 of 4 MiB, in a memory cgroup of 40 MiB, which counts the page cache as well."""
+    count, n, cap = 40, 1024, 40 << 20
+    try:
+        with memory_cap(cap) as group:
+            found = json.loads(run_script(CAPPED, tmp_path, group.folder, count, n))
+    except OSError as error:
+        pytest.skip(str(error))
+
+    written = sum(path.stat().st_size for path in Path(tmp_path / "h").iterdir())
+    assert found["same"]
+    assert 4 * cap <= written
+    assert found["facts"]["max_usage_in_bytes"] <= cap
+    assert 0 < found["facts"]["failcnt"]  # the limit was met
