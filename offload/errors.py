@@ -9,16 +9,20 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "CacheError",
     "ChangedFileError",
     "CheckpointError",
+    "ColumnError",
     "CorruptFileError",
     "DeviceMapError",
     "DtypeMismatchError",
     "ForeignFileError",
     "MetaTensorError",
     "MissingFileError",
+    "MissingRowsError",
     "NameInUseError",
     "OffloadError",
+    "RowIndexError",
     "ShapeMismatchError",
     "StaleViewError",
     "UnknownSubclassError",
@@ -89,3 +93,21 @@ class DeviceMapError(OffloadError, ValueError):
 
 class MetaTensorError(OffloadError, RuntimeError):
     """A model still has tensors without data after loading."""
+
+
+class CacheError(OffloadError, ValueError):
+    """A cache of rows that is not what was asked for: of another version, with other metadata, closed, read-only."""
+
+
+class ColumnError(OffloadError, KeyError):
+    """A column that a cache has not, or one that is not given."""
+
+    __str__ = Exception.__str__  # that of KeyError quotes
+
+
+class RowIndexError(OffloadError, IndexError):
+    """Rows that a cache has not, or something that names no rows."""
+
+
+class MissingRowsError(OffloadError, LookupError):
+    """Rows of a cache that are not filled."""

@@ -76,6 +76,7 @@ PUBLIC = [
     "LoadReport",
     "OffloadError",
     "OffloadedTensor",
+    "TensorCache",
     "disk_offload",
     "evict",
     "from_pretrained",
