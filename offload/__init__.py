@@ -15,6 +15,7 @@
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | keep rows by index, for months, from many processes | `TensorCache` |
+| read files and tables of others into one | `cache_from` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
@@ -27,6 +28,7 @@ from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.kv_cache import kv_cache
+from offload.integrations.rows import cache_from
 from offload.integrations.transformers import from_pretrained
 from offload.loader import (
     LoadReport,
@@ -47,6 +49,7 @@ __all__ = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
+    "cache_from",
     "disk_offload",
     "evict",
     "from_pretrained",
