@@ -8,7 +8,7 @@
 | `columns` `heap` | rows of one size, and rows of any |
 | `held` | tensors that are there already, in memory or in a file, as a cache |
 | `records` `fields` | rows on their way in, from records and from elsewhere |
-| `batches` `dataset` | rows on their way out |
+| `reading` `batches` `dataset` | rows on their way out |
 | `schema` `manifest` | what a column is, and where that is written down |
 | `indexing` `gather` `lock` | which rows are meant, how they are read, and who waits |
 """

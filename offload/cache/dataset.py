@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
-    from offload.cache.table import TensorCache
+    from offload.cache.reading import ReadByIndex
 
 
 class RowDataset(Dataset[dict[str, Any]]):
     """Rows of a cache as dicts. Use `TensorCache.as_dataset`."""
 
-    def __init__(self, cache: TensorCache, columns: Sequence[str] | None) -> None:
+    def __init__(self, cache: ReadByIndex, columns: Sequence[str] | None) -> None:
         self.cache = cache
         self.columns = columns
 

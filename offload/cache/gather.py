@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers
@@ -38,8 +37,8 @@ class RowFile:
         self.path = path
         self._start = start
         self._size = row_bytes
-        self.fd = _opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        self._random = _opened(path, os.O_RDONLY)
+        self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        self._random = opened(path, os.O_RDONLY)
         if _CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
         self._mapped: torch.Tensor | None = None
@@ -63,7 +62,7 @@ class RowFile:
             return
         try:
             if rows[-1] - rows[0] == len(rows) - 1 and (len(rows) == 1 or bool((np.diff(rows) == 1).all())):
-                self._read_run(rows[0], [into.numpy().data.cast("B")], self.fd)
+                read_run(self.fd, self.path, self._at(rows[0]), [into.numpy().data.cast("B")])
             elif self._are_cached(rows):
                 torch.index_select(self._mapping(rows), 0, torch.from_numpy(rows), out=into)
             else:
@@ -80,42 +79,12 @@ class RowFile:
         return self._start + int(row) * self._size
 
     def _read_scattered(self, rows: Numbers, into: torch.Tensor) -> None:
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each number
-        numbers, parts = ordered[first], list(runs(ordered[first]))
-        if _CAN_ADVISE:
-            for begin, end in parts:
-                os.posix_fadvise(
-                    self._random, self._at(numbers[begin]), (end - begin) * self._size, os.POSIX_FADV_WILLNEED
-                )
-        memory, size = into.numpy().data.cast("B"), self._size
-        places = (order[first] * size).tolist()
-        for begin, end in parts:
-            for at in range(begin, end, _MOST_PARTS):
-                to = [memory[place : place + size] for place in places[at : min(at + _MOST_PARTS, end)]]
-                self._read_run(numbers[at], to, self._random)
-        if len(first) < len(rows):
-            into[torch.from_numpy(order)] = into[torch.from_numpy(order[first[np.cumsum(_begins(ordered)) - 1]])]
-
-    def _read_run(self, row: int | np.int64, into: Sequence[memoryview], fd: int) -> None:
-        """Rows that follow each other in the file."""
-        at, wanted = self._at(row), sum(map(len, into))
-        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
-        if done < wanted:
-            self._read_rest(at, into, done, fd)
-
-    def _read_rest(self, at: int, into: Sequence[memoryview], done: int, fd: int) -> None:
-        for part in into:
-            skipped = min(done, len(part))
-            done -= skipped
-            at += skipped
-            while skipped < len(part):
-                got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
-                if not got:
-                    raise CorruptFileError(f"{self.path} ends at byte {at}, in the middle of its rows: it was cut")
-                skipped += got
-                at += got
+        numbers, first, again = np.unique(rows, return_index=True, return_inverse=True)
+        size = np.int64(self._size)
+        starts, memory = self._start + numbers * size, into.numpy().data.cast("B")
+        read_parts(self._random, self.path, starts, np.broadcast_to(size, len(numbers)), first * size, memory)
+        if len(numbers) < len(rows):
+            into.copy_(into[torch.from_numpy(first[again])])
 
     def _are_cached(self, rows: Numbers) -> bool:
         """Whether some of the rows, spread over all, are in memory."""
@@ -152,13 +121,55 @@ def runs(rows: Numbers) -> list[tuple[int, int]]:
     return list(zip([0, *ends], [*ends, len(rows)], strict=True))
 
 
-def _begins(ordered: Numbers) -> npt.NDArray[np.bool_]:
-    """Where another number begins."""
-    begins: npt.NDArray[np.bool_] = np.diff(ordered, prepend=-1) != 0
-    return begins
+def read_parts(fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview) -> None:
+    """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
+
+    Raises:
+        CorruptFileError: the file ends before.
+        OSError
+    """
+    order = np.flatnonzero(sizes)
+    order = order[np.argsort(starts[order], kind="stable")]
+    starts, sizes, places = starts[order], sizes[order], places[order]
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    runs = list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True)) if len(order) else []
+    if _CAN_ADVISE:
+        for begin, end in runs:
+            start = int(starts[begin])
+            os.posix_fadvise(fd, start, int(starts[end - 1] + sizes[end - 1]) - start, os.POSIX_FADV_WILLNEED)
+    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    for begin, end in runs:
+        for at in range(begin, end, _MOST_PARTS):
+            read_run(fd, path, int(starts[at]), slices[at : min(at + _MOST_PARTS, end)])
 
 
-def _opened(path: Path, flags: int) -> int:
+def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
+    """Read what follows each other in a file.
+
+    Raises: as `read_parts`.
+    """
+    wanted = sum(map(len, into))
+    done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+    if done == wanted:
+        return
+    for part in into:
+        skipped = min(done, len(part))
+        done -= skipped
+        at += skipped
+        while skipped < len(part):
+            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
+            if not got:
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
+            skipped += got
+            at += got
+
+
+def opened(path: Path, flags: int) -> int:
+    """A descriptor of a file of a cache.
+
+    Raises:
+        MissingFileError, CorruptFileError
+    """
     try:
         return os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError as error:

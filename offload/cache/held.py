@@ -20,7 +20,7 @@ from offload.cache.indexing import Numbers
 from offload.cache.manifest import Manifest
 from offload.cache.schema import schema_of
 from offload.checkpoint import open_checkpoint
-from offload.errors import CacheError, ColumnError
+from offload.errors import CacheError, ColumnError, UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.header import contiguous
 from offload.storage.write import explained, sweep, write_values
@@ -153,6 +153,10 @@ class HeldStore:
         """As `Store.read`; nothing is missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: out[name].copy_(value) if out and name in out else value for name, value in found.items()}
+
+    def lengths(self, column: str, _: Numbers) -> NoReturn:
+        self.names([column])
+        raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.columns[column].row_shape)}")
 
     def write(self, *_: Any) -> NoReturn:
         raise CacheError(

@@ -21,12 +21,22 @@ import numpy as np
 import torch
 
 from offload.cache.columns import FixedColumn
+from offload.cache.heap import HeapColumn
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import FolderLock, lock
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
+from offload.cache.schema import TENSOR, Column
 from offload.cache.states import Bytes, States, cells_filled
-from offload.errors import CacheError, ColumnError, MissingRowsError, ShapeMismatchError, WriteError
+from offload.errors import (
+    CacheError,
+    ColumnError,
+    CorruptFileError,
+    MissingRowsError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+    WriteError,
+)
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.write import explained
@@ -67,12 +77,12 @@ class Store:
         self._written_since = 0.0
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
-        self._files: dict[str, FixedColumn] = {}
+        self._files: dict[str, FixedColumn | HeapColumn] = {}
         with self._lock.held(shared=True):
             self._states = States(folder, len(self._names), writes=writes)
             try:
                 for name, column in self.columns.items():
-                    self._files[name] = FixedColumn(folder, column, writes=writes)
+                    self._files[name] = kind_of(column)(folder, column, writes=writes)
                     self._files[name].check(self._states.room)
             except BaseException:
                 self._close_files()
@@ -100,7 +110,7 @@ class Store:
                         "TensorCache.open, or take another folder"
                     )
                 for column in manifest.columns.values():
-                    FixedColumn.create(folder, column, manifest.num_rows)
+                    kind_of(column).create(folder, column, manifest.num_rows)
                 States.create(folder, len(manifest.columns), manifest.num_rows)
                 manifest.write(folder)
             finally:
@@ -157,6 +167,10 @@ class Store:
     def tensor(self, name: str, device: torch.device) -> OffloadedTensor:
         """A column, over its file."""
         self.places([name])
+        if self.columns[name].kind != TENSOR:
+            raise UnsupportedOpError(
+                f"column {name!r} of {self.folder} has rows of different lengths, which are no tensor: read rows of it"
+            )
         tensor = self._tensors.get(name)
         rows, room = self.num_rows, self._states.room
         if tensor is None or len(tensor) != room or not self.writes:
@@ -167,6 +181,17 @@ class Store:
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
         whole = tensor if tensor.device == device else tensor.to(device)
         return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]
+
+    def lengths(self, name: str, rows: Numbers) -> Numbers:
+        """How many values each row has; 0 where it is not filled."""
+        [place] = self.places([name])
+        file = self._files[name]
+        if isinstance(file, FixedColumn):
+            raise UnsupportedOpError(
+                f"column {name!r} of {self.folder} has rows of one shape: {self.columns[name].shape_text}"
+            )
+        self.flush_own()
+        return file.lengths(rows, cells_filled(self._cells(rows, [place]))[:, 0])
 
     # Reading
 
@@ -192,14 +217,16 @@ class Store:
             filled = cells_filled(before)
             if missing == "error" and not filled.all():
                 self._refuse_missing(rows[~filled.all(axis=1)])
-            found = {
-                name: self._files[name].read(rows, (out or {}).get(name), pinned=pinned)
-                for name in (self._names[place] for place in places)
-            }
+            try:
+                found = {
+                    name: self._files[name].read(rows, has, (out or {}).get(name), pinned=pinned)
+                    for name, has in zip((self._names[place] for place in places), filled.T, strict=True)
+                }
+            except CorruptFileError:  # or what was read of it was half another's
+                if np.array_equal(before[filled], self._cells(rows, places)[filled]):
+                    raise
+                continue
             if np.array_equal(before[filled], self._cells(rows, places)[filled]):
-                for value, has in zip(found.values(), filled.T, strict=True):
-                    if not has.all():
-                        value[torch.from_numpy(~has)] = 0
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
 
@@ -226,13 +253,10 @@ class Store:
         places = self.places(values)
         numbers = rows.numbers
         given = {name: _one(value) if rows.is_one else value for name, value in values.items()}
-        prepared = {name: self._files[name].prepare(value, len(numbers)) for name, value in given.items()}
+        kept = _last_of_each(numbers)
+        prepared = {name: self._files[name].prepare(value, len(numbers), kept) for name, value in given.items()}
         if len(numbers):
-            kept = _last_of_each(numbers)
-            if kept is not None:
-                numbers = numbers[kept]
-                prepared = {name: value[torch.from_numpy(kept)] for name, value in prepared.items()}
-            self._put(numbers, places, prepared)
+            self._put(numbers if kept is None else numbers[kept], places, prepared)
 
     def append(self, values: Mapping[str, Any]) -> range:
         """Write behind the last row; the numbers of the new rows.
@@ -248,7 +272,7 @@ class Store:
         if len(set(counts.values())) > 1:
             raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
         count = next(iter(counts.values()))
-        prepared = {name: self._files[name].prepare(value, count) for name, value in values.items()}
+        prepared = {name: self._files[name].prepare(value, count, None) for name, value in values.items()}
         with self._lock.held():
             first = self.num_rows
             if first + count > self._states.room:
@@ -367,6 +391,10 @@ class Store:
             file.close()
         self._states.close()
         self._lock.close()
+
+
+def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
+    return FixedColumn if column.kind == TENSOR else HeapColumn
 
 
 def _one(value: Any) -> Any:

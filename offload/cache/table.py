@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
@@ -19,24 +18,24 @@ from typing import Any
 
 import torch
 
-from offload.cache.batches import consecutive, read_ahead
-from offload.cache.columns import row_bytes
-from offload.cache.dataset import RowDataset
-from offload.cache.fields import Field, Incoming, list_of, remove_others, rows_in_batch
-from offload.cache.held import HeldStore, read_file, write_file
+from offload.cache.fields import Field, Incoming, list_of, remove_others
+from offload.cache.heap import Ragged
+from offload.cache.held import HeldStore, read_file
 from offload.cache.indexing import rows_of
 from offload.cache.manifest import Manifest, as_json
+from offload.cache.reading import ReadByIndex
 from offload.cache.records import rows_of as rows_of_records
-from offload.cache.schema import TENSOR, Column, schema_of
+from offload.cache.schema import Column, schema_of
 from offload.cache.store import Store
 from offload.errors import CacheError, MissingRowsError
 from offload.progress import progress
 from offload.storage.folders import private_folder
 from offload.storage.modes import plain_world
 from offload.tensor.arguments import checked_device
+from offload.tensor.wrapper import guest_of
 
 
-class TensorCache:
+class TensorCache(ReadByIndex):
     """Columns of rows in a folder: written by index in any order, by one process or many, and read in batches.
 
     Make one with `create`, open it again with `open`. A row counts as filled once it is on the disk; after a crash
@@ -315,6 +314,8 @@ class TensorCache:
         out: Mapping[str, torch.Tensor] | None = None,
         missing: str = "error",
         pin_memory: bool = False,
+        ragged: str = "list",
+        padding: complex = 0,
     ) -> dict[str, Any]:
         """Rows of some columns.
 
@@ -326,9 +327,12 @@ class TensorCache:
             out: by column, contiguous tensors on the CPU to read into.
             missing: "error", or "zeros" to have zeros for rows that are not filled.
             pin_memory: read into pinned memory.
+            ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
+                tensor, `layout=torch.jagged`).
+            padding: what stands behind the shorter ones of "padded".
 
         Returns:
-            By column, (rows, *row_shape).
+            By column, (rows, *row_shape); a list for text, JSON and bytes.
 
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
@@ -338,8 +342,20 @@ class TensorCache:
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted.numbers, columns, missing=missing, out=out, pinned=pin_memory)
             target = self.device if device is None else checked_device(device)
-            found = {name: value.to(target, non_blocking=pin_memory) for name, value in found.items()}
-            return {name: value[0] for name, value in found.items()} if wanted.is_one else found
+            found = {name: _sent(value, target, pin_memory) for name, value in found.items()}
+        form = "list" if wanted.is_one else ragged
+        found = {name: _formed(value, form, padding) for name, value in found.items()}
+        return {name: value[0] for name, value in found.items()} if wanted.is_one else found
+
+    def lengths(self, column: str, rows: Any = slice(None)) -> torch.Tensor:
+        """How many values rows of different lengths have, without reading these: int64.
+
+        Raises:
+            ColumnError, RowIndexError
+            UnsupportedOpError: the column has rows of one shape.
+        """
+        store = self._open()
+        return torch.from_numpy(store.lengths(column, rows_of(rows, store.num_rows).numbers))
 
     def __setitem__(self, rows: Any, values: Mapping[str, Any]) -> None:
         """Write rows, of all columns or of some. They are filled when they have been flushed.
@@ -348,98 +364,18 @@ class TensorCache:
             RowIndexError, ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
             WriteError: the disk is full; the rows count as missing.
         """
-        store = self._open()
+        store, given = self._open(), {name: _plain(value) for name, value in values.items()}
         with plain_world():
-            store.write(rows_of(rows, store.num_rows), values)
+            store.write(rows_of(rows, store.num_rows), given)
 
     def append(self, values: Mapping[str, Any]) -> range:
         """Add rows at the end; their numbers. Several processes may append at once.
 
         Raises: as `cache[rows] = values`.
         """
+        given = {name: _plain(value) for name, value in values.items()}
         with plain_world():
-            return self._open().append(values)
-
-    def batches(
-        self,
-        sampler: int | Iterable[Any],
-        *,
-        columns: Iterable[str] | None = None,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-        device: torch.device | str | int | None = None,
-    ) -> Iterator[dict[str, Any]]:
-        """Batches one after another, read by a thread before they are asked for.
-
-        Args:
-            sampler: how many rows a batch has, for all rows in order; or what names the rows of each batch, as
-                `torch.utils.data.BatchSampler` does.
-            columns, pin_memory, device: as for `get`.
-            prefetch: how many batches are read ahead; 0 for no thread.
-
-        Raises:
-            CacheError: a batch of no rows.
-            As `get`, where the batch would have come.
-
-        Example:
-            >>> cache = TensorCache(tensors={"x": torch.arange(5)})
-            >>> [batch["x"].tolist() for batch in cache.batches(2)]
-            [[0, 1], [2, 3], [4]]
-            >>> [batch["x"].tolist() for batch in cache.batches([[4, 0], [2]])]
-            [[4, 0], [2]]
-        """
-        if isinstance(sampler, int) and sampler < 1:
-            raise CacheError(f"a batch can't have {sampler} rows")
-        items = consecutive(len(self), sampler) if isinstance(sampler, int) else sampler
-        names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
-        read = partial(self.get, columns=names, pin_memory=pin_memory, device=device)
-        return read_ahead(items, read, prefetch)
-
-    def as_dataset(self, columns: Iterable[str] | None = None) -> RowDataset:
-        """A map-style dataset of torch: a dict a row; a `DataLoader` reads the rows of a batch together.
-
-        With `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, without
-        being taken apart and collated again.
-
-        Example:
-            >>> data = TensorCache(tensors={"x": torch.arange(4)}).as_dataset()
-            >>> data[1], len(data)
-            ({'x': tensor(1)}, 4)
-            >>> [batch["x"].tolist() for batch in torch.utils.data.DataLoader(data, batch_size=2)]
-            [[0, 1], [2, 3]]
-        """
-        return RowDataset(self, [columns] if isinstance(columns, str) else None if columns is None else list(columns))
-
-    def to_disk(self, path: str | os.PathLike[str]) -> None:
-        """Write all rows to one safetensors file, a batch at a time; `from_disk` opens it.
-
-        Folders are made. A file that was there stays, whole, until the new one is; then it is replaced.
-
-        Raises:
-            MissingRowsError: rows are not filled.
-            CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder.
-            ForeignFileError: a file that offload did not write stands there.
-            WriteError
-        """
-        self.require_complete()
-        shapes = {name: (column.dtype, (len(self), *column.row_shape)) for name, column in self.columns.items()}
-        others = [name for name, column in self.columns.items() if column.kind != TENSOR]
-        if others:
-            raise CacheError(
-                f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
-            )
-        values = {name: self._blocks(name) for name in shapes}
-        write_file(Path(os.path.abspath(path)), shapes, values, self.metadata)
-
-    def _blocks(self, name: str) -> Iterator[torch.Tensor]:
-        step = rows_in_batch([row_bytes(self.columns[name])])
-        for batch in self.batches(step, columns=[name], device="cpu", prefetch=1):
-            yield batch[name]
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The columns as tensors, as `column` gives them."""
-        return {name: self.column(name) for name in self.columns}
+            return self._open().append(given)
 
     def column(self, name: str) -> torch.Tensor:
         """A column as one tensor on disk, (rows, *row_shape), filled or not; in memory, if it is there.
@@ -486,3 +422,26 @@ class TensorCache:
 
 def _opened(folder: Path, mode: str, device: torch.device) -> TensorCache:
     return TensorCache.open(folder, mode, device=device)
+
+
+def _formed(value: Any, ragged: str, padding: complex) -> Any:
+    if not isinstance(value, Ragged):
+        return value
+    if ragged not in ("list", "padded", "jagged"):
+        raise CacheError(f"ragged={ragged!r} is not known: 'list', 'padded' or 'jagged'")
+    if ragged == "padded":
+        return value.as_padded(padding)
+    return value.as_list() if ragged == "list" else value.as_jagged()
+
+
+def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=pinned)
+    return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
+
+
+def _plain(value: Any) -> Any:
+    """Neither offloaded nor nested."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())
