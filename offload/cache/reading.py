@@ -42,6 +42,15 @@ class ReadByIndex(ABC):
     def folder(self) -> Path | None:
         """Where the rows are."""
 
+    @property
+    @abstractmethod
+    def mode(self) -> str:
+        """`"r"` or `"r+"`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until what was written is on the disk."""
+
     @abstractmethod
     def __len__(self) -> int:
         """The number of rows."""
@@ -109,6 +118,7 @@ class ReadByIndex(ABC):
     def as_dataset(self, columns: Iterable[str] | None = None) -> RowDataset:
         """A map-style dataset of torch: a dict a row; a `DataLoader` reads the rows of a batch together.
 
+        What was written is flushed, as worker processes see no other rows; rows written later, when they are flushed.
         With `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, without
         being taken apart and collated again.
 
@@ -120,6 +130,8 @@ class ReadByIndex(ABC):
             >>> [batch["x"].tolist() for batch in torch.utils.data.DataLoader(data, batch_size=2)]
             [[0, 1], [2, 3]]
         """
+        if self.mode == "r+":
+            self.flush()
         return RowDataset(self, [columns] if isinstance(columns, str) else None if columns is None else list(columns))
 
     def to_disk(self, path: str | os.PathLike[str]) -> None:

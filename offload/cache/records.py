@@ -13,6 +13,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain
 from typing import Any
@@ -171,7 +172,8 @@ def _inferred(name: str, values: Sequence[Any], hint: Any) -> Field:
     if not found:
         return Field(None, is_bytes=isinstance(values[0], bytes))
     if len(found) < len(values):
-        raise CacheError(f"the field {name!r} is a tensor in some records and {type(values[0]).__name__} in others")
+        other = next(value for value, tensor in zip(values, tensors, strict=True) if tensor is None)
+        raise CacheError(f"the field {name!r} is a tensor in some records and of {type(other).__name__} in others")
     return Field(_common_dtype(name, values, found), _common_shape(name, found))
 
 
@@ -208,8 +210,8 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
             return None
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    if isinstance(value, _PLAIN):
-        return torch.tensor(value)
+    with suppress(ValueError, RuntimeError, OverflowError):  # an int of more than 64 bits
+        return torch.tensor(value) if isinstance(value, _PLAIN) else None
     return None
 
 
@@ -264,16 +266,18 @@ def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
     assert field.dtype is not None
     if value is None:
         return torch.zeros([size or 0 for size in field.row_shape], dtype=field.dtype)
-    try:
-        tensor = _as_tensor(value)
-    except (RuntimeError, OverflowError) as error:
-        raise CacheError(f"the field {name!r} of record {number} is {value!r}, too large a number ({error})") from error
+    tensor = _as_tensor(value)
     if tensor is None:
         raise CacheError(
             f"the field {name!r} of record {number} is a {type(value).__name__}, and its column {_told(field)}"
         )
     if isinstance(value, _PLAIN) and torch.can_cast(tensor.dtype, field.dtype):
-        tensor = torch.tensor(value, dtype=field.dtype)
+        try:
+            tensor = torch.tensor(value, dtype=field.dtype)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise CacheError(
+                f"the field {name!r} of record {number} is {value!r}, too large for {field.dtype}"
+            ) from error
     if tensor.dtype != field.dtype or not _fits(tensor.shape, field.row_shape):
         raise CacheError(
             f"the field {name!r} of record {number} is {tensor.dtype} of shape {tuple(tensor.shape)}, and its column "

@@ -100,15 +100,14 @@ def rows_of_dataset(dataset: Any, columns: Collection[str] | None) -> Incoming:
 
 
 def _with_nulls(metadata: Any, names: Collection[str]) -> set[str]:
-    """The columns that have nulls, or of which the file does not say."""
+    """The columns that have nulls, or may have: of a list the file counts one that is empty as well, or nothing."""
     found = set()
     for group in range(metadata.num_row_groups):
         for at in range(metadata.num_columns):
             column = metadata.row_group(group).column(at)
             known = column.statistics
-            is_flat = column.path_in_schema in names
-            if not is_flat or known is None or not known.has_null_count or known.null_count:
-                found.add(column.path_in_schema.partition(".")[0])
+            if known is None or not known.has_null_count or known.null_count:
+                found |= {name for name in names if f"{column.path_in_schema}.".startswith(f"{name}.")}
     return found
 
 
