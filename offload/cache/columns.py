@@ -100,13 +100,14 @@ class FixedColumn:
             tensor = tensor[torch.from_numpy(kept)]
         return tensor.contiguous().resolve_conj().resolve_neg()
 
-    def write(self, rows: Numbers, values: torch.Tensor) -> None:
-        """Write what `prepare` gave to rows whose numbers ascend.
+    def write(self, rows: Numbers, values: torch.Tensor) -> int:
+        """Write what `prepare` gave to rows whose numbers ascend; how many bytes that was.
 
         Raises:
             OSError
         """
         self._file.write(rows, bytes_of(values))
+        return self.nbytes(len(rows))
 
     def read(
         self, rows: Numbers, filled: npt.NDArray[np.bool_], out: torch.Tensor | None = None, *, pinned: bool = False

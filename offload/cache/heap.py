@@ -100,8 +100,8 @@ class HeapColumn:
         parts = [self._encoded(row) for row in rows]
         return Batch(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts)
 
-    def write(self, rows: Numbers, batch: Batch) -> None:
-        """Write what `prepare` gave. Under the lock.
+    def write(self, rows: Numbers, batch: Batch) -> int:
+        """Write what `prepare` gave; how many bytes that was. Under the lock.
 
         Raises:
             OSError
@@ -111,8 +111,8 @@ class HeapColumn:
         if self.column.kind == RAGGED:
             at = -(-at // _ALIGNED) * _ALIGNED
         starts = np.where(sizes > 0, at + np.cumsum(sizes) - sizes, 0)  # the file may end before `at`
-        write_all(self._fd, memoryview(b"".join(batch.parts)), at)
-        self._index.write(rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)))
+        nbytes = write_all(self._fd, memoryview(b"".join(batch.parts)), at)
+        return nbytes + self._index.write(rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)))
 
     def lengths(self, rows: Numbers, filled: Any) -> Numbers:
         counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]

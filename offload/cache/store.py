@@ -39,14 +39,16 @@ from offload.errors import (
 )
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.locks import ForkSafeLock
 from offload.storage.write import explained
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
+_LEAST_BYTES = 16 << 20  # for which there is room after it has been made
 _MOST_BYTES = 256 << 20  # that are written between two flushes
-_MOST_ROWS = 1 << 20
+_ROW = 256  # bytes that a row counts for beside its own
 _MOST_SECONDS = 10.0
 _LOOKS = 1000  # at rows that others write while they are read
 
@@ -72,6 +74,7 @@ class Store:
         self._names = list(manifest.columns)
         self._places = {name: place for place, name in enumerate(self._names)}
         self._lock = FolderLock(folder / LOCK)
+        self._flushing = ForkSafeLock()
         self._written: list[Written] = []
         self._written_bytes = 0
         self._written_since = 0.0
@@ -191,7 +194,7 @@ class Store:
                 f"column {name!r} of {self.folder} has rows of one shape: {self.columns[name].shape_text}"
             )
         self.flush_own()
-        return file.lengths(rows, cells_filled(self._cells(rows, [place]))[:, 0])
+        return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])
 
     # Reading
 
@@ -209,11 +212,13 @@ class Store:
         Raises:
             MissingRowsError, CorruptFileError
         """
+        if missing not in ("error", "zeros"):
+            raise CacheError(f"missing={missing!r} is not known: 'error' or 'zeros'")
         places = self.places(columns)
         for _ in range(_LOOKS):
-            before = self._cells(rows, places)
+            before = self._states.of(rows, places)
             if not cells_filled(before).all() and self.flush_own():
-                before = self._cells(rows, places)
+                before = self._states.of(rows, places)
             filled = cells_filled(before)
             if missing == "error" and not filled.all():
                 self._refuse_missing(rows[~filled.all(axis=1)])
@@ -223,16 +228,12 @@ class Store:
                     for name, has in zip((self._names[place] for place in places), filled.T, strict=True)
                 }
             except CorruptFileError:  # or what was read of it was half another's
-                if np.array_equal(before[filled], self._cells(rows, places)[filled]):
+                if np.array_equal(before[filled], self._states.of(rows, places)[filled]):
                     raise
                 continue
-            if np.array_equal(before[filled], self._cells(rows, places)[filled]):
+            if np.array_equal(before[filled], self._states.of(rows, places)[filled]):
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
-
-    def _cells(self, rows: Numbers, places: list[int]) -> Bytes:
-        cells = self._states.of(rows)
-        return cells if len(places) == len(self._names) else cells[:, places]
 
     def _refuse_missing(self, rows: Numbers) -> None:
         some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
@@ -256,7 +257,9 @@ class Store:
         kept = _last_of_each(numbers)
         prepared = {name: self._files[name].prepare(value, len(numbers), kept) for name, value in given.items()}
         if len(numbers):
-            self._put(numbers if kept is None else numbers[kept], places, prepared)
+            with self._lock.held():
+                self._put(numbers if kept is None else numbers[kept], places, prepared)
+            self._flush_if_due()
 
     def append(self, values: Mapping[str, Any]) -> range:
         """Write behind the last row; the numbers of the new rows.
@@ -280,19 +283,23 @@ class Store:
             self._states.num_rows = first + count
             if count:
                 self._put(np.arange(first, first + count), places, prepared)
+        self._flush_if_due()
         return range(first, first + count)
 
     def _put(self, numbers: Numbers, places: list[int], prepared: Mapping[str, Any]) -> None:
-        """Write rows whose numbers ascend."""
-        with self._lock.held(), self._explained(numbers):
+        """Write rows whose numbers ascend. Under the lock."""
+        with self._explained(numbers):
             begun = self._states.begin(numbers, places)
-            for name, values in prepared.items():
-                self._files[name].write(numbers, values)
-            if not self._written:
-                self._written_since = time.monotonic()
-            self._written.append(Written(numbers, places, begun))
-            self._written_bytes += sum(self._files[name].nbytes(len(numbers)) for name in prepared) + len(numbers) * 256
-        if self._written_bytes > _MOST_BYTES or time.monotonic() - self._written_since > _MOST_SECONDS:
+            nbytes = sum(self._files[name].write(numbers, values) for name, values in prepared.items())
+        if not self._written:
+            self._written_since = time.monotonic()
+        self._written.append(Written(numbers, places, begun))
+        self._written_bytes += nbytes + len(numbers) * _ROW
+
+    def _flush_if_due(self) -> None:
+        if self._written_bytes > _MOST_BYTES or (
+            self._written and time.monotonic() - self._written_since > _MOST_SECONDS
+        ):
             self.flush_own()
 
     def flush(self) -> None:
@@ -302,17 +309,20 @@ class Store:
             WriteError: rows written since the last flush are missing.
         """
         self._may_write()
-        self._written_bytes += 1
-        self._flush(self._names)
+        with self._flushing:
+            self._flush(self._names)
 
     def flush_own(self) -> bool:
-        """Have the rows that this process has written filled; whether there were any."""
-        if not self.writes or self._pid != os.getpid() or not self._written:
+        """Have the rows that this process has written filled; False if it can't have written any."""
+        if not self.writes or self._pid != os.getpid():
             return False
-        self._flush(None)
+        with self._flushing:  # another thread may be at it
+            if self._written:
+                self._flush(None)
         return True
 
     def _flush(self, names: list[str] | None) -> None:
+        """The rows that were written, with these columns or with those that they are of."""
         with self._lock.held():
             written, self._written, self._written_bytes = self._written, [], 0
         touched = {self._names[place] for part in written for place in part.columns} if names is None else names
@@ -367,9 +377,9 @@ class Store:
         """Under the lock."""
         states = self._states
         with explained(self.folder, 0, "folder"):
-            states.aim(
-                max(needed, states.goal, states.room + states.room // 2, _LEAST_ROOM if needed > states.goal else 0)
-            )
+            if needed > states.goal:
+                each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
+                states.aim(max(needed, states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1)))
             for file in self._files.values():
                 file.fit(states.goal)
             states.arrive()
