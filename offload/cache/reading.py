@@ -73,7 +73,7 @@ class ReadByIndex(ABC):
         """A column as one tensor."""
 
     @abstractmethod
-    def require_complete(self) -> None:
+    def require_complete(self, columns: Iterable[str] | None = None) -> None:
         """Raises if rows are missing."""
 
     def batches(
@@ -134,20 +134,25 @@ class ReadByIndex(ABC):
             self.flush()
         return RowDataset(self, [columns] if isinstance(columns, str) else None if columns is None else list(columns))
 
-    def to_disk(self, path: str | os.PathLike[str]) -> None:
+    def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
         """Write all rows to one safetensors file, a batch at a time; `from_disk` opens it.
 
         Folders are made. A file that was there stays, whole, until the new one is; then it is replaced.
 
+        Args:
+            path: the file, whatever its suffix.
+            columns: those to write; all if None.
+
         Raises:
-            MissingRowsError: rows are not filled.
+            ColumnError, MissingRowsError: there is no such column, or rows are not filled.
             CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder.
             ForeignFileError: a file that offload did not write stands there.
             WriteError
         """
-        self.require_complete()
-        shapes = {name: (column.dtype, (len(self), *column.row_shape)) for name, column in self.columns.items()}
-        others = [name for name, column in self.columns.items() if column.kind != TENSOR]
+        names = list(self.columns) if columns is None else list(columns)
+        self.require_complete(names)
+        shapes = {name: (self.columns[name].dtype, (len(self), *self.columns[name].row_shape)) for name in names}
+        others = [name for name in names if self.columns[name].kind != TENSOR]
         if others:
             raise CacheError(
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"

@@ -23,7 +23,7 @@ import torch
 from offload.cache.columns import FixedColumn
 from offload.cache.heap import HeapColumn
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.lock import FolderLock, lock
+from offload.cache.lock import FolderLock, lock, unlock
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
 from offload.cache.schema import TENSOR, Column
@@ -83,13 +83,14 @@ class Store:
         self._files: dict[str, FixedColumn | HeapColumn] = {}
         with self._lock.held(shared=True):
             self._states = States(folder, len(self._names), writes=writes)
-            try:
+        try:
+            with self._lock.held(shared=True):
                 for name, column in self.columns.items():
                     self._files[name] = kind_of(column)(folder, column, writes=writes)
                     self._files[name].check(self._states.room)
-            except BaseException:
-                self._close_files()
-                raise
+        except BaseException:
+            self._close_files()
+            raise
         if writes:
             self._settle()
 
@@ -346,6 +347,8 @@ class Store:
                     with self._lock.held():
                         self._give_room_back()
         finally:
+            if self._pid == os.getpid():
+                unlock(self._states.fd)  # its mapping has a descriptor of its own, which would keep the lock
             self._close_files()
 
     def _may_write(self) -> None:

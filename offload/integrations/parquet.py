@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from offload.cache.fields import PRESENT, Batch, Field
-from offload.errors import CacheError
+from offload.errors import CacheError, ForeignFileError
 from offload.integrations.arrow import IS_JSON
 from offload.storage.write import explained, remove, sync_folder, temporary_for
 
@@ -26,7 +26,8 @@ def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Bat
     """Put a Parquet file at `path`, where nothing may stand.
 
     Raises:
-        CacheError: a file is there already, or a column of a dtype that Arrow has not.
+        ForeignFileError: something stands there.
+        CacheError: a column of a dtype that Arrow has not.
         WriteError
     """
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -35,7 +36,7 @@ def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Bat
     names = [name for name in fields if name.removesuffix(PRESENT) == name or name.removesuffix(PRESENT) not in fields]
     schema = pa.schema([_field(name, fields[name]) for name in names])
     if path.exists():
-        raise CacheError(f"{path} is there already, and is left as it is: name another file")
+        raise ForeignFileError(f"{path} is there already, and is left as it is: name another file")
     temporary = temporary_for(path)
     with explained(path, 0, "path"):
         try:
