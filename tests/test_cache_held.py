@@ -137,6 +137,15 @@ def test_to_disk_makes_folders_and_any_safetensors_reader_opens_the_file(tmp_pat
     assert [path.name] == os.listdir(path.parent)
 
 
+def test_every_element_lies_at_a_multiple_of_its_size(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(5, dtype=torch.bool), "b": torch.ones(5), "c": torch.ones(5, dtype=torch.int16)}
+
+    TensorCache(tensors=tensors).to_disk(tmp_path / "c")
+
+    entries = TensorFile.open(tmp_path / "c").entries
+    assert [0] * 3 == [entries[name].start % tensor.itemsize for name, tensor in tensors.items()]
+
+
 def test_columns_keep_their_order_and_metadata_their_words(tmp_path: Path) -> None:
     TensorCache(tensors=logps(), metadata={"model": "tiny", "n": [1, 2]}).to_disk(tmp_path / "c")
 

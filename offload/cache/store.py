@@ -24,7 +24,7 @@ import torch
 from offload.cache.columns import FixedColumn
 from offload.cache.heap import HeapColumn
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.lock import FolderLock, lock, unlock
+from offload.cache.lock import FolderLock, lock
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
 from offload.cache.schema import TENSOR, Column
@@ -364,8 +364,6 @@ class Store:
                     with self._lock.held():
                         self._give_room_back()
         finally:
-            if self._pid == os.getpid():
-                unlock(self._states.fd)  # its mapping has a descriptor of its own, which would keep the lock
             self._close_files()
 
     def _may_write(self) -> None:
