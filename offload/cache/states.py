@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, span_of
-from offload.cache.lock import unlock
+from offload.cache.lock import lock, unlock
 from offload.errors import CacheError, CorruptFileError, MissingFileError
 from offload.storage.write import explained, put_file
 
@@ -46,6 +46,7 @@ class States:
         self.path = folder / FILE
         self._columns = columns
         self._writes = writes
+        self._pid = os.getpid()
         self._reserved: set[int] = set()
         try:
             self.fd = os.open(self.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
@@ -186,8 +187,16 @@ class States:
                 return start + int(filled[-1]) + 1
         return 0
 
+    def count_in(self) -> None:
+        """Be a writer of its own, in a forked child: it may outlive the parent, whose lock it shares."""
+        inherited, self.fd = self.fd, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        os.close(inherited)
+        self._pid = os.getpid()
+        lock(self.fd, shared=True)
+
     def close(self) -> None:
-        unlock(self.fd)  # the mapping has a descriptor of its own, and may be dropped later
+        if self._pid == os.getpid():  # the mapping has a descriptor of its own, which would keep the lock
+            unlock(self.fd)
         os.close(self.fd)
 
     def _all(self) -> Bytes:

@@ -38,6 +38,7 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
+from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import ForkSafeLock
@@ -48,7 +49,8 @@ from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
 _LEAST_BYTES = 16 << 20  # for which there is room after it has been made
-_MOST_BYTES = 256 << 20  # that are written between two flushes
+_MOST_BYTES = 256 << 20  # that are written between two flushes; under a cap on memory, fewer: they can't be dropped
+_LEAST_FLUSHED = 4 << 20
 _ROW = 256  # bytes that a row counts for beside its own
 _MOST_SECONDS = 10.0
 _LOOKS = 1000  # at rows that others write while they are read
@@ -78,6 +80,7 @@ class Store:
         self._flushing = ForkSafeLock()
         self._written: list[Written] = []
         self._written_bytes = 0
+        self._most_bytes = 0
         self._written_since = 0.0
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
@@ -311,11 +314,12 @@ class Store:
             nbytes = sum(self._files[name].write(numbers, values) for name, values in prepared.items())
         if not self._written:
             self._written_since = time.monotonic()
+            self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
         self._written.append(Written(numbers, places, begun))
         self._written_bytes += nbytes + len(numbers) * _ROW
 
     def _flush_if_due(self) -> None:
-        if self._written_bytes > _MOST_BYTES or (
+        if self._written_bytes > self._most_bytes or (
             self._written and time.monotonic() - self._written_since > _MOST_SECONDS
         ):
             self.flush_own()
@@ -374,6 +378,7 @@ class Store:
             raise CacheError(f"the cache in {self.folder} is {what}")
         if self._pid != os.getpid():  # what the parent has written is for it to flush
             self._written, self._written_bytes, self._pid = [], 0, os.getpid()
+            self._states.count_in()
             util.Finalize(None, self.flush_own, exitpriority=10)  # a worker process ends
 
     @contextmanager

@@ -167,6 +167,29 @@ def test_a_forked_child_writes_its_own_rows_and_leaves_the_others_to_its_parent(
     assert torch.equal(stamped(range(20))["a"], cache[:20]["a"])
 
 
+def test_a_forked_child_is_a_writer_when_its_parent_is_none_any_more(tmp_path):
+    cache = TensorCache.create(tmp_path, COLUMNS)
+
+    def append():
+        cache.append(stamped([1, 2]))
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        cache.flush()
+
+    ready, go = os.pipe(), os.pipe()
+    child = threading.Thread(target=lambda: ended.append(in_fork(append)))
+    ended = []
+    child.start()
+    os.read(ready[0], 1)
+    cache.close()
+    TensorCache.open(tmp_path, "r+").close()  # the only writer would cut off what nobody has flushed
+    os.write(go[1], b"x")
+    child.join()
+
+    assert [True] == ended
+    assert [1, 2] == TensorCache.open(tmp_path)[:]["a"][:, 0].tolist()
+
+
 def test_threads_write_and_read_one_cache(tmp_path):
     cache = TensorCache.create(tmp_path, COLUMNS, 4000)
     failed = []
