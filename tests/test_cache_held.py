@@ -22,6 +22,7 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
+from offload.storage.file import TensorFile
 from tests.processes import in_fork, run_script
 
 FORMS = [
