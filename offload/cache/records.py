@@ -26,7 +26,7 @@ from offload.errors import CacheError
 
 _LOOK = 64  # records that settle the columns
 _MOST_ROWS = 1024  # in a batch
-_MOST_BYTES = 8 << 20  # of tensors in a batch
+_MOST_BYTES = 4 << 20  # of tensors in a batch; four times that is in memory
 _PLAIN = (bool, int, float, complex)
 
 
