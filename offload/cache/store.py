@@ -140,9 +140,7 @@ class Store:
         """Count this writer, and mend what killed ones left, if it is the only one."""
         if lock(self._states.fd, wait=False):
             with self._lock.held():
-                rows = max(self.manifest.num_rows, self._states.used())
-                if rows < self._states.num_rows:
-                    self._states.forget(rows)
+                self._forget_unfilled()
                 if self._states.goal != self._states.room:
                     self._make_room(self._states.goal)
                 for file in self._files.values():
@@ -408,9 +406,20 @@ class Store:
                 file.fit(states.goal)
             states.arrive()
 
+    def _forget_unfilled(self) -> int:
+        """Rows that were appended and not filled are none, behind the last that is. Under the lock, by the only writer.
+
+        Returns:
+            How many rows there are.
+        """
+        rows = max(self.manifest.num_rows, self._states.used())
+        if rows < self.num_rows:
+            self._states.forget(rows)
+        return rows
+
     def _give_room_back(self) -> None:
         """Under the lock, by the only writer."""
-        rows = self.num_rows
+        rows = self._forget_unfilled()
         if rows < self._states.room:
             self._states.shrink()
         for file in self._files.values():

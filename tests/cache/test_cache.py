@@ -103,7 +103,7 @@ def test_rows_that_are_written_are_those_of_the_plain_tensor(filled, form):
 
 
 def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
-    cache, values = filled
+    cache, _ = filled
 
     cache[[4, 2, 4]] = {"x": torch.arange(9.0).reshape(3, 3)}
 
@@ -184,7 +184,7 @@ def test_a_column_is_an_offloaded_tensor_and_a_safetensors_file(filled):
 
 
 def test_a_column_is_not_replaced_under_the_cache(filled):
-    with pytest.raises(UnsupportedOpError, match="'x' is a column of a cache .* which is written in place"):
+    with pytest.raises(UnsupportedOpError, match=r"'x' is a column of a cache .* which is written in place"):
         filled[0]["x"].update_values(torch.zeros(SIZE, 3))
 
 
@@ -381,7 +381,9 @@ def test_what_json_can_not_say_is_refused(tmp_path, value, said):
 def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
     cache = cache_of(tmp_path, {"t": (torch.int32, (None,)), "x": (torch.int32, (2,))}, 1)
 
-    with pytest.raises(UnsupportedOpError, match="column 't' of .* has rows of different lengths, which are no tensor"):
+    with pytest.raises(
+        UnsupportedOpError, match=r"column 't' of .* has rows of different lengths, which are no tensor"
+    ):
         cache["t"]
     with pytest.raises(UnsupportedOpError, match=r"column 'x' of .* has rows of one shape: \(2,\)"):
         cache.lengths("x")

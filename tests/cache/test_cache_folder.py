@@ -161,7 +161,7 @@ def test_values_that_were_cut_are_an_error_when_they_are_read(folder):
     cut(folder / "t.values", 10)
     cache = TensorCache.open(folder)
 
-    with pytest.raises(CorruptFileError, match="t.values has 10 bytes, and its rows take more: it was cut"):
+    with pytest.raises(CorruptFileError, match=r"t.values has 10 bytes, and its rows take more: it was cut"):
         cache[[1, 7]]
     assert ["number 1"] == cache.get([2], columns=["note"])["note"]
 
@@ -259,8 +259,8 @@ def test_a_writer_that_is_killed_while_it_makes_room_loses_nothing(folder, step)
         if act in ("aim", "arrive"):
             setattr(states, act, die)
         else:
-            fd = {name: file for name, file in cache._store._files.items()}[column]
-            fd = getattr(fd, "_index", fd)._file.fd
+            file = cache._store._files[column]
+            fd = getattr(file, "_index", file)._file.fd
             whole, header = os.ftruncate, columns_module.write_all
             os.ftruncate = lambda at, size: die() if act == "ftruncate" and at == fd else whole(at, size)
             columns_module.write_all = lambda at, *rest: die() if act == "header" and at == fd else header(at, *rest)

@@ -110,6 +110,39 @@ def test_two_writers_of_the_same_rows_leave_those_of_one_whole(tmp_path):
     assert {1999, 2999} >= set(batch["a"][:, 0].tolist())
 
 
+def test_a_row_that_another_writes_again_is_filled_by_the_other_alone(tmp_path):
+    first, second = TensorCache.create(tmp_path, COLUMNS, 3), TensorCache.open(tmp_path, "r+")
+    reader = TensorCache.open(tmp_path)
+    first[:2] = stamped([10, 20])
+    second[1:] = stamped([21, 31])
+
+    first.flush()
+    assert [1, 2] == reader.missing_rows().tolist()
+    second.flush()
+    assert [10, 21, 31] == reader[:]["b"][:, 0].tolist()
+
+
+def test_who_writes_a_row_waits_for_who_is_at_it(tmp_path):
+    first, second = TensorCache.create(tmp_path, COLUMNS, 3), TensorCache.open(tmp_path, "r+")
+    other = threading.Thread(target=lambda: second.__setitem__(slice(None), stamped([1, 2, 3], 100)))
+    last = first._store._files["b"]
+    write = last.write
+
+    def write_later(*args):
+        other.start()
+        other.join(0.2)
+        assert other.is_alive()
+        return write(*args)
+
+    last.write = write_later
+    first[:] = stamped([1, 2, 3], 200)
+    other.join()
+    second.flush()
+
+    assert torch.equal(stamped([101, 102, 103])["b"], first[:]["b"])
+    assert is_of_one_stamp(first[:])
+
+
 def test_rows_that_several_processes_append_are_all_there(tmp_path):
     TensorCache.create(tmp_path, {"x": (torch.int64, ()), "t": (torch.int64, (None,))}).close()
 
