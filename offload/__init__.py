@@ -19,6 +19,7 @@
 | see what is in memory | `memory_summary`, `plot_memory` |
 | open a checkpoint as a dictionary | `load_file` |
 | keep rows by index, for months, from many processes | `TensorCache` |
+| read files and tables of others into one | `cache_from` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | quantize a model with torchao, on disk | `quantize_` |
 | round a tensor to 4 bits | `quantize_int4` |
@@ -36,6 +37,7 @@ from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.kv_cache import kv_cache
+from offload.integrations.rows import cache_from
 from offload.integrations.torchao import quantize_
 from offload.integrations.transformers import from_pretrained
 from offload.loader import (
@@ -65,6 +67,7 @@ __all__ = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
+    "cache_from",
     "disk_offload",
     "evict",
     "from_pretrained",

@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from offload.cache.table import TensorCache
     from offload.checkpoint import Checkpoint, StoredValue
     from offload.doctor import Diagnosis
     from offload.report import Recording
     from offload.verify import Verdict
 
+_EXPORTS = ("safetensors", "parquet", "npy")
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -152,6 +155,83 @@ def _diagnosis(found: Diagnosis) -> Table:
     return table
 
 
+def cache_info(options: argparse.Namespace) -> None:
+    """Print what a cache of rows holds."""
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    cache = _opened_cache(options.path)
+    if options.json:
+        print(json.dumps(_cache_as_json(cache, options.path)))
+        return
+    table = _bare_table("column", "kind", "dtype", "a row", "filled")
+    for name, column in cache.columns.items():
+        dtype = str(column.dtype).removeprefix("torch.") if column.kind in ("tensor", "ragged") else ""
+        filled = len(cache) - len(cache.missing_rows([name]))
+        table.add_row(Text(name), column.kind, dtype, column.shape_text if dtype else "", str(filled))
+    _console().print(table)
+    for key, value in cache.metadata.items():
+        print(f"{key}: {json.dumps(value, ensure_ascii=False)}")
+    print(f"{options.path}: {len(cache)} rows, {cache.num_filled} filled, {decimal(cache.nbytes)}")
+
+
+def cache_verify(options: argparse.Namespace) -> int:
+    """Look whether a cache of rows is whole; rows that are not filled are no error."""
+    from rich.text import Text
+
+    from offload.cache.verify import row_findings
+
+    cache = _opened_cache(options.path)
+    found = row_findings(cache)
+    if options.json:
+        said = [{"column": finding.column, "row": finding.row, "what": finding.what} for finding in found]
+        print(json.dumps({**_cache_as_json(cache, options.path), "is_whole": not found, "findings": said}))
+        return 1 if found else 0
+    if found:
+        table = _bare_table("column", "row", "what")
+        for finding in found:
+            table.add_row(Text(finding.column), str(finding.row), Text(finding.what))
+        _console().print(table)
+    state = f"{len(found)} error{'s' * (len(found) > 1)}" if found else "whole"
+    print(f"{options.path}: {state} ({len(cache)} rows, {cache.num_filled} filled)")
+    return 1 if found else 0
+
+
+def cache_export(options: argparse.Namespace) -> None:
+    """Write a cache of rows as safetensors, Parquet or .npy files."""
+    from offload.integrations.export import export
+
+    form = options.to or options.target.suffix.removeprefix(".") or "npy"
+    if form not in _EXPORTS:
+        raise ValueError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
+    export(_opened_cache(options.path), options.target, form, options.columns)
+
+
+def _opened_cache(path: Path) -> TensorCache:
+    from offload.cache.table import TensorCache
+
+    return TensorCache.from_disk(path)
+
+
+def _cache_as_json(cache: TensorCache, path: Path) -> dict[str, Any]:
+    columns = {
+        name: {**column.to_json(), "filled": len(cache) - len(cache.missing_rows([name]))}
+        for name, column in cache.columns.items()
+    }
+    counts = {"rows": len(cache), "filled": cache.num_filled, "nbytes": cache.nbytes}
+    return {"path": str(path), **counts, "columns": columns, "metadata": dict(cache.metadata)}
+
+
+def _bare_table(*names: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
 def _findings(verdict: Verdict) -> Table:
     from rich import box
     from rich.table import Table
@@ -253,7 +333,25 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
     command.add_argument("folder", type=Path, nargs="?", default=Path(), help="where values would be kept (here)")
     command.set_defaults(run=doctor)
+
+    _add_cache_commands(commands)
     return made
+
+
+def _add_cache_commands(commands: Any) -> None:
+    about = "what a cache of rows holds, whether it is whole, and as files of other kinds"
+    group = commands.add_parser("cache", help="look at a cache of rows, or export it", description=about)
+    kinds = group.add_subparsers(required=True, metavar="COMMAND")
+    acts = {"info": cache_info, "verify": cache_verify, "export": cache_export}
+    for name, act in acts.items():
+        command = kinds.add_parser(name, help=act.__doc__, description=act.__doc__)
+        command.add_argument("path", type=Path, help="a cache's folder, or a file of TensorCache.to_disk")
+        command.set_defaults(run=act)
+        if name != "export":
+            command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.add_argument("target", type=Path, help="the new file; a folder for npy, which has a file a column")
+    command.add_argument("--to", choices=_EXPORTS, help="(told by the target's suffix)")
+    command.add_argument("--columns", nargs="+", metavar="NAME", help="some of the columns")
 
 
 def _dtype(text: str) -> torch.dtype:

@@ -81,6 +81,7 @@ PUBLIC = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
+    "cache_from",
     "disk_offload",
     "evict",
     "from_pretrained",

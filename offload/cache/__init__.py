@@ -6,6 +6,9 @@
 | `store` | the folder: its columns, and the order in which things are written |
 | `states` | the bitmap: which rows are filled, and how many there are |
 | `columns` `heap` | rows of one size, and rows of any |
+| `held` | tensors that are there already, in memory or in a file, as a cache |
+| `records` `fields` | rows on their way in, from records and from elsewhere |
+| `reading` `batches` `dataset` | rows on their way out |
 | `schema` `manifest` | what a column is, and where that is written down |
 | `indexing` `gather` `lock` | which rows are meant, how they are read, and who waits |
 """

@@ -113,7 +113,7 @@ class HeapColumn:
         at = os.fstat(self._fd).st_size
         if self.column.kind == RAGGED:
             at = -(-at // _ALIGNED) * _ALIGNED
-        starts = at + np.cumsum(sizes) - sizes
+        starts = np.where(sizes > 0, at + np.cumsum(sizes) - sizes, 0)  # the file may end before `at`
         nbytes = write_all(self._fd, memoryview(b"".join(batch.parts)), at)
         return nbytes + self._index.write(
             rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)).view(torch.uint8)

@@ -9,7 +9,8 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
 from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +18,24 @@ from typing import Any
 
 import torch
 
+from offload.cache.fields import Field, Incoming, list_of, remove_others
 from offload.cache.heap import Ragged
+from offload.cache.held import HeldStore, read_file
 from offload.cache.indexing import rows_of
 from offload.cache.manifest import Manifest, as_json
+from offload.cache.reading import ReadByIndex
+from offload.cache.records import rows_of as rows_of_records
 from offload.cache.schema import Column, schema_of
 from offload.cache.store import Store
 from offload.errors import CacheError, MissingRowsError
+from offload.progress import progress
+from offload.storage.folders import private_folder
 from offload.storage.modes import plain_world
 from offload.tensor.arguments import checked_device
-from offload.tensor.wrapper import OffloadedTensor, guest_of
+from offload.tensor.wrapper import guest_of
 
 
-class TensorCache:
+class TensorCache(ReadByIndex):
     """Columns of rows in a folder: written by index in any order, by one process or many, and read in batches.
 
     Make one with `create`, open it again with `open`. A row counts as filled once it is on the disk; after a crash
@@ -48,18 +55,36 @@ class TensorCache:
     """
 
     device: torch.device
-    _store: Store
+    _store: Store | HeldStore
     _finish: Any
 
-    def __init__(self) -> None:
-        raise CacheError("TensorCache.create makes a cache, and TensorCache.open opens one")
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, Any] | None = None) -> None:
+        """A cache of tensors that are there already: nothing is copied, and batches land where the tensors are.
+
+        Args:
+            tensors: by column, (rows, ...), plain or offloaded.
+            metadata: what the rows are of, in words of JSON.
+
+        Raises:
+            CacheError: there are no tensors, or they are not of one length.
+
+        Example:
+            >>> cache = TensorCache(tensors={"chosen_logps": torch.tensor([0.5, 1.5, 2.5])})
+            >>> cache[torch.tensor([2, 0])]
+            {'chosen_logps': tensor([2.5000, 0.5000])}
+        """
+        store = HeldStore(tensors, as_json(metadata or {}))
+        self._begin(store, store.device)
+
+    def _begin(self, store: Store | HeldStore, device: torch.device) -> None:
+        self._store = store
+        self.device = device
+        self._finish = util.Finalize(self, store.close, exitpriority=10)  # also at the end of a worker process
 
     @classmethod
-    def _over(cls, store: Store, device: torch.device) -> TensorCache:
+    def _over(cls, store: Store | HeldStore, device: torch.device) -> TensorCache:
         cache = cls.__new__(cls)
-        cache._store = store
-        cache.device = device
-        cache._finish = util.Finalize(cache, store.close, exitpriority=10)  # also at the end of a worker process
+        cache._begin(store, device)
         return cache
 
     @classmethod
@@ -121,10 +146,104 @@ class TensorCache:
             raise CacheError(f"mode {mode!r} is not known: 'r' reads, 'r+' writes as well")
         return cls._over(Store.open(Path(os.path.abspath(folder)), expect, writes=mode == "r+"), checked_device(device))
 
+    @classmethod
+    def from_disk(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str | int | None = "cpu",
+        *,
+        expect: Mapping[str, Any] | None = None,
+    ) -> TensorCache:
+        """What `to_disk` wrote, or any file with a dict of tensors; read in place, a batch at a time.
+
+        Args:
+            path: a file of `to_disk`, of `torch.save({name: tensor})` (nothing in it is run), any `.safetensors`; or
+                the folder of a cache.
+            device: where batches land; None is the CPU.
+            expect: metadata that it must have.
+
+        Raises:
+            MissingFileError, CorruptFileError, CheckpointError (a pickle with code in it)
+            CacheError: the tensors are not of one length, or the metadata are others.
+        """
+        path, where = Path(os.path.abspath(path)), "cpu" if device is None else device
+        if path.is_dir():
+            return cls.open(path, expect=expect, device=where)
+        store = read_file(path)
+        store.manifest.check(expect, path)
+        return cls._over(store, checked_device(where))
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Iterable[Any],
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        schema: Mapping[str, Any] | None = None,
+        optional: Collection[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        device: torch.device | str | int = "cpu",
+    ) -> TensorCache:
+        """A cache with a row a record; records are taken one by one, and a batch of them is in memory.
+
+        Tensors, arrays and numbers become columns of tensors, floats of torch's default dtype; text, lists and plain
+        dicts become JSON; bytes stay bytes. Records in records become columns `outer.inner`. Tensors whose first size
+        differs make rows of any length. The first records and the annotations of their class settle all that.
+
+        A field that is None is a missing value: its column holds zeros, or an empty row, and the column
+        `<field>.present` False. In a JSON column it is None.
+
+        Args:
+            records: dataclasses, NamedTuples, dicts, or tensordict's tensorclasses.
+            folder: where the cache goes, as for `create`; None for a temporary one, which goes with the process.
+            schema: columns as for `create`, where the first records tell too little.
+            optional: fields that may be None though the first records are not, and no annotation says so.
+            metadata, device: as for `create`.
+
+        Raises:
+            CacheError: a record does not fit; nothing is left in `folder`.
+            As `create`.
+
+        Example:
+            >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": None}]
+            >>> cache = TensorCache.from_records(rows)
+            >>> cache[:]
+            {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
+        """
+        given = {name: Field.of(said) for name, said in (schema or {}).items()}
+        return cls.from_rows(rows_of_records(records, given, optional), folder, metadata=metadata, device=device)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Incoming,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        device: torch.device | str | int = "cpu",
+    ) -> TensorCache:
+        """A cache of rows that come in batches, as `from_records` and `offload.cache_from` make them.
+
+        Raises: as `create`, and what the batches raise; nothing is left in `folder` then.
+        """
+        path = Path(os.path.abspath(tempfile.mkdtemp(dir=private_folder()) if folder is None else folder))
+        kept = list_of(path)
+        cache = cls.create(path, rows.columns, metadata=metadata, device=device)
+        try:
+            for batch in progress(rows.batches, "rows"):
+                cache.append(batch)
+            cache.flush()
+        except BaseException:
+            cache.close()
+            remove_others(path, kept)
+            raise
+        return cache
+
     # What it is
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Path | None:
+        """The folder; of a single file, that; None for tensors in memory."""
         return self._store.folder
 
     @property
@@ -171,7 +290,8 @@ class TensorCache:
     def __repr__(self) -> str:
         if self._store.is_closed:
             return f"TensorCache({str(self.folder)!r}, closed)"
-        lines = [f"TensorCache({str(self.folder)!r}, mode={self.mode!r}): {len(self)} rows, {self.num_filled} filled"]
+        place = str(self.folder or "in memory")
+        lines = [f"TensorCache({place!r}, mode={self.mode!r}): {len(self)} rows, {self.num_filled} filled"]
         width = max(map(len, self.columns))
         for name, column in self.columns.items():
             lines.append(f"  {name:{width}}  {column.kind}  {column.shape_text}  {column.dtype}")
@@ -257,8 +377,8 @@ class TensorCache:
         with plain_world():
             return self._open().append(given)
 
-    def column(self, name: str) -> OffloadedTensor:
-        """A column as one tensor on disk, (rows, *row_shape), filled or not.
+    def column(self, name: str) -> torch.Tensor:
+        """A column as one tensor on disk, (rows, *row_shape), filled or not; in memory, if it is there.
 
         Ops on it read what they need; in-place ops write the file, and say nothing of which rows are filled. It has the
         rows that there are now: after `append`, ask for it again.
@@ -290,9 +410,11 @@ class TensorCache:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._store, HeldStore):
+            return TensorCache._over, (self._store, self.device)
         return _opened, (self.folder, self.mode, self.device)
 
-    def _open(self) -> Store:
+    def _open(self) -> Store | HeldStore:
         if self._store.is_closed:
             raise CacheError(f"the cache in {self.folder} is closed: open it again")
         return self._store

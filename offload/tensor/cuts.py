@@ -63,8 +63,8 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
 def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
     """An independent tensor of the same value, on `target`, whatever modes are on.
 
-    Of a subclass the inner tensors are copied: some classes of torchao 0.18 lack `clone`, or have it wrong. Of bytes, as
-    torch has no copy kernel for some 1-byte dtypes (2.13).
+    Of a subclass the inner tensors are copied: some classes of torchao 0.18 lack `clone`, or have it wrong. One byte an
+    element is copied as bytes, since torch has no copy kernel for some dtypes (2.13).
     """
     with plain_world():
         if guest.device != target:

@@ -1,0 +1,209 @@
+"""Tensors of one length by row: in memory, or in a file of them.
+
+Always true:
+- every column has as many rows as the others
+- a file is read a batch at a time, in place, and never written to; one that changes is an error
+- a file that is written is whole, or not there; only one of ours is replaced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from offload.cache.gather import RowFile
+from offload.cache.indexing import Numbers
+from offload.cache.manifest import Manifest
+from offload.cache.schema import schema_of
+from offload.checkpoint import open_checkpoint
+from offload.errors import CacheError, ColumnError, UnsupportedOpError
+from offload.storage.handle import Handle
+from offload.storage.header import contiguous
+from offload.storage.write import explained, sweep, write_values
+from offload.tensor.arguments import refuse_unstorable
+from offload.tensor.outside import CPU
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handles
+
+_NOTE = "rows"  # what a file of ours says of itself
+
+
+class HeldColumn:
+    """A column that is there already: a plain tensor, or one over a file."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        refuse_unstorable(tensor, name)
+        if not tensor.dim():
+            raise CacheError(f"column {name!r} is a single value, and a column has rows: give it a first dimension")
+        self.tensor = tensor.detach()
+        self._file: RowFile | None = None
+
+    def read(self, rows: Numbers, *, pinned: bool = False) -> torch.Tensor:
+        """(rows, *row_shape): on the device of the tensor, from a file on the CPU.
+
+        Raises:
+            MissingFileError, ChangedFileError, CorruptFileError
+        """
+        if is_offloaded(self.tensor):
+            return self._from_file(self.tensor, rows, pinned=pinned)  # type: ignore[arg-type]
+        values = self.tensor[torch.from_numpy(rows).to(self.tensor.device)]
+        return values.pin_memory() if pinned and values.device.type == "cpu" else values
+
+    def _from_file(self, tensor: OffloadedTensor, rows: Numbers, *, pinned: bool) -> torch.Tensor:
+        handle = tensor._file_handle()
+        row_shape = tuple(tensor.shape[1:])
+        if tensor._is_part() or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
+            return mapped_value(tensor)[torch.from_numpy(rows)]
+        out = torch.empty((len(rows), *row_shape), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        if out.numel():
+            flat = out.view(len(rows), -1).view(torch.uint8)
+            if self._file is None:
+                self._file = RowFile(handle.path, handle.extent[0], flat.shape[1], writes=False)
+            handle.base()  # is it still the file that was opened?
+            self._file.read(rows, flat)
+        return out
+
+    def __getstate__(self) -> torch.Tensor:
+        return self.tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._file = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self._file.close()  # type: ignore[union-attr]
+
+
+class HeldStore:
+    """Columns that are there already, with what `Store` has for a folder. It is not written to by rows."""
+
+    is_closed = False
+    writes = False
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], folder: Path | None = None
+    ) -> None:
+        """
+        Raises:
+            CacheError: there are no tensors, they are of several lengths, or one is no column.
+        """
+        self.folder = folder
+        self._columns = {name: HeldColumn(name, tensor) for name, tensor in tensors.items()}
+        lengths = {name: len(column.tensor) for name, column in self._columns.items()}
+        if len(set(lengths.values())) != 1:
+            told = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+            raise CacheError(
+                f"the tensors are not of one length ({told or 'there are none'}): a cache has a value a row and column"
+            )
+        [self.num_rows] = set(lengths.values())
+        self.device = next(iter(self._columns.values())).tensor.device
+        specs = {name: (column.tensor.dtype, column.tensor.shape[1:]) for name, column in self._columns.items()}
+        self.columns = schema_of(specs)
+        self.manifest = Manifest(self.columns, self.num_rows, metadata)
+
+    @property
+    def place(self) -> str:
+        return str(self.folder or "memory")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.tensor.nbytes for column in self._columns.values())
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: column.tensor for name, column in self._columns.items()}
+
+    def names(self, columns: Iterable[str] | None) -> list[str]:
+        """
+        Raises:
+            ColumnError: there is no such column.
+        """
+        names = list(self.columns) if columns is None else [columns] if isinstance(columns, str) else list(columns)
+        for name in names:
+            if name not in self.columns:
+                raise ColumnError(f"the cache in {self.place} has no column {name!r}: it has {', '.join(self.columns)}")
+        return names
+
+    def missing(self, columns: Iterable[str] | None) -> Numbers:
+        self.names(columns)
+        return np.empty(0, dtype=np.int64)
+
+    def count(self, columns: Iterable[str] | None) -> int:
+        self.names(columns)
+        return self.num_rows
+
+    def tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        [name] = self.names([name])
+        tensor = self._columns[name].tensor
+        return tensor.to(device) if is_offloaded(tensor) else tensor
+
+    def read(
+        self,
+        rows: Numbers,
+        columns: Iterable[str] | None,
+        *,
+        out: Mapping[str, torch.Tensor] | None,
+        pinned: bool,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """As `Store.read`; nothing is missing here."""
+        found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
+        return {name: out[name].copy_(value) if out and name in out else value for name, value in found.items()}
+
+    def lengths(self, column: str, _: Numbers) -> NoReturn:
+        self.names([column])
+        raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.columns[column].row_shape)}")
+
+    def write(self, *_: Any) -> NoReturn:
+        raise CacheError(
+            f"the rows of the cache in {self.place} are not written one by one: change cache.tensors if they are in "
+            "memory, or make a cache with TensorCache.create"
+        )
+
+    append = write
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def read_file(path: Path) -> HeldStore:
+    """The tensors in a file of any origin, in place, with the metadata that `write_file` wrote.
+
+    Raises:
+        MissingFileError, CorruptFileError, CheckpointError
+        CacheError: they are no columns of one length.
+    """
+    found = open_checkpoint(path)
+    handles = [(Handle.reference(value.file, value.key), CPU) for value in found.values()]
+    tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
+    said = next((value.file.notes.get(_NOTE) for value in found.values()), None) or {}
+    names = said.get("columns", list(tensors))
+    return HeldStore({name: tensors[name] for name in names}, said.get("metadata", {}), path)
+
+
+def write_file(
+    path: Path,
+    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Put a safetensors file of columns, (dtype, shape), at `path`, atomically; folders are made.
+
+    Raises:
+        ForeignFileError: a file that offload did not write stands there.
+        WriteError
+    """
+    by_size = sorted(columns, key=lambda name: -columns[name][0].itemsize)  # so that every element is aligned
+    layouts = {name: contiguous(*columns[name]) for name in by_size}
+    with explained(path.parent, 0, "folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+    notes = {_NOTE: {"columns": list(columns), "metadata": dict(metadata)}}
+    write_values(path, {name: values[name] for name in by_size}, layouts, notes, durable=True)

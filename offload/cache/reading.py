@@ -1,0 +1,171 @@
+"""What rows that can be read by index can do: come in batches, be a dataset, go to one file.
+
+Always true:
+- each of these reads rows through `get` and in no other way
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cache.batches import consecutive, read_ahead
+from offload.cache.columns import row_bytes
+from offload.cache.dataset import RowDataset
+from offload.cache.fields import rows_in_batch
+from offload.cache.held import write_file
+from offload.cache.schema import TENSOR, Column
+from offload.errors import CacheError
+
+
+class ReadByIndex(ABC):
+    """The part of `TensorCache` that follows from reading rows."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> Mapping[str, Column]:
+        """What each column holds, by name."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> Mapping[str, Any]:
+        """What the rows are of."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """Where the rows are."""
+
+    @property
+    @abstractmethod
+    def mode(self) -> str:
+        """`"r"` or `"r+"`."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until what was written is on the disk."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def get(
+        self,
+        rows: Any,
+        columns: Iterable[str] | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        pin_memory: bool = False,
+        ragged: str = "list",
+        padding: complex = 0,
+    ) -> dict[str, Any]:
+        """Rows of some columns."""
+
+    @abstractmethod
+    def column(self, name: str) -> torch.Tensor:
+        """A column as one tensor."""
+
+    @abstractmethod
+    def require_complete(self, columns: Iterable[str] | None = None) -> None:
+        """Raises if rows are missing."""
+
+    def batches(
+        self,
+        sampler: int | Iterable[Any],
+        *,
+        columns: Iterable[str] | None = None,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        device: torch.device | str | int | None = None,
+        ragged: str = "list",
+        padding: complex = 0,
+    ) -> Iterator[dict[str, Any]]:
+        """Batches one after another, read by a thread before they are asked for.
+
+        Args:
+            sampler: how many rows a batch has, for all rows in order; or what names the rows of each batch, as
+                `torch.utils.data.BatchSampler` does.
+            columns, pin_memory, device, ragged, padding: as for `get`.
+            prefetch: how many batches are read ahead; 0 for no thread.
+
+        Raises:
+            CacheError: a batch of no rows.
+            As `get`, where the batch would have come.
+
+        Example:
+            >>> from offload import TensorCache
+            >>> cache = TensorCache(tensors={"x": torch.arange(5)})
+            >>> [batch["x"].tolist() for batch in cache.batches(2)]
+            [[0, 1], [2, 3], [4]]
+            >>> [batch["x"].tolist() for batch in cache.batches([[4, 0], [2]])]
+            [[4, 0], [2]]
+        """
+        if isinstance(sampler, int) and sampler < 1:
+            raise CacheError(f"a batch can't have {sampler} rows")
+        items = consecutive(len(self), sampler) if isinstance(sampler, int) else sampler
+        names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+        form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
+        read = partial(self.get, columns=names, **form)
+        return read_ahead(items, read, prefetch)
+
+    def as_dataset(self, columns: Iterable[str] | None = None) -> RowDataset:
+        """A map-style dataset of torch: a dict a row; a `DataLoader` reads the rows of a batch together.
+
+        What was written is flushed, as worker processes see no other rows; rows written later, when they are flushed.
+        With `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, without
+        being taken apart and collated again.
+
+        Example:
+            >>> from offload import TensorCache
+            >>> data = TensorCache(tensors={"x": torch.arange(4)}).as_dataset()
+            >>> data[1], len(data)
+            ({'x': tensor(1)}, 4)
+            >>> [batch["x"].tolist() for batch in torch.utils.data.DataLoader(data, batch_size=2)]
+            [[0, 1], [2, 3]]
+        """
+        if self.mode == "r+":
+            self.flush()
+        return RowDataset(self, [columns] if isinstance(columns, str) else None if columns is None else list(columns))
+
+    def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
+        """Write all rows to one safetensors file, a batch at a time; `from_disk` opens it.
+
+        Folders are made. A file that was there stays, whole, until the new one is; then it is replaced.
+
+        Args:
+            path: the file, whatever its suffix.
+            columns: those to write; all if None.
+
+        Raises:
+            ColumnError, MissingRowsError: there is no such column, or rows are not filled.
+            CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder.
+            ForeignFileError: a file that offload did not write stands there.
+            WriteError
+        """
+        names = list(self.columns) if columns is None else list(columns)
+        self.require_complete(names)
+        shapes = {name: (self.columns[name].dtype, (len(self), *self.columns[name].row_shape)) for name in names}
+        others = [name for name in names if self.columns[name].kind != TENSOR]
+        if others:
+            raise CacheError(
+                f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
+            )
+        values = {name: self._blocks(name) for name in shapes}
+        write_file(Path(os.path.abspath(path)), shapes, values, self.metadata)
+
+    def _blocks(self, name: str) -> Iterator[torch.Tensor]:
+        step = rows_in_batch([row_bytes(self.columns[name])])
+        for batch in self.batches(step, columns=[name], device="cpu", prefetch=1):
+            yield batch[name]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The columns as tensors, as `column` gives them."""
+        return {name: self.column(name) for name in self.columns}

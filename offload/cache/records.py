@@ -1,0 +1,303 @@
+"""Records as rows: what columns dataclasses, NamedTuples, dicts and tensorclasses make, and batches of them.
+
+Always true:
+- the first records, the annotations of their class and the caller settle the columns; later records fit, or raise
+- a field that is None or not there is missing: False in the column `<field>.present`, beside zeros or an empty row; in
+  a JSON column it is null
+- no more records are held than those of one batch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.fields import PRESENT, Batch, Field, Incoming
+from offload.errors import CacheError
+
+_LOOK = 64  # records that settle the columns
+_MOST_ROWS = 1024  # in a batch
+_MOST_BYTES = 4 << 20  # of tensors in a batch; four times that is in memory
+_PLAIN = (bool, int, float, complex)
+
+
+def rows_of(records: Iterable[Any], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
+    """Records as rows.
+
+    Raises:
+        CacheError: no records, or a field of which no column can be made; also from the batches, for a record that
+            does not fit.
+    """
+    source = iter(records)
+    first = next(source, None)
+    if first is None:
+        if not schema:
+            raise CacheError("there are no records, and so no columns: give schema=")
+        return Incoming(schema, iter(()))
+    rows = map(fields_of, chain([first], source))
+    seen = next(_chunks(rows, _LOOK))
+    fields = _settled(seen, _hints(type(first)), schema, optional)
+    return Incoming(fields, _gathered(fields, chain([seen], _chunks(rows, _MOST_ROWS))))
+
+
+def _chunks(rows: Iterator[dict[str, Any]], most: int) -> Iterator[list[dict[str, Any]]]:
+    """Up to so many records at a time, fewer where their tensors are large."""
+    chunk, nbytes = [], 0
+    for row in rows:
+        chunk.append(row)
+        nbytes += sum(value.nbytes for value in row.values() if isinstance(value, _TENSORS))
+        if len(chunk) == most or nbytes >= _MOST_BYTES:
+            yield chunk
+            chunk, nbytes = [], 0
+    if chunk:
+        yield chunk
+
+
+# A record, taken apart
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Its fields by name; those of a record in it as `outer.inner`. A dict without tensors is a value.
+
+    Raises:
+        CacheError: it is no record.
+    """
+    found: dict[str, Any] = {}
+    for name, value in _items(record):
+        if _is_record(value):
+            found.update({f"{name}.{inner}": part for inner, part in fields_of(value).items()})
+        else:
+            found[name] = value
+    return found
+
+
+def _items(record: Any) -> Iterable[tuple[str, Any]]:
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return [(field.name, getattr(record, field.name)) for field in dataclasses.fields(record)]
+    if isinstance(record, tuple) and hasattr(record, "_fields"):
+        return zip(record._fields, record, strict=True)
+    if hasattr(record, "keys"):
+        return [(str(name), record[name]) for name in record.keys()]  # noqa: SIM118  tensordict's iterates over rows
+    raise CacheError(f"{type(record).__name__} is no record: give dataclasses, NamedTuples, dicts or tensorclasses")
+
+
+def _is_record(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    if dataclasses.is_dataclass(value) or _is_named_tuple(type(value)):
+        return True
+    return hasattr(value, "keys") and any(isinstance(part, _TENSORS) or _is_record(part) for part in value.values())
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+# What the columns are
+
+
+def _hints(kind: type, *, is_optional: bool = False) -> dict[str, tuple[Any, bool]]:
+    """What annotations say of fields: the type, None where it is one of several, and whether None may stand there."""
+    if not dataclasses.is_dataclass(kind) and not _is_named_tuple(kind):
+        return {}
+    try:
+        annotations = typing.get_type_hints(kind)
+    except (NameError, TypeError):  # names that only a type checker knows
+        return {}
+    found: dict[str, tuple[Any, bool]] = {}
+    for name, annotation in annotations.items():
+        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        options = set(typing.get_args(annotation)) if is_union else {annotation}
+        may_be_none = is_optional or type(None) in options
+        plain = [option for option in options if option is not type(None)]
+        only = plain[0] if len(plain) == 1 else None
+        inside = _hints(only, is_optional=may_be_none) if isinstance(only, type) else {}
+        found.update({f"{name}.{inner}": hint for inner, hint in inside.items()})
+        found[name] = (only, may_be_none)
+    return found
+
+
+def _settled(
+    rows: list[dict[str, Any]],
+    hints: Mapping[str, tuple[Any, bool]],
+    schema: Mapping[str, Field],
+    optional: Collection[str],
+) -> dict[str, Field]:
+    names = [*dict.fromkeys(chain.from_iterable(rows))]
+    nests = {name for name in names if any(other.startswith(f"{name}.") for other in (*names, *hints))}
+    names = [*dict.fromkeys([*(name for name in names if name not in nests), *_below(nests, names, hints), *schema])]
+    unknown = set(optional) - set(names)
+    if unknown:
+        raise CacheError(f"optional= names {_some(unknown)}, and the records have {_some(names)}")
+    found = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        hint, may_be_none = hints.get(name, (None, False))
+        field = schema.get(name) or _inferred(name, [value for value in values if value is not None], hint)
+        is_optional = may_be_none or name in optional or any(value is None for value in values)
+        found[name] = dataclasses.replace(field, is_optional=field.is_optional or is_optional)
+    return found
+
+
+def _below(nests: Collection[str], names: Collection[str], hints: Mapping[str, tuple[Any, bool]]) -> Iterator[str]:
+    """The fields of records that were None at times, in the order of their class."""
+    for nest in nests:
+        if any(name.startswith(f"{nest}.") for name in names):
+            continue
+        inside = [name for name in hints if name.startswith(f"{nest}.")]
+        yield from (name for name in inside if not any(other.startswith(f"{name}.") for other in inside))
+
+
+def _inferred(name: str, values: Sequence[Any], hint: Any) -> Field:
+    if not values:
+        if hint in _PLAIN:
+            return Field(torch.tensor(hint()).dtype)
+        if (typing.get_origin(hint) or hint) in (str, list, dict, tuple, bytes):
+            return Field(None, is_bytes=hint is bytes)
+        raise CacheError(
+            f"the field {name!r} is None in all of the first records: say what it is, as in "
+            f"schema={{{name!r}: (torch.float32, ())}}"
+        )
+    tensors = [_as_tensor(value) for value in values]
+    found = [tensor for tensor in tensors if tensor is not None]
+    if not found:
+        return Field(None, is_bytes=isinstance(values[0], bytes))
+    if len(found) < len(values):
+        other = next(value for value, tensor in zip(values, tensors, strict=True) if tensor is None)
+        raise CacheError(f"the field {name!r} is a tensor in some records and of {type(other).__name__} in others")
+    return Field(_common_dtype(name, values, found), _common_shape(name, found))
+
+
+def _common_dtype(name: str, values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return tensors[0].dtype
+    if not all(isinstance(value, _PLAIN) for value in values):
+        some = ", ".join(sorted(map(str, dtypes)))
+        raise CacheError(f"the field {name!r} is of several dtypes, {some}: make them one, or give schema=")
+    return reduce(torch.promote_types, dtypes)
+
+
+def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) == 1:
+        return shapes.pop()
+    rests = {(len(shape), shape[1:]) for shape in shapes}
+    if len(rests) > 1:
+        some = ", ".join(map(str, sorted(shapes)[:3]))
+        raise CacheError(
+            f"the field {name!r} has shapes {some}: they may differ in the first size alone. Pad them, or save lists"
+        )
+    return (None, *next(iter(shapes))[1:])
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """A tensor for what is kept as one; None for what is kept as JSON."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufc":
+            return None
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    with suppress(ValueError, RuntimeError, OverflowError):  # an int of more than 64 bits
+        return torch.tensor(value) if isinstance(value, _PLAIN) else None
+    return None
+
+
+# Batches
+
+
+def _gathered(fields: Mapping[str, Field], chunks: Iterable[list[dict[str, Any]]]) -> Iterator[Batch]:
+    start = 0
+    for rows in chunks:
+        batch: Batch = {}
+        for at, row in enumerate(rows):
+            _refuse_strangers(fields, row, start + at)
+        for name, field in fields.items():
+            values = [row.get(name) for row in rows]
+            batch[name] = _column(name, field, values, start)
+            if field.marks_missing:
+                batch[name + PRESENT] = torch.tensor([value is not None for value in values])
+        yield batch
+        start += len(rows)
+
+
+def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, Any], number: int) -> None:
+    for name in row.keys() - fields.keys():
+        if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
+            raise CacheError(
+                f"record {number} has a field {name!r} that the first ones had not: give schema=, with all the fields"
+            )
+
+
+def _column(name: str, field: Field, values: Sequence[Any], start: int) -> Any:
+    if not field.is_optional and any(value is None for value in values):
+        number = start + next(at for at, value in enumerate(values) if value is None)
+        raise CacheError(
+            f"the field {name!r} is None in record {number}, and was not in the first ones: give optional=[{name!r}]"
+        )
+    if field.is_bytes:
+        return [_bytes(name, value, start + at) for at, value in enumerate(values)]
+    if not field.is_tensor:
+        return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
+    tensors = [_fitting(name, field, value, start + at) for at, value in enumerate(values)]
+    return tensors if field.is_ragged else torch.stack(tensors)
+
+
+def _bytes(name: str, value: Any, number: int) -> bytes:
+    if not isinstance(value, bytes | None):
+        raise CacheError(f"the field {name!r} of record {number} is a {type(value).__name__}, and its column of bytes")
+    return value or b""
+
+
+def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
+    """The value as a row of its column; zeros, or an empty row, for None."""
+    assert field.dtype is not None
+    if value is None:
+        return torch.zeros([size or 0 for size in field.row_shape], dtype=field.dtype)
+    tensor = _as_tensor(value)
+    if tensor is None:
+        raise CacheError(
+            f"the field {name!r} of record {number} is a {type(value).__name__}, and its column {_told(field)}"
+        )
+    if isinstance(value, _PLAIN) and torch.can_cast(tensor.dtype, field.dtype):
+        try:
+            tensor = torch.tensor(value, dtype=field.dtype)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise CacheError(
+                f"the field {name!r} of record {number} is {value!r}, too large for {field.dtype}"
+            ) from error
+    if tensor.dtype != field.dtype or not _fits(tensor.shape, field.row_shape):
+        raise CacheError(
+            f"the field {name!r} of record {number} is {tensor.dtype} of shape {tuple(tensor.shape)}, and its column "
+            f"{_told(field)}: give schema=, where a first size of None is for any length"
+        )
+    return tensor.cpu()
+
+
+def _fits(shape: Sequence[int], row_shape: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(row_shape) and all(
+        wanted in (None, size) for size, wanted in zip(shape, row_shape, strict=True)
+    )
+
+
+def _told(field: Field) -> str:
+    return f"{field.dtype} of shape {field.row_shape}"
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names)[:5]))
+
+
+_TENSORS = (torch.Tensor, np.ndarray)

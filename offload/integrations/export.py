@@ -1,0 +1,108 @@
+"""A cache written as files of others.
+
+Always true:
+- no more than a batch is in memory
+- every file is whole, or not there; nothing that stands there is replaced, but a safetensors file of ours
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.columns import row_bytes
+from offload.cache.fields import Batch, Field, rows_in_batch
+from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
+from offload.cache.table import TensorCache
+from offload.errors import CacheError, ForeignFileError
+from offload.integrations.parquet import write_parquet
+from offload.progress import progress
+from offload.storage.write import explained, remove, sync_folder, temporary_for
+
+_GUESS = 1024  # bytes of a value of any length
+
+
+def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] | None = None) -> None:
+    """Write the rows of a cache as a safetensors or Parquet file, or as a folder of `.npy` files, one a column.
+
+    In Parquet, values that are missing are null, and JSON is text.
+
+    Raises:
+        ColumnError, MissingRowsError: there is no such column, or rows are not filled.
+        CacheError: a column that the format has no form for.
+        ForeignFileError: something stands there.
+        WriteError
+    """
+    names = list(cache.columns if columns is None else columns)
+    cache.require_complete(names)
+    target = Path(os.path.abspath(target))
+    if form == "safetensors":
+        cache.to_disk(target, names)
+        return
+    with explained(target, 0, "folder"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    if form == "parquet":
+        fields = {name: _field(cache.columns[name]) for name in names}
+        write_parquet(target, fields, _batches(cache, names))
+    else:
+        _write_arrays(cache, target, names)
+
+
+def _field(column: Column) -> Field:
+    if column.kind in (JSON, BYTES):
+        return Field(None, is_bytes=column.kind == BYTES)
+    return Field(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
+
+
+def _batches(cache: TensorCache, names: Sequence[str]) -> Iterator[Batch]:
+    columns = [cache.columns[name] for name in names]
+    step = rows_in_batch(row_bytes(column) if column.kind == TENSOR else _GUESS for column in columns)
+    batches = cache.batches(step, columns=names, device="cpu")
+    yield from progress(batches, "rows", total=-(-len(cache) // step))
+
+
+def _write_arrays(cache: TensorCache, folder: Path, names: Sequence[str]) -> None:
+    dtypes = {name: _numpy_dtype(cache.columns[name]) for name in names}
+    with explained(folder, 0, "folder"):
+        folder.mkdir(exist_ok=True)
+    for name, dtype in dtypes.items():
+        path = folder / f"{name.replace('/', '.')}.npy"
+        if path.exists():
+            raise ForeignFileError(f"{path} is there already, and is left as it is: name another folder")
+        temporary = temporary_for(path)
+        with explained(path, 0, "folder"):
+            try:
+                _write_array(temporary, dtype, (len(cache), *cache.columns[name].row_shape), _batches(cache, [name]))
+                temporary.rename(path)
+            except BaseException:
+                remove(temporary)
+                raise
+    sync_folder(folder)
+
+
+def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], batches: Iterator[Batch]) -> None:
+    with path.open("xb") as file:
+        head = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, head)
+        for batch in batches:
+            [values] = batch.values()
+            file.write(values.contiguous().numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _numpy_dtype(column: Column) -> np.dtype[Any]:
+    if column.kind != TENSOR:
+        raise CacheError(f"column {column.name!r} has no rows of one size, and .npy no others: export to parquet")
+    try:
+        found: np.dtype[Any] = torch.empty(0, dtype=column.dtype).numpy().dtype
+    except TypeError as error:
+        raise CacheError(
+            f"column {column.name!r} is of {column.dtype}, which NumPy has not: export to safetensors"
+        ) from error
+    return found

@@ -1,0 +1,117 @@
+"""HDF5's datasets, through h5py, as rows of a cache.
+
+Always true:
+- the file is opened to be read; no more than a batch of it is in memory
+- a dataset is a column, under its path in the file without the first slash; a compound one is a column a field
+- vlen values are rows of any length; text becomes JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.errors import CacheError
+from offload.integrations.numpy import chosen, field_of, values_of
+
+_GUESS = 1024  # bytes of a value of any length
+
+
+def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
+    """The rows of an HDF5 file, which stays open until the last of them was taken.
+
+    Raises:
+        CacheError: it can't be opened, has no datasets, or some of another length or kind.
+    """
+    import h5py
+
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise CacheError(f"{path} can't be opened as HDF5 ({error}): get the file again") from error
+    return rows_of_group(file, columns)
+
+
+def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
+    """The rows of an open file or group.
+
+    Raises: as `rows_of_file`.
+    """
+    place = f"{group.file.filename}{group.name}"
+    parts = chosen(dict(_parts(group)), columns, place)
+    if not parts:
+        raise CacheError(f"{place} has no datasets, and so no rows")
+    num_rows = _length(parts, place)
+    fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
+    nbytes = (_row_bytes(dataset, key) for dataset, key in parts.values())
+    return Incoming(fields, _batches(parts, fields, num_rows, rows_in_batch(nbytes)))
+
+
+def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
+    """By the name of the column: a dataset, and the field of it, if it is a compound one."""
+    import h5py
+
+    datasets: dict[str, Any] = {}
+    group.visititems(lambda name, item: datasets.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+    for name, dataset in datasets.items():
+        if dataset.dtype.names is None:
+            yield name, (dataset, None)
+        for key in dataset.dtype.names or ():
+            yield f"{name}.{key}", (dataset, key)
+
+
+def _length(parts: Mapping[str, tuple[Any, str | None]], place: str) -> int:
+    lengths = {name: len(dataset) if dataset.ndim else None for name, (dataset, _) in parts.items()}
+    if None in lengths.values() or len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
+        raise CacheError(f"the datasets in {place} are not of one length ({told}): choose with columns=")
+    return next(iter(lengths.values())) or 0
+
+
+def _field(name: str, dataset: Any, key: str | None, place: str) -> Field:
+    import h5py
+
+    dtype = dataset.dtype[key] if key else dataset.dtype
+    base, row_shape = dtype.base, (*dataset.shape[1:], *dtype.shape)
+    if h5py.check_string_dtype(base) is not None:
+        return Field(None)
+    values = h5py.check_vlen_dtype(base)
+    if values is None:
+        return field_of(name, base, row_shape, place)
+    if row_shape:
+        raise CacheError(f"{name!r} in {place} has several rows of any length in one: leave it out with columns=")
+    return Field(field_of(name, values, (), place).dtype, (None,))
+
+
+def _row_bytes(dataset: Any, key: str | None) -> int:
+    dtype = dataset.dtype[key] if key else dataset.dtype
+    return int(_GUESS if dtype.kind == "O" else dtype.itemsize * np.prod(dataset.shape[1:]))
+
+
+def _batches(
+    parts: Mapping[str, tuple[Any, str | None]], fields: Mapping[str, Field], num_rows: int, step: int
+) -> Iterator[Batch]:
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        yield {name: _values(dataset, key, rows, fields[name]) for name, (dataset, key) in parts.items()}
+
+
+def _values(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:
+    import h5py
+
+    source = dataset.fields(key) if key else dataset
+    base = (dataset.dtype[key] if key else dataset.dtype).base
+    if not field.is_tensor and h5py.check_string_dtype(base) is not None:
+        read = source[rows] if key else dataset.asstr()[rows]
+        return np.vectorize(_text, otypes=[object])(read).tolist() if len(read) else []
+    if field.is_ragged:
+        return [values_of(row, field) for row in source[rows]]
+    return values_of(source[rows], field)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,104 @@
+"""NumPy's arrays and files as rows of a cache.
+
+Always true:
+- no more than a batch of a file is in memory, and nothing in it is unpickled
+- a field of a structured array is a column, those of a nested one `outer.inner`; an array without fields is `values`
+- text becomes JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.errors import CacheError
+
+
+def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
+    """The rows of an `.npy` file.
+
+    Raises:
+        CacheError: it holds pickled objects, is not whole, or has no rows.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise CacheError(
+            f"{path} can't be read without running code in it, or is not whole ({error}): save it without objects, as "
+            "np.save(path, array, allow_pickle=False) checks"
+        ) from error
+    return rows_of_array(array, columns, str(path))
+
+
+def rows_of_array(array: np.ndarray[Any, Any], columns: Collection[str] | None, place: str = "the array") -> Incoming:
+    """The rows of an array, structured or not, in memory or mapped.
+
+    Raises:
+        CacheError: it has no rows, or values that are neither numbers nor text.
+    """
+    if not array.ndim:
+        raise CacheError(f"{place} is a single value, without rows")
+    parts = chosen(dict(_parts(array, "")), columns, place)
+    fields = {name: field_of(name, part.dtype, part.shape[1:], place) for name, part in parts.items()}
+    step = rows_in_batch(part.nbytes // max(len(array), 1) for part in parts.values())
+    return Incoming(fields, _batches(parts, fields, len(array), step))
+
+
+def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    if array.dtype.names is None:
+        yield prefix.removesuffix(".") or "values", array
+        return
+    for name in array.dtype.names:
+        yield from _parts(array[name], f"{prefix}{name}.")
+
+
+def _batches(
+    parts: Mapping[str, np.ndarray[Any, Any]], fields: Mapping[str, Field], num_rows: int, step: int
+) -> Iterator[Batch]:
+    for start in range(0, num_rows, step):
+        yield {name: values_of(part[start : start + step], fields[name]) for name, part in parts.items()}
+
+
+# What h5py's arrays go by as well
+
+
+def chosen(found: Mapping[str, Any], columns: Collection[str] | None, place: str) -> dict[str, Any]:
+    """Those of the columns that were asked for, in that order; all if None.
+
+    Raises:
+        CacheError: there is none of that name.
+    """
+    for name in columns or ():
+        if name not in found:
+            raise CacheError(f"{place} has no column {name!r}; it has {', '.join(map(repr, found))}")
+    return {name: found[name] for name in (found if columns is None else columns)}
+
+
+def field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place: str) -> Field:
+    """The column for values of a dtype.
+
+    Raises:
+        CacheError: there is none.
+    """
+    if dtype.kind in "US":
+        return Field(None)
+    try:
+        return Field(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, row_shape)
+    except TypeError as error:
+        raise CacheError(
+            f"{name!r} in {place} is of dtype {dtype}, which is neither a number of torch's nor text: convert it, or "
+            "leave it out with columns="
+        ) from error
+
+
+def values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
+    """A batch of a column, in memory of its own."""
+    if not field.is_tensor:
+        return (np.char.decode(rows, "utf-8") if rows.dtype.kind == "S" else rows).tolist()
+    native = rows.dtype.newbyteorder("=")
+    return torch.from_numpy(np.array(rows, dtype=native, order="C", subok=False))

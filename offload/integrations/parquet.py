@@ -1,0 +1,94 @@
+"""A cache written as Parquet.
+
+Always true:
+- no more than a batch is in memory; the file is whole, or not there
+- what was null when it was read is null again: where `<column>.present` is False
+- values of JSON are written as JSON, text included
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.fields import PRESENT, Batch, Field
+from offload.errors import CacheError, ForeignFileError
+from offload.integrations.arrow import IS_JSON
+from offload.storage.write import explained, remove, sync_folder, temporary_for
+
+
+def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Batch]) -> None:
+    """Put a Parquet file at `path`, where nothing may stand.
+
+    Raises:
+        ForeignFileError: something stands there.
+        CacheError: a column of a dtype that Arrow has not.
+        WriteError
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = [name for name in fields if name.removesuffix(PRESENT) == name or name.removesuffix(PRESENT) not in fields]
+    schema = pa.schema([_field(name, fields[name]) for name in names])
+    if path.exists():
+        raise ForeignFileError(f"{path} is there already, and is left as it is: name another file")
+    temporary = temporary_for(path)
+    with explained(path, 0, "path"):
+        try:
+            with pq.ParquetWriter(temporary, schema) as writer:
+                for batch in batches:
+                    columns = [_array(schema.field(name).type, fields[name], name, batch) for name in names]
+                    writer.write_batch(pa.record_batch(columns, schema=schema))
+            temporary.rename(path)
+        except BaseException:
+            remove(temporary)
+            raise
+    sync_folder(path.parent)
+
+
+def _field(name: str, field: Field) -> Any:
+    import pyarrow as pa
+
+    if not field.is_tensor:
+        return pa.field(name, pa.binary()) if field.is_bytes else pa.field(name, pa.string(), metadata=IS_JSON)
+    try:
+        kind = pa.from_numpy_dtype(torch.empty(0, dtype=field.dtype).numpy().dtype)
+    except (TypeError, NotImplementedError, pa.ArrowException) as error:
+        raise CacheError(
+            f"column {name!r} is of {field.dtype}, which Arrow has not: export to safetensors, or leave it out"
+        ) from error
+    for size in reversed(field.row_shape):
+        kind = pa.list_(kind) if size is None else pa.list_(kind, size)
+    return pa.field(name, kind)
+
+
+def _array(kind: Any, field: Field, name: str, batch: Batch) -> Any:
+    import pyarrow as pa
+
+    values, there = batch[name], batch.get(name + PRESENT)
+    nulls = None if there is None else ~there.numpy()
+    if field.is_bytes:
+        return pa.array(values, kind, mask=nulls)
+    if not field.is_tensor:
+        return pa.array([None if value is None else json.dumps(value, ensure_ascii=False) for value in values], kind)
+    if field.is_ragged:
+        offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+        return pa.ListArray.from_arrays(offsets, _dense(torch.cat(values), None), mask=nulls, type=kind)
+    return _dense(values, nulls)
+
+
+def _dense(values: torch.Tensor, nulls: Any) -> Any:
+    """(rows, *row_shape) as an array of rows."""
+    import pyarrow as pa
+
+    if values.dim() == 1:
+        return pa.array(values.numpy(), mask=nulls)
+    array = pa.array(values.reshape(-1).numpy())
+    for size in reversed(values.shape[2:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return pa.FixedSizeListArray.from_arrays(array, values.shape[1], mask=nulls)

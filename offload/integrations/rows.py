@@ -1,0 +1,149 @@
+"""Files and tables of others, read into a cache.
+
+Always true:
+- a file is told by what is in it, and is opened to be read
+- no more than a batch is in memory; nothing in a file is run or unpickled
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.cache.table import TensorCache
+from offload.errors import CacheError, MissingFileError
+from offload.integrations import arrow, hdf5
+from offload.integrations import numpy as arrays
+from offload.loader import load_file
+from offload.tensor.materialize import materialize
+
+
+def cache_from(
+    source: Any,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    columns: Collection[str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    device: torch.device | str | int = "cpu",
+) -> TensorCache:
+    """A cache with the rows of a file or table of another kind, which are streamed into it.
+
+    | source | columns |
+    | --- | --- |
+    | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its datasets, which must be of one length |
+    | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
+    | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
+    | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
+
+    A file is told by what is in it. Text, structs and objects become JSON columns. A value that is null is missing, as
+    in `TensorCache.from_records`: `<column>.present` is False there.
+
+    Args:
+        source: see above.
+        folder: where the cache goes, as for `TensorCache.create`; None for a temporary one.
+        columns: those to take; all if None.
+        metadata, device: as for `TensorCache.create`.
+
+    Raises:
+        MissingFileError, CorruptFileError
+        CacheError: a file that is not whole, columns of several lengths, or one that can't be kept, as pickled objects.
+        CheckpointError: a pickle with code in it.
+
+    Example:
+        >>> rows = np.array([(1, 0.5), (2, 1.5)], dtype=[("id", "i8"), ("score", "f4")])
+        >>> cache_from(rows)[:]
+        {'id': tensor([1, 2]), 'score': tensor([0.5000, 1.5000])}
+    """
+    return TensorCache.from_rows(rows_of(source, columns), folder, metadata=metadata, device=device)
+
+
+def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
+    """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors.
+
+    Raises:
+        MissingFileError, CacheError, CorruptFileError, CheckpointError
+    """
+    if isinstance(source, str | os.PathLike):
+        return _rows_of_path(Path(os.path.abspath(source)), columns)
+    if isinstance(source, np.ndarray):
+        return arrays.rows_of_array(source, columns)
+    if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):
+        return _rows_of_tensors(source, columns, "the dict")
+    for package, kind, rows in _KINDS:
+        if _is_one(source, package, kind):
+            return rows(source, columns)
+    raise CacheError(
+        f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a pyarrow.Table, "
+        "a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
+    )
+
+
+def _is_one(source: object, package: str, kind: str) -> bool:
+    """Whether it is of a neighbour's class, which is not imported for that."""
+    return any(base.__module__.split(".")[0] == package and base.__name__ == kind for base in type(source).__mro__)
+
+
+def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
+    if not path.exists():
+        raise MissingFileError(f"{path} is not there: name a file or folder of rows")
+    if path.is_dir():
+        return _rows_of_folder(path, columns)
+    with path.open("rb") as file:
+        start = file.read(8)
+    for mark, rows in _MARKS.items():
+        if start.startswith(mark):
+            return rows(path, columns)
+    return _rows_of_tensors(load_file(path), columns, str(path))
+
+
+def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
+    if (path / "dataset_info.json").exists() and (path / "state.json").exists():
+        import datasets
+
+        return arrow.rows_of_dataset(datasets.load_from_disk(str(path)), columns)
+    shards = sorted(path.glob("*.parquet"))
+    if not shards:
+        raise CacheError(
+            f"{path} holds neither a dataset that save_to_disk wrote nor .parquet files: name a file in it"
+        )
+    return arrow.rows_of_parquet(shards, columns)
+
+
+def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None, place: str) -> Incoming:
+    parts: dict[str, torch.Tensor] = arrays.chosen(tensors, columns, place)
+    lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
+    if len(set(lengths.values())) != 1 or () in lengths.values():
+        told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())
+        raise CacheError(
+            f"the tensors in {place} are not of one length ({told or 'there are none'}): choose with columns="
+        )
+    [(num_rows,)] = set(lengths.values())
+    fields = {name: Field(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in parts.items()}
+    step = rows_in_batch(tensor.nbytes // max(num_rows, 1) for tensor in parts.values())
+    return Incoming(fields, _batches(parts, num_rows, step))
+
+
+def _batches(parts: Mapping[str, torch.Tensor], num_rows: int, step: int) -> Iterator[Batch]:
+    for start in range(0, num_rows, step):
+        yield {name: materialize(part[start : start + step]) for name, part in parts.items()}
+
+
+_MARKS: Mapping[bytes, Callable[[Path, Collection[str] | None], Incoming]] = {
+    b"\x89HDF\r\n\x1a\n": hdf5.rows_of_file,
+    np.lib.format.MAGIC_PREFIX: arrays.rows_of_file,
+    b"PAR1": lambda path, columns: arrow.rows_of_parquet([path], columns),
+    b"ARROW1": arrow.rows_of_ipc,
+    b"\xff\xff\xff\xff": arrow.rows_of_ipc,  # a stream
+}
+_KINDS: tuple[tuple[str, str, Callable[[Any, Collection[str] | None], Incoming]], ...] = (
+    ("h5py", "Group", hdf5.rows_of_group),
+    ("pyarrow", "Table", arrow.rows_of_table),
+    ("datasets", "Dataset", arrow.rows_of_dataset),
+)

@@ -1,0 +1,331 @@
+"""Files and tables of others become rows of a cache, bit for bit, a batch at a time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offload import TensorCache, cache_from
+from offload.errors import CacheError, CheckpointError, CorruptFileError, MissingFileError
+from tests.processes import run_script
+
+N = 17
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several batches even of little."""
+    monkeypatch.setattr("offload.cache.fields._BATCH", 200)
+    monkeypatch.setattr("offload.integrations.arrow._BATCH", 200)
+
+
+def structured() -> np.ndarray[Any, Any]:
+    kinds = [("id", ">i8"), ("v", "f2", (2,)), ("in", [("ok", "?"), ("name", "U5")]), ("raw", "S4"), ("z", "c8")]
+    rows = np.zeros(N, dtype=kinds)
+    rows["id"], rows["v"], rows["z"] = np.arange(N), np.random.default_rng(0).random((N, 2)), 1j
+    rows["in"]["ok"], rows["in"]["name"] = np.arange(N) % 2 == 0, [f"é{number}" for number in range(N)]
+    rows["raw"] = [f"r{number}" for number in range(N)]
+    return rows
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_structured_array_of_numpy(tmp_path: Path, from_file: bool) -> None:
+    rows = structured()
+    np.save(tmp_path / "rows.npy", rows)
+
+    found = cache_from(tmp_path / "rows.npy" if from_file else rows, tmp_path / "cache")[:]
+
+    assert ["id", "v", "in.ok", "in.name", "raw", "z"] == list(found)
+    numbers = {"id": rows["id"].astype("i8"), "v": rows["v"], "in.ok": rows["in"]["ok"], "z": rows["z"]}
+    for name, values in numbers.items():
+        assert torch.equal(torch.from_numpy(values.copy()), found[name])
+    assert rows["in"]["name"].tolist() == found["in.name"]
+    assert [raw.decode() for raw in rows["raw"]] == found["raw"]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_plain_array_is_a_column(tmp_path: Path, order: Any) -> None:
+    values = np.asarray(np.random.default_rng(0).random((N, 3, 2)), order=order)
+    np.save(tmp_path / "rows.npy", values)
+
+    cache = cache_from(tmp_path / "rows.npy", metadata={"from": "numpy"})
+
+    assert torch.equal(torch.from_numpy(values.copy()), cache[:]["values"])
+    assert {"from": "numpy"} == cache.metadata
+    assert torch.equal(torch.from_numpy(values.copy()), cache_from(np.load(tmp_path / "rows.npy", "r"))[:]["values"])
+
+
+def test_no_rows_are_no_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((0, 3), dtype=np.float32))
+
+    assert (0, 3) == tuple(cache_from(tmp_path / "rows.npy")[:]["values"].shape)
+
+
+def test_safetensors_a_dict_of_torch_save_and_one_in_memory(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(N, 4).bfloat16(), "b": torch.arange(N), "c": torch.randn(N)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    torch.save(tensors, tmp_path / "x.pt")
+
+    for source in (tmp_path / "x.safetensors", tmp_path / "x.pt", tensors):
+        found = cache_from(source, columns=["c", "a"])[:]
+        assert ["c", "a"] == list(found)
+        assert torch.equal(tensors["a"], found["a"])
+        assert torch.equal(tensors["c"], found["c"])
+
+
+def test_hdf5(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    rows = structured()
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["group/x"] = np.random.default_rng(0).random((N, 2, 3))
+        file["half"] = rows["v"]
+        file["flag"] = rows["in"]["ok"]
+        file["text"] = rows["in"]["name"].tolist()
+        file["fixed"] = rows["raw"]
+        file["table"] = rows[["id", "v"]]
+        lengths = file.create_dataset("lengths", (N,), dtype=h5py.vlen_dtype(np.int32))
+        for number in range(N):
+            lengths[number] = np.arange(number % 4)
+        file.create_dataset("packed", data=np.arange(N), chunks=(3,), compression="gzip")
+
+        group = cache_from(file["group"])[:]
+        found = cache_from(file, tmp_path / "open")[:]
+        x = file["group/x"][:]
+    again = cache_from(tmp_path / "rows.h5")[:]
+
+    assert torch.equal(torch.from_numpy(x), group["x"])
+    assert set(found) == set(again)
+    assert torch.equal(torch.from_numpy(x), again["group/x"])
+    assert torch.equal(torch.from_numpy(rows["v"].copy()), again["half"])
+    assert torch.equal(torch.from_numpy(rows["v"].copy()), again["table.v"])
+    assert torch.equal(torch.arange(N), again["table.id"])
+    assert torch.equal(torch.arange(N), again["packed"])
+    assert rows["in"]["ok"].tolist() == again["flag"].tolist()
+    assert rows["in"]["name"].tolist() == again["text"]
+    assert [raw.decode() for raw in rows["raw"]] == again["fixed"]
+    assert [list(range(number % 4)) for number in range(N)] == [row.tolist() for row in again["lengths"]]
+
+
+def table() -> Any:
+    pa = pytest.importorskip("pyarrow")
+    numbers = list(range(N))
+    return pa.table(
+        {
+            "i": pa.array([number if number % 3 else None for number in numbers], pa.int32()),
+            "f": pa.array(np.arange(N, dtype=np.float16)),
+            "u": pa.array(numbers, pa.uint16()),
+            "b": [bool(number % 2) for number in numbers],
+            "s": [f"té{number}" if number % 4 else None for number in numbers],
+            "l": [list(range(number % 4)) if number % 5 else None for number in numbers],
+            "v": pa.array([[number, 2.5] if number % 6 else None for number in numbers], pa.list_(pa.float32(), 2)),
+            "lv": pa.array([[[number, 1.0]] * (number % 3) for number in numbers], pa.list_(pa.list_(pa.float64(), 2))),
+            "st": [{"a": number, "b": [None, "x"]} for number in numbers],
+            "by": pa.array([bytes([number]) if number % 2 else None for number in numbers], pa.binary()),
+            "d": pa.array([f"k{number % 2}" for number in numbers]).dictionary_encode(),
+        }
+    )
+
+
+def matches(expected: Any, found: dict[str, Any]) -> None:
+    """Every column of a table is in the batch, what is null told apart."""
+    for name in expected.column_names:
+        for row, value in enumerate(expected[name].to_pylist()):
+            there = f"{name}.present" not in found or bool(found[f"{name}.present"][row])
+            assert there or value is None, (name, row)
+            if there:
+                got = found[name][row]
+                assert value == (got.tolist() if isinstance(got, torch.Tensor) else got), (name, row)
+    assert "u.present" not in found
+    assert torch.int32 == found["i"].dtype
+    assert torch.float16 == found["f"].dtype
+    assert torch.uint16 == found["u"].dtype
+    assert 0 == found["i"][0]
+
+
+@pytest.mark.parametrize("form", ["table", "sliced", "parquet", "arrow", "stream", "folder"])
+def test_arrow_and_parquet(tmp_path: Path, form: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    expected = table()
+    source: Any = expected
+    if form == "sliced":
+        source = expected = pa.concat_tables([expected.slice(3, 5), expected.slice(1)])
+    elif form == "parquet":
+        pq.write_table(expected, tmp_path / "x", row_group_size=5)
+        source = tmp_path / "x"
+    elif form == "folder":
+        (tmp_path / "shards").mkdir()
+        pq.write_table(expected.slice(0, 10), tmp_path / "shards" / "a-0.parquet")
+        pq.write_table(expected.slice(10), tmp_path / "shards" / "a-1.parquet")
+        source = tmp_path / "shards"
+    elif form != "table":
+        source = tmp_path / "x.arrow"
+        make = pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream
+        with pa.OSFile(str(source), "wb") as file, make(file, expected.schema) as writer:
+            writer.write_table(expected, max_chunksize=4)
+
+    cache = cache_from(source, tmp_path / "cache")
+
+    assert expected.num_rows == len(cache)
+    matches(expected, cache[:])
+
+
+def test_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"x": torch.randn(N, 2, 3).tolist(), "text": [f"t{number}" for number in range(N)], "n": list(range(N))}
+    kinds = {"x": datasets.Array2D((2, 3), "float32"), "text": datasets.Value("string"), "n": datasets.Value("int8")}
+    dataset = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).shuffle(seed=0).select(range(9))
+    dataset.save_to_disk(tmp_path / "saved")
+
+    for source in (dataset, dataset.with_format("torch"), tmp_path / "saved"):
+        found = cache_from(source)[:]
+        assert dataset["n"][:] == found["n"].tolist()
+        assert dataset["text"][:] == found["text"]
+        assert torch.equal(torch.tensor(np.array(dataset["x"][:])).float(), found["x"])
+
+
+class Planted:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("planted",)
+
+
+def test_nothing_in_a_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save(tmp_path / "x.npy", np.array([Planted()], dtype=object), allow_pickle=True)
+    torch.save({"x": torch.ones(2), "y": Planted()}, tmp_path / "x.pt")
+
+    with pytest.raises(CacheError, match=r"x\.npy can't be read without running code in it"):
+        cache_from(tmp_path / "x.npy", tmp_path / "cache")
+    with pytest.raises(CheckpointError):
+        cache_from(tmp_path / "x.pt", tmp_path / "cache")
+
+    assert not (tmp_path / "planted").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_can_t_be_kept_is_told(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+
+    with pytest.raises(CacheError, match=r"are not of one length \('a': 3, 'b': 2\): choose with columns="):
+        cache_from(tmp_path / "x.safetensors")
+    with pytest.raises(CacheError, match="has no column 'z'; it has 'a', 'b'"):
+        cache_from(tmp_path / "x.safetensors", columns=["z"])
+    with pytest.raises(CacheError, match="'when' in the array is of dtype datetime64"):
+        cache_from(np.zeros(2, dtype=[("when", "M8[s]")]))
+    with pytest.raises(CacheError, match="no rows can be read from int"):
+        cache_from(3)
+    with pytest.raises(MissingFileError, match="nowhere is not there"):
+        cache_from(tmp_path / "nowhere")
+    (tmp_path / "text").write_text("hello, this is no file of tensors")
+    with pytest.raises(CorruptFileError, match="text can't be used"):
+        cache_from(tmp_path / "text")
+    with pytest.raises(CacheError, match=r"holds neither a dataset that save_to_disk wrote nor \.parquet files"):
+        cache_from(tmp_path)
+    np.save(tmp_path / "cut.npy", np.zeros(100))
+    os.truncate(tmp_path / "cut.npy", 300)
+    with pytest.raises(CacheError, match="or is not whole"):
+        cache_from(tmp_path / "cut.npy")
+
+
+def test_what_can_t_be_kept_of_hdf5_is_told(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a"], file["b"], file["c"] = np.zeros(3), np.zeros(2), 7
+
+    with pytest.raises(CacheError, match=r"not of one length \('a': 3, 'b': 2, 'c': a single value\)"):
+        cache_from(tmp_path / "x.h5")
+    assert [0.0] * 3 == cache_from(tmp_path / "x.h5", columns=["a"])[:]["a"].tolist()
+    os.truncate(tmp_path / "x.h5", 700)
+    with pytest.raises(CacheError, match="can't be opened as HDF5"):
+        cache_from(tmp_path / "x.h5")
+
+
+def test_what_can_t_be_kept_of_arrow_is_told(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import datetime
+
+    import pyarrow.parquet as pq
+
+    with pytest.raises(CacheError, match="'t' in the table is of type timestamp"):
+        cache_from(pa.table({"t": [datetime.datetime(2020, 1, 1)]}))
+    with pytest.raises(CacheError, match="'l' in the table has a null inside a row"):
+        cache_from(pa.table({"l": [[1, None]]}), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": ["1"]}), tmp_path / "b.parquet")
+    with pytest.raises(CacheError, match=r"b\.parquet has other columns, or of other types, than"):
+        cache_from(tmp_path)
+    os.truncate(tmp_path / "a.parquet", 100)
+    with pytest.raises(CacheError, match="can't be read as Parquet"):
+        cache_from(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("form", ["npy", "h5", "parquet"])
+def test_a_file_is_streamed_in_little_memory(tmp_path: Path, form: str) -> None:
+    values = np.random.default_rng(0).integers(0, 255, (64, 1 << 20), dtype=np.uint8)  # 64 MB
+    path = tmp_path / f"x.{form}"
+    if form == "npy":
+        np.save(path, values)
+    elif form == "h5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file["values"] = values
+    else:
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 1 << 20)
+        pq.write_table(pa.table({"values": flat}), path, row_group_size=4, use_dictionary=False, compression="none")
+    script = """
+        import sys, threading
+        from offload import cache_from
+        from offload.memory import anonymous_bytes
+
+        small, large, folder = sys.argv[1:]
+        cache_from(small, folder + "-small").close()
+        before, most, stop = anonymous_bytes(), 0, threading.Event()
+        def look():
+            global most
+            while not stop.wait(0.002):
+                most = max(most, anonymous_bytes())
+        thread = threading.Thread(target=look)
+        thread.start()
+        cache = cache_from(large, folder)
+        stop.set(); thread.join()
+        print(most - before, cache.nbytes, cache[63]["values"].sum().item())
+    """
+    small = tmp_path / f"s.{form}"
+    _first_rows(path, small, form)
+
+    grown, nbytes, total = map(int, run_script(script, small, path, tmp_path / "cache").split())
+
+    assert values.nbytes == nbytes
+    assert int(values[63].astype(np.int64).sum()) == total
+    assert 40 << 20 > grown
+
+
+def _first_rows(path: Path, small: Path, form: str) -> None:
+    if form == "npy":
+        np.save(small, np.load(path, "r")[:2])
+    elif form == "h5":
+        import h5py
+
+        with h5py.File(path) as file, h5py.File(small, "w") as to:
+            to["values"] = file["values"][:2]
+    else:
+        import pyarrow.parquet as pq
+
+        pq.write_table(pq.ParquetFile(path).read_row_group(0).slice(0, 2), small)
+
+
+def test_it_can_be_opened_again(tmp_path: Path) -> None:
+    cache_from(np.arange(N), tmp_path / "cache").close()
+
+    assert torch.equal(torch.arange(N), TensorCache.open(tmp_path / "cache")[:]["values"])

@@ -1,0 +1,366 @@
+"""A cache of tensors that are there already: in memory, or in a file of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload import OffloadedTensor, TensorCache
+from offload.errors import (
+    CacheError,
+    ChangedFileError,
+    CheckpointError,
+    ColumnError,
+    ForeignFileError,
+    MissingFileError,
+    RowIndexError,
+    UnsupportedOpError,
+    WriteError,
+)
+from offload.storage.file import TensorFile
+from tests.processes import in_fork, run_script
+
+FORMS = [
+    2,
+    -1,
+    slice(None),
+    slice(4, 0, -2),
+    slice(3, 3),
+    [4, 0, 4],
+    [],
+    range(1, 4),
+    torch.tensor([0, -1, 0]),
+    torch.tensor([True, False, True, False, True]),
+    torch.tensor(3),
+]
+
+
+def logps() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "chosen_logps": torch.randn(5),
+        "hidden": torch.randn(5, 2, 3).to(torch.bfloat16),
+        "good": torch.tensor([True, False, True, True, False]),
+        "wide": torch.randn(5, 4, dtype=torch.float64).to(torch.complex128),
+    }
+
+
+@pytest.fixture(params=["memory", "to_disk", "torch.save", "legacy", "safetensors", "offloaded"])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> TensorCache:
+    """The same tensors, wherever they are."""
+    tensors = logps()
+    if request.param == "memory":
+        return TensorCache(tensors=tensors)
+    if request.param == "offloaded":
+        return TensorCache(
+            {name: OffloadedTensor.from_original_tensor(t, name, tmp_path) for name, t in tensors.items()}
+        )
+    path = tmp_path / "cache.pt"
+    if request.param == "to_disk":
+        TensorCache(tensors=tensors).to_disk(path)
+    elif request.param == "safetensors":
+        del tensors["wide"]
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path, _use_new_zipfile_serialization=request.param == "torch.save")
+    return TensorCache.from_disk(path)
+
+
+@pytest.mark.parametrize("rows", FORMS, ids=str)
+def test_every_form_of_index_gives_what_it_gives_on_the_tensors(held: TensorCache, rows: object) -> None:
+    index = list(range(5)[rows]) if isinstance(rows, slice) else list(rows) if isinstance(rows, range) else rows
+    expected = {name: tensor[index] for name, tensor in logps().items()}  # torch has no slices that go back
+
+    batch = held[rows]
+
+    assert set(held.columns) == set(batch)
+    for name, values in batch.items():
+        assert type(values) is torch.Tensor
+        assert expected[name].dtype == values.dtype
+        assert torch.equal(expected[name], values)
+
+
+def test_it_tells_its_length_columns_and_size(held: TensorCache) -> None:
+    tensors = {name: logps()[name] for name in held.columns}
+
+    assert 5 == len(held) == held.num_filled
+    assert [] == held.missing_rows().tolist()
+    assert sum(tensor.nbytes for tensor in tensors.values()) == held.nbytes
+    assert "5 rows" in repr(held)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in tensors.items())
+    assert all(torch.equal(tensor, held.tensors[name]) for name, tensor in tensors.items())
+
+
+def test_some_columns_come_alone_and_into_tensors_that_are_given(held: TensorCache) -> None:
+    out = torch.empty(2)
+
+    batch = held.get([3, 1], columns=["chosen_logps"], out={"chosen_logps": out})
+
+    assert ["chosen_logps"] == list(batch)
+    assert torch.equal(logps()["chosen_logps"][[3, 1]], out)
+
+
+def test_a_copy_in_another_process_reads_the_same(held: TensorCache) -> None:
+    expected = held[[4, 0]]
+    again = pickle.loads(pickle.dumps(held))
+
+    def compare() -> None:
+        batch = held[[4, 0]]
+        assert all(torch.equal(expected[name], batch[name]) for name in expected)
+
+    assert all(torch.equal(expected[name], values) for name, values in again[[4, 0]].items())
+    assert in_fork(compare)
+
+
+def test_tensors_in_memory_are_not_copied() -> None:
+    tensors = logps()
+    cache = TensorCache(tensors=tensors)
+
+    tensors["chosen_logps"][1] = 7
+
+    assert 7 == cache[1]["chosen_logps"]
+
+
+def test_to_disk_makes_folders_and_any_safetensors_reader_opens_the_file(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in logps().items() if name != "wide"}
+    path = tmp_path / "made" / "here" / "cache.pt"
+
+    TensorCache(tensors=tensors, metadata={"model": "tiny"}).to_disk(path)
+
+    found = load_file(path)
+    assert set(tensors) == set(found)
+    assert all(torch.equal(tensors[name], found[name]) for name in tensors)
+    assert [path.name] == os.listdir(path.parent)
+
+
+def test_every_element_lies_at_a_multiple_of_its_size(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(5, dtype=torch.bool), "b": torch.ones(5), "c": torch.ones(5, dtype=torch.int16)}
+
+    TensorCache(tensors=tensors).to_disk(tmp_path / "c")
+
+    entries = TensorFile.open(tmp_path / "c").entries
+    assert [0] * 3 == [entries[name].start % tensor.itemsize for name, tensor in tensors.items()]
+
+
+def test_columns_keep_their_order_and_metadata_their_words(tmp_path: Path) -> None:
+    TensorCache(tensors=logps(), metadata={"model": "tiny", "n": [1, 2]}).to_disk(tmp_path / "c")
+
+    cache = TensorCache.from_disk(tmp_path / "c", expect={"model": "tiny"})
+
+    assert list(logps()) == list(cache.columns) == list(cache[0])
+    assert {"model": "tiny", "n": [1, 2]} == cache.metadata
+    with pytest.raises(CacheError, match=r"made for something else: 'model' is 'tiny', expected 'large'"):
+        TensorCache.from_disk(tmp_path / "c", expect={"model": "large"})
+
+
+def test_what_to_disk_wrote_before_is_replaced_and_who_reads_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "cache.pt"
+    TensorCache(tensors={"x": torch.zeros(3)}).to_disk(path)
+    old = TensorCache.from_disk(path)
+    assert [0.0] * 3 == old[:]["x"].tolist()
+
+    TensorCache(tensors={"x": torch.ones(4)}).to_disk(path)
+
+    assert [1.0] * 4 == TensorCache.from_disk(path)[:]["x"].tolist()
+    with pytest.raises(ChangedFileError, match=r"cache\.pt has changed since it was opened"):
+        old[:]
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "cache.pt"
+    torch.save({"x": torch.zeros(3)}, path)
+    before = path.read_bytes()
+
+    with pytest.raises(ForeignFileError, match=r"cache\.pt exists and was not written by offload"):
+        TensorCache(tensors={"x": torch.ones(3)}).to_disk(path)
+
+    assert before == path.read_bytes()
+    with pytest.raises(ForeignFileError):
+        TensorCache(tensors={"x": torch.ones(3)}).to_disk(tmp_path)
+
+
+def test_a_folder_that_can_not_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(WriteError, match="a file is where a folder should be"):
+        TensorCache(tensors={"x": torch.ones(3)}).to_disk(tmp_path / "file" / "cache.pt")
+
+
+def test_a_cache_in_a_folder_goes_to_one_file_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.cache.fields._BATCH", 100)  # bytes
+    values = {"x": torch.arange(70, dtype=torch.int16).view(35, 2), "y": torch.rand(35)}
+    with TensorCache.create(tmp_path / "folder", {"x": (torch.int16, (2,)), "y": (torch.float32, ())}, 35) as cache:
+        cache[:] = values
+        cache.to_disk(tmp_path / "file")
+
+    found = TensorCache.from_disk(tmp_path / "file")[:]
+
+    assert all(torch.equal(values[name], found[name]) for name in values)
+
+
+def test_rows_that_are_missing_are_not_written_as_if_they_were_there(tmp_path: Path) -> None:
+    with TensorCache.create(tmp_path / "folder", {"x": (torch.float32, ())}, 3) as cache:
+        cache[[0, 2]] = {"x": torch.ones(2)}
+
+        with pytest.raises(LookupError, match=r"1 of 3 rows of .*folder are not filled: 1"):
+            cache.to_disk(tmp_path / "file")
+
+    assert not (tmp_path / "file").exists()
+
+
+def test_from_disk_opens_a_folder_too(tmp_path: Path) -> None:
+    with TensorCache.create(tmp_path, {"x": (torch.float32, ())}, 2) as cache:
+        cache[:] = {"x": torch.tensor([1.0, 2.0])}
+
+    assert [2.0, 1.0] == TensorCache.from_disk(tmp_path)[[1, 0]]["x"].tolist()
+
+
+def test_batches_land_on_the_device(tmp_path: Path) -> None:
+    TensorCache(tensors=logps()).to_disk(tmp_path / "cache.pt")
+
+    cache = TensorCache.from_disk(tmp_path / "cache.pt", device="meta")
+
+    assert "meta" == cache[:2]["chosen_logps"].device.type
+    assert "cpu" == TensorCache.from_disk(tmp_path / "cache.pt", device=None)[:2]["chosen_logps"].device.type
+
+
+def test_columns_that_lie_apart_or_share_a_storage_are_read_right(tmp_path: Path) -> None:
+    both = torch.randn(6, 4)
+    torch.save({"left": both[:, 0], "right": both[:, 2:], "turned": torch.randn(3, 6).t()}, tmp_path / "cache.pt")
+    expected = torch.load(tmp_path / "cache.pt", weights_only=True)
+
+    batch = TensorCache.from_disk(tmp_path / "cache.pt")[[5, 0, 5]]
+
+    assert all(torch.equal(expected[name][[5, 0, 5]], batch[name]) for name in expected)
+
+
+class Planted:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("planted",)
+
+
+def test_a_pickle_that_holds_code_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": torch.ones(2), "y": Planted()}, tmp_path / "cache.pt")
+
+    with pytest.raises(CheckpointError, match=r"cache\.pt"):
+        TensorCache.from_disk(tmp_path / "cache.pt")
+
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "the tensors are not of one length (there are none)"),
+        ({"a": torch.ones(3), "b": torch.ones(2)}, "the tensors are not of one length ('a' has 3, 'b' has 2)"),
+        ({"a": torch.tensor(1.0)}, "column 'a' is a single value, and a column has rows"),
+    ],
+)
+def test_what_is_no_table_is_refused_in_memory_and_from_a_file(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], words: str
+) -> None:
+    with pytest.raises(CacheError) as found:
+        TensorCache(tensors=tensors)
+    assert words in str(found.value)
+    if tensors:
+        save_file(tensors, tmp_path / "x.safetensors")
+        with pytest.raises(CacheError) as found:
+            TensorCache.from_disk(tmp_path / "x.safetensors")
+        assert words in str(found.value)
+
+
+def test_a_tensor_without_values_is_refused() -> None:
+    with pytest.raises(UnsupportedOpError, match="'x' is on the meta device"):
+        TensorCache(tensors={"x": torch.ones(2, device="meta")})
+
+
+def test_wrong_rows_columns_and_files_are_told(held: TensorCache, tmp_path: Path) -> None:
+    with pytest.raises(RowIndexError, match="row 5 is out of range for a cache of 5 rows"):
+        held[[0, 5]]
+    with pytest.raises(ColumnError, match="has no column 'nothing': it has "):
+        held.get(0, columns=["nothing"])
+    with pytest.raises(MissingFileError, match="nowhere"):
+        TensorCache.from_disk(tmp_path / "nowhere")
+    with pytest.raises(CacheError, match=r"are not written one by one: change cache\.tensors"):
+        held[0] = {"chosen_logps": torch.tensor(1.0)}
+    held.close()
+    with pytest.raises(CacheError, match="is closed"):
+        held[0]
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    TensorCache(tensors={"x": torch.randn(1000, 8)}).to_disk(tmp_path / "cache.pt")
+    cache = TensorCache.from_disk(tmp_path / "cache.pt")
+    cache[[3, 999]]
+
+    os.truncate(tmp_path / "cache.pt", 8192)
+
+    with pytest.raises(ChangedFileError, match=r"cache\.pt has changed"):
+        cache[[3, 999]]
+
+
+def test_reading_some_rows_of_a_file_takes_little_memory(tmp_path: Path) -> None:
+    torch.save({"logps": torch.zeros(1 << 14), "hidden": torch.zeros(1 << 14, 1 << 10)}, tmp_path / "cache.pt")  # 64 MB
+    script = """
+        import sys, torch
+        from offload import TensorCache
+        from offload.memory import anonymous_bytes
+        torch.save({"x": torch.zeros(8)}, sys.argv[1] + ".small")
+        TensorCache.from_disk(sys.argv[1] + ".small")[[1, 2]]
+        before, most = anonymous_bytes(), 0
+        cache = TensorCache.from_disk(sys.argv[1])
+        for at in range(50):
+            batch = cache[torch.randint(1 << 14, (256,))]
+            most = max(most, anonymous_bytes() - before)
+        print(most)
+    """
+
+    assert 32 << 20 > int(run_script(script, tmp_path / "cache.pt"))
+
+
+KILLED = """
+    import os, random, signal, sys, time, torch
+    from offload import TensorCache
+
+    torch.set_num_threads(1)
+    path, kills = sys.argv[1], int(sys.argv[2])
+    random.seed(0)
+    values, seen = set(), 0
+    began = time.monotonic()
+    for _ in range(3):
+        TensorCache(tensors={"x": torch.zeros(20_000), "y": torch.zeros(20_000, dtype=torch.int64)}).to_disk(path)
+    one = (time.monotonic() - began) / 3
+    for kill in range(kills):
+        pid = os.fork()
+        if not pid:
+            for number in range(kill * 1000, kill * 1000 + 1000):
+                x, y = torch.full((20_000,), float(number)), torch.full((20_000,), number)
+                TensorCache(tensors={"x": x, "y": y}, metadata={"number": number}).to_disk(path)
+            os._exit(1)
+        time.sleep(random.uniform(0, 4 * one) + 0.003)
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        cache = TensorCache.from_disk(path)
+        batch = cache[:]
+        [number] = set(batch["x"].tolist())
+        assert {int(number)} == set(batch["y"].tolist()), number
+        assert int(number) == cache.metadata.get("number", 0)
+        values.add(number)
+    TensorCache(tensors={"x": torch.ones(3)}).to_disk(path)
+    print(len(values), sorted(os.listdir(os.path.dirname(path))))
+"""
+
+
+def test_a_process_that_is_killed_in_to_disk_leaves_the_old_file_or_the_new_one_whole(tmp_path: Path) -> None:
+    kills = int(os.environ.get("OFFLOAD_KILLS", 25))
+
+    values, files = run_script(KILLED, tmp_path / "cache.pt", kills).split(maxsplit=1)
+
+    assert 3 < int(values)
+    assert "['cache.pt']" == files.strip()

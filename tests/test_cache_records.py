@@ -1,0 +1,278 @@
+"""Records become rows: which columns they make, what is missing, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from offload import TensorCache
+from offload.errors import CacheError
+from tests.processes import run_script
+
+
+@dataclasses.dataclass
+class Span:
+    start: int
+    weights: torch.Tensor
+
+
+@dataclasses.dataclass
+class Sample:
+    id: int
+    text: str
+    hidden: torch.Tensor
+    tokens: np.ndarray
+    reward: float | None = None
+    tags: list[str] | None = None
+    raw: bytes = b""
+    span: Span | None = None
+
+
+class Pair(NamedTuple):
+    chosen: float
+    rejected: float | None
+    good: bool
+
+
+def samples(count: int) -> list[Sample]:
+    torch.manual_seed(0)
+    return [
+        Sample(
+            id=number,
+            text=f"tëxt {number}\n",
+            hidden=torch.randn(2, 3).to(torch.bfloat16),
+            tokens=np.arange(number % 4, dtype=np.int16),
+            reward=None if number % 3 else number / 2,
+            tags=["a", "b"] if number % 2 else None,
+            raw=bytes(range(number)),
+            span=None if number % 5 == 0 else Span(number, torch.full((2,), float(number))),
+        )
+        for number in range(count)
+    ]
+
+
+def test_a_row_a_record_with_every_field_as_it_was(tmp_path: Path) -> None:
+    records = samples(10)
+
+    cache = TensorCache.from_records(iter(records), tmp_path / "cache", metadata={"of": "samples"})
+    rows = cache[:]
+
+    assert 10 == len(cache) == cache.num_filled
+    assert {"of": "samples"} == cache.metadata
+    assert torch.equal(torch.stack([record.hidden for record in records]), rows["hidden"])
+    assert torch.equal(torch.arange(10), rows["id"])
+    assert [record.text for record in records] == rows["text"]
+    assert [record.tags for record in records] == rows["tags"]
+    assert [record.raw for record in records] == rows["raw"]
+    assert all(torch.equal(torch.from_numpy(r.tokens), got) for r, got in zip(records, rows["tokens"], strict=True))
+    assert [record.span.start if record.span else 0 for record in records] == rows["span.start"].tolist()
+
+
+def test_a_field_that_is_none_is_missing_and_not_a_number(tmp_path: Path) -> None:
+    records = samples(10)
+
+    rows = TensorCache.from_records(records, tmp_path / "cache")[:]
+
+    assert [record.reward is not None for record in records] == rows["reward.present"].tolist()
+    assert [record.reward or 0.0 for record in records] == rows["reward"].tolist()
+    assert [record.span is not None for record in records] == rows["span.weights.present"].tolist()
+    assert "id.present" not in rows
+    assert "tags.present" not in rows  # JSON has a word for it
+
+
+def test_a_batch_of_empty_rows_behind_others_is_read_back(tmp_path: Path) -> None:
+    with TensorCache.create(tmp_path, {"t": (torch.int64, (None,))}) as cache:
+        cache.append({"t": [torch.arange(3)]})
+        cache.append({"t": [torch.arange(0)]})
+
+        assert [[0, 1, 2], []] == [row.tolist() for row in cache[:]["t"]]
+
+
+def test_it_can_be_opened_again(tmp_path: Path) -> None:
+    TensorCache.from_records(samples(5), tmp_path / "cache").close()
+
+    again = TensorCache.open(tmp_path / "cache")
+
+    assert [0, 1, 2, 3, 4] == again[:]["id"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("records", "columns"),
+    [
+        ([Pair(0.5, None, True), Pair(1.5, 2.5, False)], {"chosen": torch.float32, "good": torch.bool}),
+        ([{"n": 1}, {"n": 2.5}], {"n": torch.float32}),
+        ([{"n": np.float16(1.5)}, {"n": np.float16(2)}], {"n": torch.float16}),
+        ([{"n": 1j}], {"n": torch.complex64}),
+        ([{"n": np.array([1, 2], dtype=">i4")}], {"n": torch.int32}),
+        ([{"n": True}, {"n": 3}], {"n": torch.int64}),
+    ],
+)
+def test_numbers_are_what_torch_takes_them_for(records: list[Any], columns: dict[str, torch.dtype]) -> None:
+    cache = TensorCache.from_records(records)
+
+    for name, dtype in columns.items():
+        values = [record[name] if isinstance(record, dict) else getattr(record, name) for record in records]
+        assert dtype == cache[:][name].dtype
+        assert torch.equal(torch.tensor(np.array(values).tolist(), dtype=dtype), cache[:][name])
+
+
+def test_dicts_without_a_key_and_dicts_of_tensors() -> None:
+    records = [{"at": {"x": torch.ones(2)}, "chat": {"role": "user"}, "n": 1}, {"chat": {}, "n": None}]
+
+    rows = TensorCache.from_records(records)[:]
+
+    assert [[1.0, 1.0], [0.0, 0.0]] == rows["at.x"].tolist()
+    assert [True, False] == rows["at.x.present"].tolist()
+    assert [True, False] == rows["n.present"].tolist()
+    assert [{"role": "user"}, {}] == rows["chat"]
+
+
+def test_tensorclasses_and_tensordicts() -> None:
+    tensordict = pytest.importorskip("tensordict")
+
+    @tensordict.tensorclass
+    class Row:
+        x: torch.Tensor
+        text: str
+        maybe: torch.Tensor | None = None
+
+    rows = TensorCache.from_records(
+        [
+            Row(x=torch.ones(3), text="a", batch_size=[]),
+            Row(x=torch.zeros(3), text="b", maybe=torch.ones(1), batch_size=[]),
+        ]
+    )[:]
+    nested = tensordict.TensorDict({"a": torch.arange(4), "in": {"b": torch.rand(4, 2)}}, [4])
+
+    assert [[1.0] * 3, [0.0] * 3] == rows["x"].tolist()
+    assert ["a", "b"] == rows["text"]
+    assert [False, True] == rows["maybe.present"].tolist()
+    found = TensorCache.from_records(nested)[:]
+    assert torch.equal(nested["a"], found["a"])
+    assert torch.equal(nested["in", "b"], found["in.b"])
+
+
+def test_what_the_first_records_do_not_say_the_caller_says() -> None:
+    first = [{"tokens": torch.arange(3), "score": 1, "late": 1.5}] * 64
+    later = [{"tokens": torch.arange(5), "score": 2.5, "late": None}]
+
+    rows = TensorCache.from_records(
+        first + later,
+        schema={"tokens": (torch.int64, (None,)), "score": (torch.float64, ()), "extra": "json"},
+        optional=["late"],
+    )[[0, 64]]
+
+    assert [[0, 1, 2], [0, 1, 2, 3, 4]] == [row.tolist() for row in rows["tokens"]]
+    assert [1.0, 2.5] == rows["score"].tolist()
+    assert torch.float64 == rows["score"].dtype
+    assert [True, False] == rows["late.present"].tolist()
+    assert [None, None] == rows["extra"]
+
+
+def test_numbers_too_large_for_a_column_that_was_asked_for_are_told_and_those_for_any_are_json() -> None:
+    with pytest.raises(CacheError, match=r"'x' of record 0 is 300, too large for torch\.int8"):
+        TensorCache.from_records([{"x": 300}], schema={"x": (torch.int8, ())})
+
+    assert [1 << 70] == TensorCache.from_records([{"x": 1 << 70}])[:]["x"]
+
+
+def test_no_records_need_a_schema() -> None:
+    cache = TensorCache.from_records([], schema={"x": (torch.float32, (2,))})
+
+    assert 0 == len(cache)
+    assert (0, 2) == tuple(cache[:]["x"].shape)
+
+
+SIXTY_FOUR = [{"x": 1, "t": torch.ones(2), "s": "a"}] * 64
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([], "there are no records, and so no columns: give schema="),
+        ([3], "int is no record: give dataclasses"),
+        ([{"x": None}], "'x' is None in all of the first records: say what it is, as in schema={'x'"),
+        ([{"x": torch.ones(2)}, {"x": "a"}], "'x' is a tensor in some records and of str in others"),
+        (
+            [{"x": torch.ones(2, 3)}, {"x": torch.ones(3, 4)}],
+            "'x' has shapes (2, 3), (3, 4): they may differ in the first",
+        ),
+        ([{"x": torch.ones(2)}, {"x": torch.ones(2).half()}], "'x' is of several dtypes, torch.float16, torch.float32"),
+        ([*SIXTY_FOUR, {"x": None, "t": torch.ones(2), "s": ""}], "'x' is None in record 64, and was not in the first"),
+        (
+            [*SIXTY_FOUR, {"x": 1.5, "t": torch.ones(2), "s": ""}],
+            "'x' of record 64 is torch.float32 of shape (), and its",
+        ),
+        (
+            [*SIXTY_FOUR, {"x": 1 << 70, "t": torch.ones(2), "s": ""}],
+            "'x' of record 64 is a int, and its column",
+        ),
+        (
+            [*SIXTY_FOUR, {"x": 1, "t": torch.ones(3), "s": ""}],
+            "'t' of record 64 is torch.float32 of shape (3,), and its",
+        ),
+        ([*SIXTY_FOUR, {"x": 1, "t": "a", "s": ""}], "'t' of record 64 is a str, and its column torch.float32"),
+        ([*SIXTY_FOUR, {"x": 1, "t": torch.ones(2), "s": "", "new": 1}], "record 64 has a field 'new' that the first"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_told_and_leaves_nothing(tmp_path: Path, records: list[Any], words: str) -> None:
+    with pytest.raises(CacheError) as found:
+        TensorCache.from_records(records, tmp_path / "cache")
+
+    assert words in str(found.value)
+    assert [] == os.listdir(tmp_path)
+
+
+def test_a_name_in_optional_that_no_record_has_is_told() -> None:
+    with pytest.raises(CacheError, match="optional= names 'z', and the records have 'x'"):
+        TensorCache.from_records([{"x": 1}], optional=["z"])
+
+
+def test_a_failure_leaves_a_folder_as_it_was_and_a_cache_that_is_there_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+
+    def failing() -> Iterator[dict[str, int]]:
+        yield from ({"x": number} for number in range(2000))
+        raise KeyError("the source is gone")
+
+    with pytest.raises(KeyError, match="the source is gone"):
+        TensorCache.from_records(failing(), tmp_path)
+    assert ["mine.txt"] == os.listdir(tmp_path)
+
+    TensorCache.from_records([{"x": 7}], tmp_path).close()
+    with pytest.raises(CacheError, match="is a cache already"):
+        TensorCache.from_records([{"x": 8}], tmp_path)
+    assert [7] == TensorCache.open(tmp_path)[:]["x"].tolist()
+
+
+def test_records_are_streamed_in_little_memory(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from offload import TensorCache
+        from offload.memory import anonymous_bytes
+
+        most = 0
+        def records(count):
+            global most
+            for number in range(count):
+                yield {"x": torch.full((1 << 14,), float(number)), "id": f"row {number}"}
+                most = max(most, anonymous_bytes())
+
+        TensorCache.from_records(records(100), sys.argv[1] + "/small").close()
+        before = most
+        cache = TensorCache.from_records(records(1100), sys.argv[1] + "/large")
+        assert [1099.0, 7.0] == cache[[1099, 7]]["x"][:, 5].tolist()
+        print(most - before, cache.nbytes)
+    """
+
+    grown, nbytes = map(int, run_script(script, tmp_path).split())
+
+    assert 64 << 20 <= nbytes
+    assert 32 << 20 > grown
