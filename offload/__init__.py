@@ -4,6 +4,7 @@
 | --- | --- |
 | put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
+| replace many, one at a time | `map_values`, which gives a `MapReport` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
 | know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
@@ -38,10 +39,12 @@ from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.values import MapReport, map_values
 
 __all__ = [
     "ON_DISK",
     "LoadReport",
+    "MapReport",
     "OffloadError",
     "OffloadedTensor",
     "disk_offload",
@@ -54,6 +57,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "map_values",
     "materialize",
     "memory_summary",
     "register_subclass",

@@ -15,6 +15,8 @@ __all__ = [
     "DeviceMapError",
     "DtypeMismatchError",
     "ForeignFileError",
+    "JournalError",
+    "MapError",
     "MetaTensorError",
     "MissingFileError",
     "NameInUseError",
@@ -89,3 +91,11 @@ class DeviceMapError(OffloadError, ValueError):
 
 class MetaTensorError(OffloadError, RuntimeError):
     """A model still has tensors without data after loading."""
+
+
+class JournalError(OffloadError, ValueError):
+    """A run over a folder's values that can't be begun, or gone on with."""
+
+
+class MapError(OffloadError, RuntimeError):
+    """The function of `map_values` failed on a tensor."""

@@ -74,6 +74,7 @@ GUESTS = {
 PUBLIC = [
     "ON_DISK",
     "LoadReport",
+    "MapReport",
     "OffloadError",
     "OffloadedTensor",
     "disk_offload",
@@ -86,6 +87,7 @@ PUBLIC = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "map_values",
     "materialize",
     "memory_summary",
     "register_subclass",

@@ -70,6 +70,9 @@ class TensorFile:
             if known is not None and known.identity == Identity.of(file_status(path)):
                 return known
             opened = cls(path, *_read(path))
+            _OPENED.pop(
+                path, None
+            )  # the key goes with the file that it was for: at exit there is no comparing of paths
             _OPENED[path] = opened
             return opened
 

@@ -12,10 +12,10 @@ import errno
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +28,8 @@ from offload.storage.loose import Loose, value_of
 from offload.storage.modes import plain_world
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
 from offload.storage.write import copy_entries, layout_of, write_empty, write_values
+
+Notes: TypeAlias = "Mapping[str, Any] | None"
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
 _MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
@@ -81,15 +83,17 @@ class Handle:
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
 
     @classmethod
-    def create(cls, tensor: torch.Tensor, name: str, offload_dir: str | os.PathLike[str] | None) -> Handle:
-        """A new file that holds the value of a plain tensor, or of a wrapper subclass.
+    def create(
+        cls, tensor: torch.Tensor, name: str, offload_dir: str | os.PathLike[str] | None, notes: Notes = None
+    ) -> Handle:
+        """A new file that holds the value of a plain tensor, or of a wrapper subclass; `notes` go into its header.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path:
-            handle._write(path, tensor, _layout_for(tensor))
+            handle._write(path, tensor, _layout_for(tensor), notes)
         return handle
 
     @classmethod
@@ -217,8 +221,8 @@ class Handle:
             self._own()
         return self.base()
 
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Make `tensor` (of any shape and dtype) the whole value, atomically.
+    def replace(self, tensor: torch.Tensor, notes: Notes = None) -> None:
+        """Make `tensor` (of any shape and dtype) the whole value, atomically; `notes` go into the file's header.
 
         Raises:
             WriteError, ForeignFileError, NameInUseError: the old value stands.
@@ -228,7 +232,18 @@ class Handle:
             layout = _layout_for(tensor)
             if (layout.shape, layout.dtype) == (old.shape, old.dtype) and not is_subclass_value(tensor):
                 layout = old
-            self._write(path, tensor, layout)
+            self._write(path, tensor, layout, notes)
+            self.generation += self.layout != old
+
+    def take_over(self, file: TensorFile) -> None:
+        """Go on from a file of ours that stands where the first write would put one.
+
+        Raises:
+            NameInUseError: a live tensor is stored there.
+        """
+        with self._lock, self._claimed():
+            old = self.layout
+            self._take(file)
             self.generation += self.layout != old
 
     def clear(self, layout: Layout) -> None:
@@ -365,15 +380,15 @@ class Handle:
             release(path, self)
             raise
 
-    def _write(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
+    def _write(self, path: Path, tensor: torch.Tensor, layout: Layout, notes: Notes) -> None:
         with _naming(self.name), plain_world():
-            notes: Recipe = {"name": self.name}
+            said: Recipe = {**(notes or {}), "name": self.name}
             if is_subclass_value(tensor):
-                values, notes["subclass"] = flatten(tensor, self.name)
+                values, said["subclass"] = flatten(tensor, self.name)
                 layouts = {key: layout_of(value) for key, value in values.items()}
             else:
                 values, layouts = {self.name: tensor}, {self.name: layout}
-            write_values(path, values, layouts, notes, durable=self.folder is not None)
+            write_values(path, values, layouts, said, durable=self.folder is not None)
             self._take(TensorFile.open(path))
 
     def _own(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.errors import UnsupportedOpError
+from offload.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.modes import plain_world
 
@@ -35,6 +35,21 @@ def refuse_unstorable(tensor: object, name: str) -> None:
         raise UnsupportedOpError(
             f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
             f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
+        )
+
+
+def refuse_other_kind(
+    stored: torch.Tensor, values: torch.Tensor, name: str, *, strict_shape: bool, strict_dtype: bool
+) -> None:
+    """Refuse a new value of another shape or dtype, unless that is allowed."""
+    if strict_shape and values.shape != stored.shape:
+        raise ShapeMismatchError(
+            f"{name!r} has shape {tuple(stored.shape)}, the new value {tuple(values.shape)}: "
+            "pass strict_shape=False to change it"
+        )
+    if strict_dtype and values.dtype != stored.dtype:
+        raise DtypeMismatchError(
+            f"{name!r} has dtype {stored.dtype}, the new value {values.dtype}: pass strict_dtype=False to change it"
         )
 
 

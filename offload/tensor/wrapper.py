@@ -21,15 +21,15 @@ from typing import Any, TypeAlias
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from offload.errors import DtypeMismatchError, ShapeMismatchError, StaleViewError, UnsupportedOpError
+from offload.errors import StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
-from offload.storage.handle import Handle
+from offload.storage.handle import Handle, Notes
 from offload.storage.header import Layout, contiguous_stride
 from offload.storage.modes import plain_world
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
-from offload.tensor.arguments import checked_device, only_key, refuse_unstorable
+from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, with_bits_of
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
@@ -193,25 +193,7 @@ class OffloadedTensor(SeenFromOutside):
             ShapeMismatchError, DtypeMismatchError, WriteError (the old value stands)
             UnsupportedOpError: this tensor is a view of a part of the value.
         """
-        handle = self._file_handle()
-        _refuse_for(self, values)
-        if self._is_part():
-            raise UnsupportedOpError(
-                f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
-                "use copy_ on the view, or update_values on the tensor that it was cut from"
-            )
-        if strict_shape and values.shape != self.shape:
-            raise ShapeMismatchError(
-                f"{handle.name!r} has shape {tuple(self.shape)}, the new value {tuple(values.shape)}: "
-                "pass strict_shape=False to change it"
-            )
-        if strict_dtype and values.dtype != self.dtype:
-            raise DtypeMismatchError(
-                f"{handle.name!r} has dtype {self.dtype}, the new value {values.dtype}: "
-                "pass strict_dtype=False to change it"
-            )
-        store(self, values)
-        torch.autograd.graph.increment_version(self)
+        replace_value(self, values, strict_shape=strict_shape, strict_dtype=strict_dtype)
 
     def materialize(self) -> torch.Tensor:
         """A plain, independent tensor with this value, on the target device."""
@@ -472,11 +454,27 @@ def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
     return tensor._twin
 
 
-def store(tensor: OffloadedTensor, values: torch.Tensor) -> None:
+def replace_value(
+    tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None, *, strict_shape: bool, strict_dtype: bool
+) -> None:
+    """As `OffloadedTensor.update_values`; `notes` go into the file's header."""
+    handle = tensor._file_handle()
+    _refuse_for(tensor, values)
+    if tensor._is_part():
+        raise UnsupportedOpError(
+            f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
+            "use copy_ on the view, or update_values on the tensor that it was cut from"
+        )
+    refuse_other_kind(tensor, values, handle.name, strict_shape=strict_shape, strict_dtype=strict_dtype)
+    store(tensor, values, notes)
+    torch.autograd.graph.increment_version(tensor)
+
+
+def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
     """Make `values` the whole stored value, and `tensor` the whole of it, on its own device."""
     handle = tensor._file_handle()
     with DisableTorchFunctionSubclass(), torch.no_grad():
-        handle.replace(guest_of(values.detach()))
+        handle.replace(guest_of(values.detach()), notes)
         redress(tensor, twin_of(handle), tensor._target)
 
 

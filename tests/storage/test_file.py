@@ -352,3 +352,14 @@ def test_a_checkpoint_larger_than_the_commit_limit_is_mapped(tmp_path):
     """
 
     assert "True\n" == run_script(script, tmp_path / "large.safetensors")
+
+
+def test_a_process_that_replaced_a_value_ends_without_a_word(tmp_path):
+    script = """
+        import sys, torch
+        from offload import OffloadedTensor
+        w = OffloadedTensor.from_original_tensor(torch.ones(2), "w", sys.argv[1])
+        w.update_values(torch.zeros(2))
+    """
+
+    assert "" == run_script(script, tmp_path, shell="exec 2>&1")

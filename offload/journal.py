@@ -1,0 +1,199 @@
+"""What is being done to the values of a folder: runs over them, in a small file beside them.
+
+Always true:
+- that a run has replaced a value stands in the value's own file, which changes with the value in one step; the journal
+  says which runs there are, over what, and is only ever replaced whole
+- no value can have the journal's name
+- a file of that name which is not a journal is left as it is
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.errors import JournalError
+from offload.storage.file import TensorFile
+from offload.storage.write import explained, remove, sync_folder, temporary_for
+
+NAME = ".offload-journal"  # no value's file begins with a dot
+RUNS = "runs"  # the note in a value's file
+_VERSION = 1
+_PATIENCE = 1.0  # seconds after which what was done is written down; what a killed process did not write, files tell
+
+
+@dataclass
+class Run:
+    """A function over values.
+
+    Attributes:
+        name: what the user, or the function, is called.
+        key: tells this run from any other; it stands in the files of the values that the run has replaced.
+        sources: the values by name, each with the file that it came from; None for one in memory, or in the folder.
+        replaced: the values that it has given a new value.
+        kept: the values that it has left as they were.
+        finished: whether it has seen all of them.
+    """
+
+    name: str
+    key: str
+    sources: dict[str, str | None]
+    replaced: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    finished: bool = False
+
+    def __str__(self) -> str:
+        done = len(self.replaced) + len(self.kept)
+        return f"{self.name!r} ({done} of {len(self.sources)} values done)"
+
+
+class Journal:
+    """The runs over a folder's values, in their order. Use `Journal.open`."""
+
+    def __init__(self, path: Path, runs: list[Run]) -> None:
+        self.path = path
+        self.runs = runs
+        self._written = 0.0
+
+    @classmethod
+    def open(cls, folder: Path) -> Journal:
+        """The journal of a folder; an empty one if it has none.
+
+        Raises:
+            JournalError: the file is not a journal.
+        """
+        path = folder / NAME
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            if raw["version"] != _VERSION:
+                raise ValueError(f"version {raw['version']}")
+            return cls(path, [_checked(run) for run in raw["runs"]])
+        except FileNotFoundError:
+            return cls(path, [])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise JournalError(
+                f"{path} can't be read as a journal ({type(error).__name__}: {error}): "
+                "remove it to begin anew, or take another offload_dir"
+            ) from error
+
+    def write(self) -> None:
+        """Put it on the disk, whole.
+
+        Raises:
+            WriteError
+        """
+        text = json.dumps({"version": _VERSION, "runs": [asdict(run) for run in self.runs]}).encode()
+        temporary = temporary_for(self.path)
+        with explained(self.path, len(text)):
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path)
+            except BaseException:
+                remove(temporary)
+                raise
+        sync_folder(self.path.parent)
+        self._written = time.monotonic()
+
+    def write_at_times(self) -> None:
+        """As `write`, but not for each of many small values."""
+        if time.monotonic() - self._written > _PATIENCE:
+            self.write()
+
+    def resumed(self, name: str, sources: Mapping[str, str | None]) -> Run:
+        """The run of that name, to go on with; a new one if there is none.
+
+        Raises:
+            JournalError: it was over other values, or another run is not finished.
+        """
+        run = self._find(name)
+        if run is not None:
+            self._refuse_others(run, sources)
+            return run
+        unfinished = next((run for run in self.runs if not run.finished), None)
+        if unfinished is not None:
+            raise JournalError(
+                f"{self.path} is the journal of another run, {unfinished}, and {name!r} can't begin before that one is "
+                f"finished: call it again with resume=True, take another offload_dir, or remove the journal to give "
+                "it up"
+            )
+        return self._begun(name, sources)
+
+    def begun(self, name: str, sources: Mapping[str, str | None], marks: Iterable[str]) -> Run:
+        """A new run, in place of one of the same name and of those that were given up.
+
+        Args:
+            marks: the keys of the runs that the values, as they are now, have gone through.
+
+        Raises:
+            JournalError: some of the values are as an unfinished run left them.
+        """
+        seen = set(marks)
+        half = next((run for run in self.runs if not run.finished and run.key in seen), None)
+        if half is not None:
+            raise JournalError(
+                f"{self.path} has the run {half}, and these values are as it left them: call that one with resume=True "
+                f"to finish it, load the values again to begin {name!r} anew, or remove the journal to go on from here"
+            )
+        self.runs = [run for run in self.runs if run.finished and run.name != name]
+        return self._begun(name, sources)
+
+    def _begun(self, name: str, sources: Mapping[str, str | None]) -> Run:
+        run = Run(name, secrets.token_hex(8), dict(sources))
+        self.runs.append(run)
+        self.write()
+        return run
+
+    def _find(self, name: str) -> Run | None:
+        return next((run for run in self.runs if run.name == name), None)
+
+    def _refuse_others(self, run: Run, sources: Mapping[str, str | None]) -> None:
+        """A value that is still in a checkpoint must be in the one that the run began with."""
+        strangers = sorted(run.sources.keys() ^ sources.keys())
+        moved = sorted(
+            name for name in run.sources.keys() & sources.keys() if sources[name] not in (None, run.sources[name])
+        )
+        if not strangers and not moved:
+            return
+        if strangers:
+            what = f"over {len(run.sources)} values, this one is over {len(sources)}: {_some(strangers)} differ"
+        else:
+            name = moved[0]
+            what = (
+                f"over other files: {name!r} was in {run.sources[name] or 'the folder'}, now it is in {sources[name]}"
+            )
+        raise JournalError(
+            f"{self.path} is the journal of another run: {run} is {what}. Take another offload_dir, or another name "
+            "(resume='a name'), or remove the journal to begin anew"
+        )
+
+
+def source_of(file: TensorFile) -> str:
+    """A file and its state, in words; the same after its folder was moved."""
+    return f"{file.path.name} ({file.identity.size} bytes, modified {file.identity.modified})"
+
+
+def marks_of(file: TensorFile) -> tuple[str, ...]:
+    """The keys of the runs that the value in a file has gone through."""
+    keys = file.notes.get(RUNS)
+    return tuple(key for key in keys if isinstance(key, str)) if isinstance(keys, list) else ()
+
+
+def _checked(raw: Mapping[str, Any]) -> Run:
+    run = Run(**raw)
+    texts = (run.name, run.key, *run.sources, *run.replaced, *run.kept)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(run.finished, bool):
+        raise ValueError("a run is malformed")
+    return run
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
