@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 from collections.abc import Iterator
@@ -68,6 +69,16 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
         raise ValueError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
     number, unit = found.groups()
     return int(float(number) * _UNITS[unit.lower()])
+
+
+def trim() -> None:
+    """Give the system what was freed.
+
+    glibc keeps what was asked for in pieces of less than 32 MiB. Small things settle in the gaps, and the next large
+    piece finds none that is wide enough: a walk over many values then takes the memory of all of them.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # another system
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:

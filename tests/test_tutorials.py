@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages import PageError, fences
-from tests.processes import ROOT
+from tests.processes import ROOT, run_script
 from tests.test_house import MODULES, dotted
 
 PAGES = sorted((ROOT / "tutorials").rglob("*.md"))
@@ -80,6 +80,35 @@ def test_the_examples_in_docstrings_run(path, tmp_path, monkeypatch):
     failed, ran = doctest.testmod(importlib.import_module(dotted(path)))
 
     assert (0, path.read_text().count(">>> ")) == (failed, ran)
+
+
+def test_merging_two_checkpoints_takes_some_copies_of_one_value(tmp_path):
+    """In float32; of 24 values."""
+    page = (ROOT / "tutorials/how-to/merge-models.md").read_text()
+    script = """
+        import sys
+        from torch import nn
+        from safetensors.torch import save_file
+        from bench.process import MemoryTrace
+
+        exec(sys.argv[2])
+
+        def loaded(path, number):
+            save_file({f"{layer}.weight": torch.full((1024, 1024), number).bfloat16() for layer in range(24)}, path)
+            with offload.init_empty_weights():
+                model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+            return offload.load_checkpoint_and_dispatch(model, path)
+
+        first, second = (loaded(f"{sys.argv[1]}/{number}.safetensors", number) for number in (1.0, -2.0))
+        merge(nn.Linear(2, 2), nn.Linear(2, 2), slerp, 0.5)  # whatever is done once
+        with MemoryTrace(0.0005) as memory:
+            merge(first, second, slerp, 0.25)
+        print(memory.peak)
+    """
+
+    peak = int(run_script(script, tmp_path, next(fences(page)).text))
+
+    assert peak < 12 * 1024 * 1024 * 4
 
 
 # The runner
