@@ -15,6 +15,7 @@
 | say how much stays in memory | `set_max_memory`, `keep_resident`, `evict`, `set_read_ahead` |
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
+| keep rows by index, for months, from many processes | `TensorCache` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
@@ -22,6 +23,7 @@
 
 from offload import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.budget import evict, keep_resident, memory_summary, set_max_memory, set_read_ahead
+from offload.cache.table import TensorCache
 from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
@@ -47,6 +49,7 @@ __all__ = [
     "MapReport",
     "OffloadError",
     "OffloadedTensor",
+    "TensorCache",
     "disk_offload",
     "evict",
     "from_pretrained",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "CacheError",
     "ChangedFileError",
     "CheckpointError",
+    "ColumnError",
     "CorruptFileError",
     "DeviceMapError",
     "DtypeMismatchError",
@@ -19,8 +21,10 @@ __all__ = [
     "MapError",
     "MetaTensorError",
     "MissingFileError",
+    "MissingRowsError",
     "NameInUseError",
     "OffloadError",
+    "RowIndexError",
     "ShapeMismatchError",
     "StaleViewError",
     "UnknownSubclassError",
@@ -99,3 +103,21 @@ class JournalError(OffloadError, ValueError):
 
 class MapError(OffloadError, RuntimeError):
     """The function of `map_values` failed on a tensor."""
+
+
+class CacheError(OffloadError, ValueError):
+    """A cache of rows that is not what was asked for: of another version, with other metadata, closed, read-only."""
+
+
+class ColumnError(OffloadError, KeyError):
+    """A column that a cache has not, or one that is not given."""
+
+    __str__ = Exception.__str__  # that of KeyError quotes
+
+
+class RowIndexError(OffloadError, IndexError):
+    """Rows that a cache has not, or something that names no rows."""
+
+
+class MissingRowsError(OffloadError, LookupError):
+    """Rows of a cache that are not filled."""

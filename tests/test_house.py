@@ -77,6 +77,7 @@ PUBLIC = [
     "MapReport",
     "OffloadError",
     "OffloadedTensor",
+    "TensorCache",
     "disk_offload",
     "evict",
     "from_pretrained",

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import ChangedFileError, ForeignFileError, OffloadError, WriteError
+from offload.errors import ChangedFileError, ForeignFileError, OffloadError, UnsupportedOpError, WriteError
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, discard, named_folder, release
 from offload.storage.header import Entry, Layout
@@ -27,7 +27,7 @@ from offload.storage.locks import ForkSafeLock
 from offload.storage.loose import Loose, value_of
 from offload.storage.modes import plain_world
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
-from offload.storage.write import copy_entries, layout_of, write_empty, write_values
+from offload.storage.write import copy_entries, explained, fill_holes, layout_of, write_empty, write_values
 
 Notes: TypeAlias = "Mapping[str, Any] | None"
 
@@ -49,6 +49,8 @@ class Handle:
         ranges: what is known of its bytes in memory, by start and length; kept for those who read ahead.
         copies: what stays of it on accelerators, by device; kept for those who send it there.
         pool: the memory budget that it is under; None for that of the process.
+        has_holes: whether the file may lack blocks on the disk, which are then reserved before it is stored into.
+        is_fixed: whether others write to the file in place, so that it is never to be replaced.
     """
 
     __slots__ = (
@@ -61,6 +63,8 @@ class Handle:
         "file",
         "folder",
         "generation",
+        "has_holes",
+        "is_fixed",
         "layout",
         "name",
         "owned",
@@ -75,6 +79,8 @@ class Handle:
         self.folder = folder
         self.generation = 0
         self.owned = False
+        self.has_holes = False
+        self.is_fixed = False
         self._base: torch.Tensor | None = None
         self._lock = ForkSafeLock()
         self.ranges: dict[tuple[int, int], Any] = {}
@@ -219,6 +225,8 @@ class Handle:
         """As `base`, but what is stored into it is stored in the file."""
         if not self.owned:
             self._own()
+        if self.has_holes:
+            self._fill_holes()
         return self.base()
 
     def replace(self, tensor: torch.Tensor, notes: Notes = None) -> None:
@@ -226,7 +234,13 @@ class Handle:
 
         Raises:
             WriteError, ForeignFileError, NameInUseError: the old value stands.
+            UnsupportedOpError: the file is written in place only.
         """
+        if self.is_fixed:
+            raise UnsupportedOpError(
+                f"{self.name!r} is a column of a cache ({self.path.parent}), which is written in place: "
+                "write rows of the cache, or copy_ to the tensor"
+            )
         with self._lock, self._claimed() as path:
             old = self.layout
             layout = _layout_for(tensor)
@@ -390,6 +404,16 @@ class Handle:
                 values, layouts = {self.name: tensor}, {self.name: layout}
             write_values(path, values, layouts, said, durable=self.folder is not None)
             self._take(TensorFile.open(path))
+
+    def _fill_holes(self) -> None:
+        """A store into a hole of a full disk would end the process."""
+        with self._lock, _naming(self.name), explained(self.path, self.file.identity.size):
+            fd = self.file.descriptor(os.O_RDWR, settled=False)
+            try:
+                fill_holes(fd, self.file.identity.size)
+            finally:
+                os.close(fd)
+            self.has_holes = False
 
     def _own(self) -> None:
         with self._lock:

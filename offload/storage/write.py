@@ -54,7 +54,7 @@ def write_values(
     """
     head, starts = build(layouts, notes)
     with _replacing(path, _end(head, layouts), durable=durable) as fd:
-        _write_all(fd, memoryview(head), 0)
+        write_all(fd, memoryview(head), 0)
         for (key, value), start in zip(values.items(), starts, strict=True):
             if isinstance(value, torch.Tensor):
                 write_tensor(fd, start, value.permute(layouts[key].order))
@@ -70,7 +70,7 @@ def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], 
     head, starts = build({key: layout}, notes)
     total = _end(head, {key: layout})
     with _replacing(path, total, durable=durable) as fd:
-        _write_all(fd, memoryview(head), 0)
+        write_all(fd, memoryview(head), 0)
         if os.fstat(fd).st_blocks * 512 < total:  # a store into a hole of a full disk would end the process
             _write_zeros(fd, starts[0], layout.nbytes)
 
@@ -95,7 +95,7 @@ def copy_entries(
     fd_from = source.descriptor(settled=settled)
     try:
         with _replacing(path, _end(head, layouts), durable=durable) as fd:
-            _write_all(fd, memoryview(head), 0)
+            write_all(fd, memoryview(head), 0)
             for entry, start in zip(entries, starts, strict=True):
                 copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes)
     finally:
@@ -119,7 +119,7 @@ def write_beside(
     head, starts = build(layouts, {}, metadata)
     size = _end(head, layouts)
     with explained(path, size, "folder"), _new_file(temporary, size, durable=True) as fd:
-        _write_all(fd, memoryview(head), 0)
+        write_all(fd, memoryview(head), 0)
         for key, start in zip(layouts, starts, strict=True):
             fill(fd, key, start)
 
@@ -131,7 +131,7 @@ def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | No
 
 def _write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
     for block in blocks:
-        at += _write_all(fd, _bytes_of(block), at)
+        at += write_all(fd, bytes_of(block), at)
 
 
 def sweep(folder: Path) -> None:
@@ -242,7 +242,18 @@ def _reserve(fd: int, size: int) -> None:
     os.ftruncate(fd, size)
 
 
-def _write_all(fd: int, data: memoryview, at: int) -> int:
+def fill_holes(fd: int, size: int) -> None:
+    """Give a file of `size` bytes, in place, the blocks that it lacks.
+
+    Raises:
+        OSError: the disk is full, or such a file can't be given blocks here.
+    """
+    if os.fstat(fd).st_blocks * 512 < size:
+        os.posix_fallocate(fd, 0, size)
+
+
+def write_all(fd: int, data: memoryview, at: int) -> int:
+    """Write bytes at a place of a file; the system may take fewer at a time than it is given."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done : done + (1 << 30)], at + done)
@@ -277,7 +288,8 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from _parts(part, most)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a plain, contiguous tensor on the CPU."""
     flat = torch.empty(0, dtype=torch.uint8, device="cpu")
     nbytes = tensor.numel() * tensor.itemsize
     flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (nbytes,), (1,))
@@ -287,7 +299,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _write_zeros(fd: int, at: int, count: int) -> None:
     zeros = memoryview(bytes(min(count, _STEP)))
     for done in range(0, count, _STEP):
-        _write_all(fd, zeros[: count - done], at + done)
+        write_all(fd, zeros[: count - done], at + done)
 
 
 def copy_range(source: int, start: int, target: int, at: int, count: int) -> None:
@@ -297,7 +309,7 @@ def copy_range(source: int, start: int, target: int, at: int, count: int) -> Non
         block = os.pread(source, min(count - done, _STEP), start + done)
         if not block:
             raise OSError(errno.EIO, "the source file ended early")
-        done += _write_all(target, memoryview(block), at + done)
+        done += write_all(target, memoryview(block), at + done)
 
 
 def _send_range(source: int, start: int, target: int, at: int, count: int) -> int:

@@ -26,7 +26,7 @@ from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.pickled import NESTS
-from offload.storage.write import _blocks, _bytes_of
+from offload.storage.write import _blocks, bytes_of
 from tests.conftest import contents
 from tests.processes import run_script
 
@@ -54,7 +54,7 @@ def saved(path: Path, values: object, **form: object) -> Path:
 
 def same(expected: torch.Tensor, found: torch.Tensor) -> bool:
     """Bit for bit."""
-    bits = [b"".join(bytes(_bytes_of(block)) for block in _blocks(x.detach(), x.dtype)) for x in (expected, found)]
+    bits = [b"".join(bytes(bytes_of(block)) for block in _blocks(x.detach(), x.dtype)) for x in (expected, found)]
     return (expected.dtype, expected.shape, bits[0]) == (found.dtype, found.shape, bits[1])
 
 

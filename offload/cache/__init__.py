@@ -1,0 +1,11 @@
+"""Named rows on disk: written in batches, by one process or many, read by index, whole after a crash.
+
+| module | what |
+| --- | --- |
+| `table` | `TensorCache`, which users hold |
+| `store` | the folder: its columns, and the order in which things are written |
+| `states` | the bitmap: which rows are filled, and how many there are |
+| `columns` `heap` | rows of one size, and rows of any |
+| `schema` `manifest` | what a column is, and where that is written down |
+| `indexing` `gather` `lock` | which rows are meant, how they are read, and who waits |
+"""

@@ -1,0 +1,181 @@
+"""A column whose rows have one size: a safetensors file of its own, (room, *row_shape).
+
+Always true:
+- what the header says follows from the column and its room: a header that a crash has torn is written again
+- the rows begin at the same byte whatever the room
+- what is written is a row, and the pages that it lies on; never through a mapping
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cache.gather import RowFile
+from offload.cache.indexing import Numbers
+from offload.cache.schema import Column
+from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
+from offload.storage.header import build, contiguous
+from offload.storage.names import file_name
+from offload.storage.write import bytes_of, refuse_foreign, write_all
+from offload.tensor.wrapper import guest_of
+
+_MOST = 2**63 - 1  # bytes that torch can count
+
+
+class FixedColumn:
+    """An opened column."""
+
+    def __init__(self, folder: Path, column: Column, *, writes: bool) -> None:
+        """
+        Raises:
+            MissingFileError, CorruptFileError
+        """
+        self.column = column
+        self.path = folder / file_name(column.name)
+        self._row_bytes = row_bytes(column)
+        self._file = RowFile(self.path, _start(column), self._row_bytes, writes=writes)
+
+    @staticmethod
+    def create(folder: Path, column: Column, room: int) -> None:
+        """A file whose rows read as zeros; takes the disk space of its header.
+
+        Raises:
+            ForeignFileError: a file that offload did not write stands there.
+            OSError
+        """
+        path = folder / file_name(column.name)
+        refuse_foreign(path)
+        with open(path, "wb") as file:
+            file.write(_head(column, room))
+            file.truncate(_size(column, room))
+            os.fsync(file.fileno())
+
+    def check(self, room: int) -> None:
+        """
+        Raises:
+            CorruptFileError: the file has no such room.
+        """
+        found, expected = os.fstat(self._file.fd).st_size, _size(self.column, room)
+        if found < expected:
+            raise CorruptFileError(
+                f"column {self.column.name!r}: {self.path} has {found} bytes, and {room} rows of "
+                f"{self.column.shape_text} {self.column.dtype} take {expected}: it was cut. "
+                "Get the folder again, whole."
+            )
+
+    def fit(self, room: int) -> None:
+        """Make the file exactly as `room` has it, for good.
+
+        Raises:
+            OSError
+        """
+        head, fd = _head(self.column, room), self._file.fd
+        if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
+            os.ftruncate(fd, _size(self.column, room))
+            write_all(fd, memoryview(head), 0)
+            os.fsync(fd)
+
+    def prepare(self, value: Any, count: int) -> torch.Tensor:
+        """`value` as `count` rows: plain, contiguous, on the CPU.
+
+        Raises:
+            ShapeMismatchError, DtypeMismatchError
+        """
+        column, wanted = self.column, (count, *self.column.row_shape)
+        tensor = as_tensor(value, column, self.path)
+        if tuple(tensor.shape) != wanted:
+            raise ShapeMismatchError(
+                f"column {column.name!r} ({self.path}): {count} rows have the shape {wanted}, "
+                f"the values {tuple(tensor.shape)}"
+            )
+        return tensor.contiguous().resolve_conj().resolve_neg()
+
+    def write(self, rows: Numbers, values: torch.Tensor) -> None:
+        """Write what `prepare` gave to rows whose numbers ascend.
+
+        Raises:
+            OSError
+        """
+        self._file.write(rows, bytes_of(values))
+
+    def read(self, rows: Numbers, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
+        """(rows, *row_shape), plain, on the CPU.
+
+        Raises:
+            CorruptFileError
+            ShapeMismatchError, DtypeMismatchError: `out` is another.
+        """
+        if out is None:
+            shape = (len(rows), *self.column.row_shape)
+            out = torch.empty(shape, dtype=self.column.dtype, device="cpu", pin_memory=pinned)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        first = out.storage_offset() * out.itemsize
+        flat.set_(out.untyped_storage(), first, (len(rows), self._row_bytes), (self._row_bytes, 1))
+        self._file.read(rows, flat)
+        return out
+
+    def nbytes(self, num_rows: int) -> int:
+        return num_rows * self._row_bytes
+
+    def sync(self) -> None:
+        """
+        Raises:
+            OSError: what was written is not on the disk.
+        """
+        os.fdatasync(self._file.fd)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def row_bytes(column: Column) -> int:
+    return math.prod(column.row_shape) * column.dtype.itemsize
+
+
+def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
+    """A plain tensor on the CPU, of the column's dtype.
+
+    Raises:
+        DtypeMismatchError: it is of another one; lists and numbers become what the column holds.
+    """
+    if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
+        value = torch.stack([torch.as_tensor(part) for part in value])
+    is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
+    tensor = (
+        guest_of(value).detach()
+        if isinstance(value, torch.Tensor)
+        else torch.as_tensor(value, dtype=None if is_typed else column.dtype)
+    )
+    if tensor.dtype != column.dtype:
+        raise DtypeMismatchError(
+            f"column {column.name!r} ({path}) holds {column.dtype}, the values are {tensor.dtype}: "
+            f"cast them with .to({column.dtype})"
+        )
+    return tensor.cpu()
+
+
+def _head(column: Column, room: int) -> bytes:
+    head, _ = build({column.name: contiguous(column.dtype, (room, *column.row_shape))}, {"name": column.name})
+    length = _start(column) - 8
+    return struct.pack("<Q", length) + head[8:].rstrip(b" ").ljust(length)
+
+
+@cache
+def _start(column: Column) -> int:
+    """Where the rows begin: where they would with the most room that torch can count."""
+    each = math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize
+    _, [start] = build(
+        {column.name: contiguous(column.dtype, (_MOST // each, *column.row_shape))}, {"name": column.name}
+    )
+    return start
+
+
+def _size(column: Column, room: int) -> int:
+    return _start(column) + room * row_bytes(column)

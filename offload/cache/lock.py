@@ -1,0 +1,83 @@
+"""One at a time, among all the threads and processes that use a folder.
+
+Always true:
+- a process that dies lets go of what it holds
+- a forked child does not hold what its parent holds: it opens the file of the lock itself
+- where the file system knows no locks, threads still wait for each other, and processes are on their own
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from offload.storage.locks import ForkSafeLock
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class FolderLock:
+    """A lock with a file, which is there already."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._threads = ForkSafeLock()
+        self._fd = -1
+        self._pid = 0
+        self._depth = 0
+
+    @contextmanager
+    def held(self, *, shared: bool = False) -> Iterator[None]:
+        """Alone, or with others that share it. May be nested in a thread, the outermost says how."""
+        with self._threads:
+            if self._pid != os.getpid():  # a descriptor of the parent's would share its lock
+                self._fd, self._pid, self._depth = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), os.getpid(), 0
+            if not self._depth:
+                lock(self._fd, shared=shared)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    unlock(self._fd)
+
+    def close(self) -> None:
+        with self._threads:
+            if self._pid == os.getpid():
+                os.close(self._fd)
+            self._pid = 0
+
+
+def lock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
+    """Take the lock of an open file, or change how it is held; False if that would mean to wait, and `wait` is not."""
+    if fcntl is None:
+        return True
+    how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+    return True
+
+
+def unlock(fd: int) -> None:
+    if fcntl is not None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        except OSError as error:
+            if error.errno not in _UNKNOWN:
+                raise

@@ -1,0 +1,141 @@
+"""What a folder of rows says of itself: `manifest.json`.
+
+Always true:
+- a folder is a cache once its manifest is there, and that is there last
+- it is replaced whole, or not at all
+- what opening asks for is compared with what stands there, and told where it differs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload.cache.schema import Column
+from offload.errors import CacheError, CorruptFileError, MissingFileError
+from offload.storage.write import explained, remove, sync_folder, temporary_for
+
+FILE = "manifest.json"
+FORMAT = "offload.TensorCache"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is written down of a cache.
+
+    Attributes:
+        columns: by name.
+        num_rows: how many rows there are whatever happens; rows appended since are counted beside the bitmap.
+        metadata: the user's.
+    """
+
+    columns: Mapping[str, Column]
+    num_rows: int
+    metadata: Mapping[str, Any]
+
+    def with_rows(self, num_rows: int) -> Manifest:
+        return replace(self, num_rows=num_rows)
+
+    def write(self, folder: Path) -> None:
+        """
+        Raises:
+            WriteError
+            CacheError: JSON has no words for the metadata.
+        """
+        said = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_rows": self.num_rows,
+            "columns": {name: column.to_json() for name, column in self.columns.items()},
+            "metadata": dict(self.metadata),
+        }
+        put(folder / FILE, json.dumps(said, indent=1, ensure_ascii=False).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """
+        Raises:
+            MissingFileError: there is no cache.
+            CorruptFileError: something else stands there.
+            CacheError: one of another version.
+        """
+        path = folder / FILE
+        try:
+            said = json.loads(path.read_bytes())
+            is_ours = isinstance(said, dict) and said.get("format") == FORMAT
+        except (FileNotFoundError, NotADirectoryError) as error:
+            reason = "no cache is here, or it was not made to its end: TensorCache.create makes one"
+            raise MissingFileError(error.errno, reason, str(path)) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise CorruptFileError(f"{path} can't be read as the manifest of a cache ({error})") from error
+        if not is_ours:
+            raise CorruptFileError(f"{path} is not the manifest of a cache of offload")
+        if said.get("version") != VERSION:
+            raise CacheError(
+                f"{path} is of version {said.get('version')}, and this offload reads version {VERSION}: "
+                "open it with the offload that wrote it"
+            )
+        try:
+            columns = {name: Column.from_json(name, column) for name, column in said["columns"].items()}
+            rows, metadata = said["num_rows"], said["metadata"]
+            if type(rows) is not int or rows < 0 or not isinstance(metadata, dict):
+                raise ValueError(f"{rows!r} rows, metadata {metadata!r}")
+        except (KeyError, AttributeError, ValueError) as error:
+            raise CorruptFileError(f"{path} is malformed: {error}") from error
+        return cls(columns, rows, metadata)
+
+    def check(self, expect: Mapping[str, Any] | None, folder: Path) -> None:
+        """
+        Raises:
+            CacheError: the metadata are others than expected; says which.
+        """
+        wrong = [
+            f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
+            if key in self.metadata
+            else f"{key!r} is not there, expected {value!r}"
+            for key, value in as_json(expect or {}).items()
+            if key not in self.metadata or self.metadata[key] != value
+        ]
+        if wrong:
+            raise CacheError(
+                f"the cache in {folder} was made for something else: {'; '.join(wrong)}. "
+                "Open it without `expect`, or make another one."
+            )
+
+
+def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as they come back from JSON.
+
+    Raises:
+        CacheError: JSON has no words for them.
+    """
+    try:
+        back: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CacheError(f"metadata are written as JSON, and these can't be: {error}") from error
+    return back
+
+
+def put(path: Path, data: bytes) -> None:
+    """Replace a small file of ours, for good.
+
+    Raises:
+        WriteError
+    """
+    temporary = temporary_for(path)
+    with explained(path, len(data), "folder"):
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            remove(temporary)
+            raise
+    sync_folder(path.parent)

@@ -1,0 +1,232 @@
+"""Which rows are filled, and how many there are: `rows.state`.
+
+Always true:
+- one byte a row and column: 0 is empty, an odd number is being written, an even one is filled
+- who writes a row moves its byte on, so that two writers of it can tell; who fills it moves it on again
+- a byte says filled only when what it stands for is on the disk
+- numbers of rows and room move under the lock of the folder; the room is said to be there when it is
+
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, room that is being
+made), then the bytes, row by row.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.cache.indexing import Numbers
+from offload.errors import CacheError, CorruptFileError, MissingFileError
+from offload.storage.write import explained
+
+FILE = "rows.state"
+PAGE = 4096
+MAGIC = b"offload rows".ljust(16, b"\0")
+VERSION = 1
+EMPTY = 0
+_CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
+_SCANNED = 1 << 24  # rows that are looked at at a time
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+
+class States:
+    """The opened file."""
+
+    def __init__(self, folder: Path, columns: int, *, writes: bool) -> None:
+        """
+        Raises:
+            MissingFileError, CorruptFileError, CacheError (of another version)
+        """
+        self.path = folder / FILE
+        self._columns = columns
+        self._writes = writes
+        self._reserved: set[int] = set()
+        try:
+            self.fd = os.open(self.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            reason = "the file that says which rows are filled is missing: get the folder again, whole"
+            raise MissingFileError(error.errno, reason, str(self.path)) from error
+        try:
+            self._map()
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    @staticmethod
+    def create(folder: Path, columns: int, rows: int) -> None:
+        """A file in which every row is empty; takes the disk space of one page."""
+        with open(folder / FILE, "wb") as file:
+            file.write(MAGIC + np.array([VERSION, columns, rows, rows, rows], dtype="<u8").tobytes())
+            file.truncate(PAGE + rows * columns)
+            os.fsync(file.fileno())
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._counts[2])
+
+    @num_rows.setter
+    def num_rows(self, value: int) -> None:
+        self._counts[2] = value
+
+    @property
+    def room(self) -> int:
+        """Rows that there is room for."""
+        return int(self._counts[3])
+
+    @property
+    def goal(self) -> int:
+        """Rows that there will be room for when what is under way has been done."""
+        return int(self._counts[4])
+
+    @property
+    def nbytes(self) -> int:
+        """On the disk."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def aim(self, room: int) -> None:
+        """Say that room for so many rows is being made; the columns follow, then `arrive`."""
+        self._counts[4] = room
+
+    def arrive(self) -> None:
+        """The columns have the room that was aimed at, for good."""
+        with explained(self.path, self.goal * self._columns, "folder"):
+            os.ftruncate(self.fd, PAGE + self.goal * self._columns)
+            os.fsync(self.fd)
+        self._counts[3] = self.goal
+        self._map()
+
+    def of(self, rows: Numbers | slice) -> Bytes:
+        """The bytes of these rows, (rows, columns): a copy."""
+        return np.array(self._all()[rows])
+
+    def begin(self, rows: Numbers, columns: list[int]) -> Bytes:
+        """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
+
+        Under the lock.
+
+        Raises:
+            WriteError: the disk is full.
+        """
+        self._reserve(rows)
+        cells = (rows[:, None], columns)
+        before = self._all()[cells]
+        now: Bytes = before + 1 + (before & 1)  # wraps around, from odd to odd
+        self._all()[cells] = now
+        if before.any():  # the disk may say that they are filled
+            self.sync()
+        return now
+
+    def fill(self, rows: Numbers, columns: list[int], begun: Bytes) -> None:
+        """Say of what is on the disk that it is filled, but for cells that somebody has begun to write again.
+
+        Under the lock.
+        """
+        cells = (rows[:, None], columns)
+        now = self._all()[cells]
+        done: Bytes = begun + 1
+        done[done == EMPTY] = 2
+        self._all()[cells] = np.where(now == begun, done, now)
+
+    def forget(self, first: int) -> None:
+        """The rows from `first` on are no rows any more. Under the lock."""
+        self.num_rows = first
+        for start in range(first, self.room, _SCANNED):
+            part = self._all()[start : start + _SCANNED]
+            if part.any():
+                part[part != EMPTY] = EMPTY
+
+    def shrink(self) -> None:
+        """Give back the room behind the last row. Under the lock, by the only writer.
+
+        Raises:
+            WriteError
+        """
+        self._counts[3] = self._counts[4] = self.num_rows
+        self.sync()
+        with explained(self.path, 0, "folder"):
+            os.ftruncate(self.fd, PAGE + self.room * self._columns)
+        self._map()
+
+    def sync(self) -> None:
+        """Wait until what the file says is on the disk.
+
+        Raises:
+            WriteError
+        """
+        with explained(self.path, 0, "folder"):
+            os.fdatasync(self.fd)
+
+    def missing(self, columns: list[int], start: int = 0) -> Numbers:
+        """Rows of which one of these cells is not filled, in order."""
+        found = [np.empty(0, dtype=np.int64)]
+        for at in range(start, self.num_rows, _SCANNED):
+            part = self._all()[at : min(at + _SCANNED, self.num_rows)]
+            found.append(np.flatnonzero(~cells_filled(part[:, columns]).all(axis=1)) + at)
+        return np.concatenate(found)
+
+    def count(self, columns: list[int]) -> int:
+        """How many rows are filled in all of these columns."""
+        parts = range(0, self.num_rows, _SCANNED)
+        rows = (self._all()[at : min(at + _SCANNED, self.num_rows)] for at in parts)
+        return sum(int(np.count_nonzero(cells_filled(part[:, columns]).all(axis=1))) for part in rows)
+
+    def used(self) -> int:
+        """The number of rows up to the last one that is filled, in some column."""
+        for end in range(self.num_rows, 0, -_SCANNED):
+            start = max(end - _SCANNED, 0)
+            part = self._all()[start:end]
+            filled = np.flatnonzero(cells_filled(part).any(axis=1))
+            if len(filled):
+                return start + int(filled[-1]) + 1
+        return 0
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _all(self) -> Bytes:
+        if len(self._bytes) < self.num_rows:  # another process has made room
+            self._map()
+        return self._bytes
+
+    def _map(self) -> None:
+        size = os.fstat(self.fd).st_size
+        if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
+            raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
+        mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+        self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
+        self._check(size)
+        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=self.room * self._columns)
+        self._bytes = flat.reshape(self.room, self._columns)
+
+    def _check(self, size: int) -> None:
+        version, columns, rows, room = map(int, self._counts[:4])
+        if version != VERSION:
+            raise CacheError(f"{self.path} is of version {version}, and this offload reads version {VERSION}")
+        expected = PAGE + room * columns
+        if columns != self._columns or rows > room or size < expected:
+            raise CorruptFileError(
+                f"{self.path}, which says which rows are filled, has {size} bytes and {columns} columns, where "
+                f"{rows} rows of {self._columns} columns, with room for {room}, take {expected}: it was cut, or is of "
+                "another cache. Get the folder again, whole."
+            )
+
+    def _reserve(self, rows: Numbers) -> None:
+        if not len(rows) or not hasattr(os, "posix_fallocate"):
+            return
+        chunks = np.unique(np.concatenate([(PAGE + (rows + end) * self._columns - end) // _CHUNK for end in (0, 1)]))
+        for chunk in set(chunks.tolist()) - self._reserved:
+            start = chunk * _CHUNK
+            with explained(self.path, _CHUNK, "folder"):
+                os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
+            self._reserved.add(chunk)
+
+
+def cells_filled(cells: Bytes) -> npt.NDArray[np.bool_]:
+    """Which of these bytes say that they stand for something filled."""
+    filled: npt.NDArray[np.bool_] = (cells & 1 == 0) & (cells != EMPTY)
+    return filled

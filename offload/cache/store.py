@@ -1,0 +1,383 @@
+"""The folder of a cache, and the order in which things are written.
+
+Always true:
+- data are on the disk before a row counts as filled; a row that is written again counts as empty before its data change
+- what a row is made of is written by one at a time, so that the last of two writers wins whole
+- room is made for all columns before it is said to be there; what a crash left half made is finished by the next writer
+- rows that were written and not flushed are this process's own: others see them as missing
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.columns import FixedColumn
+from offload.cache.indexing import Numbers, Rows
+from offload.cache.lock import FolderLock, lock
+from offload.cache.manifest import FILE as MANIFEST
+from offload.cache.manifest import Manifest
+from offload.cache.states import Bytes, States, cells_filled
+from offload.errors import CacheError, ColumnError, MissingRowsError, ShapeMismatchError, WriteError
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.write import explained
+from offload.tensor.outside import CPU
+from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+
+LOCK = "rows.lock"
+_LEAST_ROOM = 1024  # rows
+_MOST_BYTES = 256 << 20  # that are written between two flushes
+_MOST_ROWS = 1 << 20
+_MOST_SECONDS = 10.0
+_LOOKS = 1000  # at rows that others write while they are read
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Cells that were written and not flushed: `states.fill` takes them."""
+
+    rows: Numbers
+    columns: list[int]
+    begun: Bytes
+
+
+class Store:
+    """An opened folder."""
+
+    def __init__(self, folder: Path, manifest: Manifest, *, writes: bool) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.writes = writes
+        self.is_closed = False
+        self.columns = manifest.columns
+        self._names = list(manifest.columns)
+        self._places = {name: place for place, name in enumerate(self._names)}
+        self._lock = FolderLock(folder / LOCK)
+        self._written: list[Written] = []
+        self._written_bytes = 0
+        self._written_since = 0.0
+        self._pid = os.getpid()
+        self._tensors: dict[str, OffloadedTensor] = {}
+        self._files: dict[str, FixedColumn] = {}
+        with self._lock.held(shared=True):
+            self._states = States(folder, len(self._names), writes=writes)
+            try:
+                for name, column in self.columns.items():
+                    self._files[name] = FixedColumn(folder, column, writes=writes)
+                    self._files[name].check(self._states.room)
+            except BaseException:
+                self._close_files()
+                raise
+        if writes:
+            self._settle()
+
+    # Making and opening
+
+    @staticmethod
+    def create(folder: Path, manifest: Manifest) -> None:
+        """
+        Raises:
+            CacheError: there is one, or somebody is making one.
+            ForeignFileError: a file that offload did not write is in the way.
+            WriteError
+        """
+        with explained(folder, 0, "folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if not lock(fd, wait=False) or (folder / MANIFEST).exists():
+                    raise CacheError(
+                        f"{folder} is a cache already, or another process is making one there: open it with "
+                        "TensorCache.open, or take another folder"
+                    )
+                for column in manifest.columns.values():
+                    FixedColumn.create(folder, column, manifest.num_rows)
+                States.create(folder, len(manifest.columns), manifest.num_rows)
+                manifest.write(folder)
+            finally:
+                os.close(fd)
+
+    @classmethod
+    def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
+        manifest = Manifest.read(folder)
+        manifest.check(expect, folder)
+        if writes and not os.access(folder, os.W_OK):
+            raise WriteError(30, "the folder is read-only: open the cache with mode='r'", str(folder))
+        return cls(folder, manifest, writes=writes)
+
+    def _settle(self) -> None:
+        """Count this writer, and mend what killed ones left, if it is the only one."""
+        if lock(self._states.fd, wait=False):
+            with self._lock.held():
+                rows = max(self.manifest.num_rows, self._states.used())
+                if rows < self._states.num_rows:
+                    self._states.forget(rows)
+                if self._states.goal != self._states.room:
+                    self._make_room(self._states.goal)
+        lock(self._states.fd, shared=True)
+
+    # What it is
+
+    @property
+    def num_rows(self) -> int:
+        return self._states.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes(self.num_rows) for file in self._files.values())
+
+    def places(self, columns: Iterable[str] | None) -> list[int]:
+        """
+        Raises:
+            ColumnError: there is no such column.
+        """
+        names = self._names if columns is None else [columns] if isinstance(columns, str) else list(columns)
+        for name in names:
+            if name not in self._places:
+                raise ColumnError(f"the cache in {self.folder} has no column {name!r}: it has {', '.join(self._names)}")
+        return [self._places[name] for name in names]
+
+    def missing(self, columns: Iterable[str] | None) -> Numbers:
+        self.flush_own()
+        return self._states.missing(self.places(columns))
+
+    def count(self, columns: Iterable[str] | None) -> int:
+        self.flush_own()
+        return self._states.count(self.places(columns))
+
+    def tensor(self, name: str, device: torch.device) -> OffloadedTensor:
+        """A column, over its file."""
+        self.places([name])
+        tensor = self._tensors.get(name)
+        rows, room = self.num_rows, self._states.room
+        if tensor is None or len(tensor) != room or not self.writes:
+            with self._lock.held(shared=True):
+                file = TensorFile.open(self._files[name].path)
+                handle = Handle.shared(file, name, self.folder) if self.writes else Handle.reference(file, name)
+            handle.has_holes, handle.is_fixed = self.writes, self.writes
+            tensor = self._tensors[name] = wrap_handle(handle, CPU)
+        whole = tensor if tensor.device == device else tensor.to(device)
+        return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]
+
+    # Reading
+
+    def read(
+        self,
+        rows: Numbers,
+        columns: Iterable[str] | None,
+        *,
+        missing: str,
+        out: Mapping[str, torch.Tensor] | None,
+        pinned: bool,
+    ) -> dict[str, Any]:
+        """Rows of some columns, whole: what others write meanwhile is seen before or after.
+
+        Raises:
+            MissingRowsError, CorruptFileError
+        """
+        places = self.places(columns)
+        for _ in range(_LOOKS):
+            before = self._cells(rows, places)
+            if not cells_filled(before).all() and self.flush_own():
+                before = self._cells(rows, places)
+            filled = cells_filled(before)
+            if missing == "error" and not filled.all():
+                self._refuse_missing(rows[~filled.all(axis=1)])
+            found = {
+                name: self._files[name].read(rows, (out or {}).get(name), pinned=pinned)
+                for name in (self._names[place] for place in places)
+            }
+            if np.array_equal(before[filled], self._cells(rows, places)[filled]):
+                for value, has in zip(found.values(), filled.T, strict=True):
+                    if not has.all():
+                        value[torch.from_numpy(~has)] = 0
+                return found
+        raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
+
+    def _cells(self, rows: Numbers, places: list[int]) -> Bytes:
+        cells = self._states.of(rows)
+        return cells if len(places) == len(self._names) else cells[:, places]
+
+    def _refuse_missing(self, rows: Numbers) -> None:
+        some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
+        raise MissingRowsError(
+            f"{len(rows)} of the rows that were asked for are not filled in {self.folder}: {some}. "
+            'Write them first, or read with missing="zeros"; missing_rows() lists all.'
+        )
+
+    # Writing
+
+    def write(self, rows: Rows, values: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
+            WriteError: the rows are missing now.
+        """
+        self._may_write()
+        places = self.places(values)
+        numbers = rows.numbers
+        given = {name: _one(value) if rows.is_one else value for name, value in values.items()}
+        prepared = {name: self._files[name].prepare(value, len(numbers)) for name, value in given.items()}
+        if len(numbers):
+            kept = _last_of_each(numbers)
+            if kept is not None:
+                numbers = numbers[kept]
+                prepared = {name: value[torch.from_numpy(kept)] for name, value in prepared.items()}
+            self._put(numbers, places, prepared)
+
+    def append(self, values: Mapping[str, Any]) -> range:
+        """Write behind the last row; the numbers of the new rows.
+
+        Raises: as `write`.
+        """
+        self._may_write()
+        places = self.places(values)
+        lacking = [name for name in self._names if name not in values]
+        if lacking:
+            raise ColumnError(f"rows are appended whole: {', '.join(lacking)} not given for the cache in {self.folder}")
+        counts = {name: len(value) for name, value in values.items()}
+        if len(set(counts.values())) > 1:
+            raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
+        count = next(iter(counts.values()))
+        prepared = {name: self._files[name].prepare(value, count) for name, value in values.items()}
+        with self._lock.held():
+            first = self.num_rows
+            if first + count > self._states.room:
+                self._make_room(first + count)
+            self._states.num_rows = first + count
+            if count:
+                self._put(np.arange(first, first + count), places, prepared)
+        return range(first, first + count)
+
+    def _put(self, numbers: Numbers, places: list[int], prepared: Mapping[str, Any]) -> None:
+        """Write rows whose numbers ascend."""
+        with self._lock.held(), self._explained(numbers):
+            begun = self._states.begin(numbers, places)
+            for name, values in prepared.items():
+                self._files[name].write(numbers, values)
+            if not self._written:
+                self._written_since = time.monotonic()
+            self._written.append(Written(numbers, places, begun))
+            self._written_bytes += sum(self._files[name].nbytes(len(numbers)) for name in prepared) + len(numbers) * 256
+        if self._written_bytes > _MOST_BYTES or time.monotonic() - self._written_since > _MOST_SECONDS:
+            self.flush_own()
+
+    def flush(self) -> None:
+        """Have all that was written, also through tensors, on the disk, and the rows filled.
+
+        Raises:
+            WriteError: rows written since the last flush are missing.
+        """
+        self._may_write()
+        self._written_bytes += 1
+        self._flush(self._names)
+
+    def flush_own(self) -> bool:
+        """Have the rows that this process has written filled; whether there were any."""
+        if not self.writes or self._pid != os.getpid() or not self._written:
+            return False
+        self._flush(None)
+        return True
+
+    def _flush(self, names: list[str] | None) -> None:
+        with self._lock.held():
+            written, self._written, self._written_bytes = self._written, [], 0
+        touched = {self._names[place] for part in written for place in part.columns} if names is None else names
+        with explained(self.folder, 0, "folder"):
+            for name in touched:
+                self._files[name].sync()
+        with self._lock.held():
+            for part in written:
+                self._states.fill(part.rows, part.columns, part.begun)
+        self._states.sync()
+
+    def close(self) -> None:
+        """Flush, let go of the files and, if nobody else writes, give back the room that no row is in."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        try:
+            if self.writes and self._pid == os.getpid():
+                self.flush_own()
+                if lock(self._states.fd, wait=False):
+                    with self._lock.held():
+                        self._give_room_back()
+        finally:
+            self._close_files()
+
+    def _may_write(self) -> None:
+        if self.is_closed or not self.writes:
+            what = (
+                "closed" if self.is_closed else "open for reading only: TensorCache.open(folder, mode='r+') can write"
+            )
+            raise CacheError(f"the cache in {self.folder} is {what}")
+        if self._pid != os.getpid():  # what the parent has written is for it to flush
+            self._written, self._written_bytes, self._pid = [], 0, os.getpid()
+
+    @contextmanager
+    def _explained(self, numbers: Numbers) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or ""
+            raise WriteError(
+                error.errno,
+                f"{len(numbers)} rows from row {numbers[0]} on could not be written "
+                f"({reason.partition('; nothing')[0]}): they count as missing. "
+                "Free some space or take another folder, and write them again",
+                str(self.folder),
+            ) from error
+
+    # Room
+
+    def _make_room(self, needed: int) -> None:
+        """Under the lock."""
+        states = self._states
+        with explained(self.folder, 0, "folder"):
+            states.aim(
+                max(needed, states.goal, states.room + states.room // 2, _LEAST_ROOM if needed > states.goal else 0)
+            )
+            for file in self._files.values():
+                file.fit(states.goal)
+            states.arrive()
+
+    def _give_room_back(self) -> None:
+        """Under the lock, by the only writer."""
+        rows = self.num_rows
+        if rows < self._states.room:
+            self._states.shrink()
+        for file in self._files.values():
+            file.fit(self._states.room)
+        if rows > self.manifest.num_rows:
+            self.manifest = self.manifest.with_rows(rows)
+            self.manifest.write(self.folder)
+
+    def _close_files(self) -> None:
+        self._tensors.clear()
+        for file in self._files.values():
+            file.close()
+        self._states.close()
+        self._lock.close()
+
+
+def _one(value: Any) -> Any:
+    """The values of one row, as those of some."""
+    return value[None] if isinstance(value, torch.Tensor | np.ndarray) else [value]
+
+
+def _last_of_each(numbers: Numbers) -> Numbers | None:
+    """Places that put numbers in order, each once, the last of equal ones; None if they are so."""
+    if len(numbers) < 2 or bool((np.diff(numbers) > 0).all()):
+        return None
+    order = np.argsort(numbers, kind="stable")
+    kept: Numbers = order[np.append(np.diff(numbers[order]) != 0, True)]
+    return kept

@@ -1,0 +1,283 @@
+"""Named rows, read by index: what users hold.
+
+Always true:
+- a batch is a dict of plain tensors, rows in the order that was asked for, each equal to what was written
+- a row that is not filled is never given as if it were
+- it may be passed to other processes: what travels is the folder's path
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from multiprocessing import util
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from offload.cache.indexing import rows_of
+from offload.cache.manifest import Manifest, as_json
+from offload.cache.schema import Column, schema_of
+from offload.cache.store import Store
+from offload.errors import CacheError, MissingRowsError
+from offload.storage.modes import plain_world
+from offload.tensor.arguments import checked_device
+from offload.tensor.wrapper import OffloadedTensor
+
+
+class TensorCache:
+    """Columns of rows in a folder: written by index in any order, by one process or many, and read in batches.
+
+    Make one with `create`, open it again with `open`. A row counts as filled once it is on the disk; after a crash
+    every filled row is right, and `missing_rows()` names the others.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> columns = {"logps": (torch.float32, ()), "hidden": (torch.bfloat16, (8,))}
+        >>> cache = TensorCache.create(folder, columns, num_rows=4)
+        >>> cache[[0, 2]] = {"logps": torch.tensor([0.5, 1.5]), "hidden": torch.ones(2, 8, dtype=torch.bfloat16)}
+        >>> cache.missing_rows()
+        tensor([1, 3])
+        >>> cache[[2, 0]]["logps"]
+        tensor([1.5000, 0.5000])
+        >>> cache.close()
+    """
+
+    device: torch.device
+    _store: Store
+    _finish: Any
+
+    def __init__(self) -> None:
+        raise CacheError("TensorCache.create makes a cache, and TensorCache.open opens one")
+
+    @classmethod
+    def _over(cls, store: Store, device: torch.device) -> TensorCache:
+        cache = cls.__new__(cls)
+        cache._store = store
+        cache.device = device
+        cache._finish = util.Finalize(cache, store.close, exitpriority=10)  # also at the end of a worker process
+        return cache
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        columns: Mapping[str, Any],
+        num_rows: int = 0,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        device: torch.device | str | int = "cpu",
+    ) -> TensorCache:
+        """A new cache, allocated at once: it takes no disk space before rows are written.
+
+        Args:
+            folder: where its files go; made if it is not there.
+            columns: by name `(dtype, row_shape)`, with None as the first size where it differs from row to row;
+                `"json"` (or `str`, `dict`, `list`) for text and what JSON can say; `"bytes"`.
+            num_rows: how many rows there are at first; `append` adds more.
+            metadata: what the rows are of, in words of JSON; `open(expect=...)` compares it.
+            device: where batches land.
+
+        Raises:
+            CacheError: the folder is a cache already; a column is described wrongly.
+            ForeignFileError, WriteError
+        """
+        schema = schema_of(columns)
+        if num_rows < 0:
+            raise CacheError(f"a cache can't have {num_rows} rows")
+        where = checked_device(device)
+        path = Path(os.path.abspath(folder))
+        Store.create(path, Manifest(schema, num_rows, as_json(metadata or {})))
+        return cls._over(Store.open(path, None, writes=True), where)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        mode: str = "r",
+        *,
+        expect: Mapping[str, Any] | None = None,
+        device: torch.device | str | int = "cpu",
+    ) -> TensorCache:
+        """A cache that is there.
+
+        Args:
+            folder: what `create` was given.
+            mode: "r" to read, "r+" to write as well.
+            expect: metadata that it must have; others may be there too.
+            device: where batches land.
+
+        Raises:
+            MissingFileError: there is none, or a file of it is missing.
+            CorruptFileError: a file of it was cut, or is something else.
+            CacheError: it is of another version, or its metadata are others.
+            WriteError: it is to be written to, and can't be.
+        """
+        if mode not in ("r", "r+"):
+            raise CacheError(f"mode {mode!r} is not known: 'r' reads, 'r+' writes as well")
+        return cls._over(Store.open(Path(os.path.abspath(folder)), expect, writes=mode == "r+"), checked_device(device))
+
+    # What it is
+
+    @property
+    def folder(self) -> Path:
+        return self._store.folder
+
+    @property
+    def mode(self) -> str:
+        """`"r"` or `"r+"`."""
+        return "r+" if self._store.writes else "r"
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """What each column holds, by name."""
+        return self._store.columns
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._store.manifest.metadata
+
+    def __len__(self) -> int:
+        return self._open().num_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, filled or not."""
+        return self._open().nbytes
+
+    def missing_rows(self, columns: Iterable[str] | None = None) -> torch.Tensor:
+        """The rows, in order, that are not filled in all columns, or in all of `columns`: int64."""
+        return torch.from_numpy(self._open().missing(columns))
+
+    @property
+    def num_filled(self) -> int:
+        """How many rows are filled, in all columns."""
+        return self._open().count(None)
+
+    def require_complete(self, columns: Iterable[str] | None = None) -> None:
+        """
+        Raises:
+            MissingRowsError: rows are missing; names the first.
+        """
+        missing = self.missing_rows(columns).tolist()
+        if missing:
+            some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+            raise MissingRowsError(f"{len(missing)} of {len(self)} rows of {self.folder} are not filled: {some}")
+
+    def __repr__(self) -> str:
+        if self._store.is_closed:
+            return f"TensorCache({str(self.folder)!r}, closed)"
+        lines = [f"TensorCache({str(self.folder)!r}, mode={self.mode!r}): {len(self)} rows, {self.num_filled} filled"]
+        width = max(map(len, self.columns))
+        for name, column in self.columns.items():
+            lines.append(f"  {name:{width}}  {column.kind}  {column.shape_text}  {column.dtype}")
+        return "\n".join(lines)
+
+    # Rows in and out
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows, as `get` gives them; or, by its name, a column as an `OffloadedTensor` (rows, *row_shape)."""
+        if isinstance(index, str):
+            return self.column(index)
+        return self.get(index)
+
+    def get(
+        self,
+        rows: Any,
+        columns: Iterable[str] | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        missing: str = "error",
+        pin_memory: bool = False,
+    ) -> dict[str, Any]:
+        """Rows of some columns.
+
+        Args:
+            rows: an int (which gives a row without a leading dimension), a slice, a range, a list, a 1-D integer or
+                bool tensor or array. Negative numbers count from the end.
+            columns: their names; all if None.
+            device: where the tensors land; that of the cache if None.
+            out: by column, contiguous tensors on the CPU to read into.
+            missing: "error", or "zeros" to have zeros for rows that are not filled.
+            pin_memory: read into pinned memory.
+
+        Returns:
+            By column, (rows, *row_shape).
+
+        Raises:
+            RowIndexError, ColumnError, MissingRowsError, CorruptFileError
+        """
+        store = self._open()
+        with plain_world():
+            wanted = rows_of(rows, store.num_rows)
+            found = store.read(wanted.numbers, columns, missing=missing, out=out, pinned=pin_memory)
+            target = self.device if device is None else checked_device(device)
+            found = {name: value.to(target, non_blocking=pin_memory) for name, value in found.items()}
+            return {name: value[0] for name, value in found.items()} if wanted.is_one else found
+
+    def __setitem__(self, rows: Any, values: Mapping[str, Any]) -> None:
+        """Write rows, of all columns or of some. They are filled when they have been flushed.
+
+        Raises:
+            RowIndexError, ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
+            WriteError: the disk is full; the rows count as missing.
+        """
+        store = self._open()
+        with plain_world():
+            store.write(rows_of(rows, store.num_rows), values)
+
+    def append(self, values: Mapping[str, Any]) -> range:
+        """Add rows at the end; their numbers. Several processes may append at once.
+
+        Raises: as `cache[rows] = values`.
+        """
+        with plain_world():
+            return self._open().append(values)
+
+    def column(self, name: str) -> OffloadedTensor:
+        """A column as one tensor on disk, (rows, *row_shape), filled or not.
+
+        Ops on it read what they need; in-place ops write the file, and say nothing of which rows are filled. It has the
+        rows that there are now: after `append`, ask for it again.
+
+        Raises:
+            ColumnError
+            WriteError: at the first in-place op, if the disk has no room for all rows.
+        """
+        return self._open().tensor(name, self.device)
+
+    def flush(self) -> None:
+        """Wait until what was written is on the disk: the rows are filled then, also after a power cut.
+
+        Raises:
+            WriteError: rows written since the last flush are missing.
+        """
+        self._open().flush()
+
+    def close(self) -> None:
+        """Flush, and let go of the files. A cache that is dropped, or whose process ends, is closed too."""
+        self._finish()
+
+    def __enter__(self) -> TensorCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, (self.folder, self.mode, self.device)
+
+    def _open(self) -> Store:
+        if self._store.is_closed:
+            raise CacheError(f"the cache in {self.folder} is closed: open it again")
+        return self._store
+
+
+def _opened(folder: Path, mode: str, device: torch.device) -> TensorCache:
+    return TensorCache.open(folder, mode, device=device)
