@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.cache.gather import RowFile
@@ -24,7 +26,6 @@ from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchEr
 from offload.storage.header import build, contiguous
 from offload.storage.names import file_name
 from offload.storage.write import bytes_of, refuse_foreign, write_all
-from offload.tensor.wrapper import guest_of
 
 _MOST = 2**63 - 1  # bytes that torch can count
 
@@ -82,8 +83,8 @@ class FixedColumn:
             write_all(fd, memoryview(head), 0)
             os.fsync(fd)
 
-    def prepare(self, value: Any, count: int) -> torch.Tensor:
-        """`value` as `count` rows: plain, contiguous, on the CPU.
+    def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
+        """`value` as `count` rows, of which only those at the places `kept` are to be written: plain, on the CPU.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
@@ -95,30 +96,42 @@ class FixedColumn:
                 f"column {column.name!r} ({self.path}): {count} rows have the shape {wanted}, "
                 f"the values {tuple(tensor.shape)}"
             )
+        if kept is not None:
+            tensor = tensor[torch.from_numpy(kept)]
         return tensor.contiguous().resolve_conj().resolve_neg()
 
-    def write(self, rows: Numbers, values: torch.Tensor) -> None:
-        """Write what `prepare` gave to rows whose numbers ascend.
+    def write(self, rows: Numbers, values: torch.Tensor) -> int:
+        """Write what `prepare` gave to rows whose numbers ascend; how many bytes that was.
 
         Raises:
             OSError
         """
         self._file.write(rows, bytes_of(values))
+        return self.nbytes(len(rows))
 
-    def read(self, rows: Numbers, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
-        """(rows, *row_shape), plain, on the CPU.
+    def read(
+        self, rows: Numbers, filled: npt.NDArray[np.bool_], out: torch.Tensor | None = None, *, pinned: bool = False
+    ) -> torch.Tensor:
+        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not filled.
 
         Raises:
             CorruptFileError
-            ShapeMismatchError, DtypeMismatchError: `out` is another.
+            ShapeMismatchError: `out` is another.
         """
+        shape = (len(rows), *self.column.row_shape)
         if out is None:
-            shape = (len(rows), *self.column.row_shape)
             out = torch.empty(shape, dtype=self.column.dtype, device="cpu", pin_memory=pinned)
+        elif tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or out.is_cuda:
+            raise ShapeMismatchError(
+                f"column {self.column.name!r}: `out` is to be contiguous, on the CPU, {shape} {self.column.dtype}, "
+                f"and is {tuple(out.shape)} {out.dtype}"
+            )
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         first = out.storage_offset() * out.itemsize
         flat.set_(out.untyped_storage(), first, (len(rows), self._row_bytes), (self._row_bytes, 1))
         self._file.read(rows, flat)
+        if not filled.all():
+            flat[torch.from_numpy(~filled)] = 0
         return out
 
     def nbytes(self, num_rows: int) -> int:
@@ -148,11 +161,7 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
     if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
         value = torch.stack([torch.as_tensor(part) for part in value])
     is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
-    tensor = (
-        guest_of(value).detach()
-        if isinstance(value, torch.Tensor)
-        else torch.as_tensor(value, dtype=None if is_typed else column.dtype)
-    )
+    tensor = torch.as_tensor(value, dtype=None if is_typed else column.dtype).detach()
     if tensor.dtype != column.dtype:
         raise DtypeMismatchError(
             f"column {column.name!r} ({path}) holds {column.dtype}, the values are {tensor.dtype}: "

@@ -12,18 +12,24 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.cache.indexing import Numbers
+from offload.cache.indexing import Numbers, span_of
 from offload.errors import CorruptFileError, MissingFileError
+from offload.memory import available_bytes
+from offload.storage.pages import bring_in, cached_bytes
 from offload.storage.write import write_all
 
 _MOST_PARTS = 1024  # that the system takes in one call
-_LOOKS = 16  # at rows, to tell whether all are in memory
+_LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
+_READ_AGAIN = 8  # a file is mapped when a part of it has been read that is one in so many
+_ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+Memory: TypeAlias = "npt.NDArray[np.uint8]"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
 
 
@@ -38,11 +44,12 @@ class RowFile:
         self.path = path
         self._start = start
         self._size = row_bytes
-        self.fd = _opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        self._random = _opened(path, os.O_RDONLY)
+        self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        self._random = opened(path, os.O_RDONLY)
         if _CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
-        self._mapped: torch.Tensor | None = None
+        self._mapped: Memory | None = None
+        self._warm_bytes = 0
 
     def write(self, rows: Numbers, data: memoryview) -> None:
         """Write rows whose numbers ascend; `data` has them one behind the other.
@@ -50,7 +57,7 @@ class RowFile:
         Raises:
             OSError
         """
-        for begin, end in runs(rows):
+        for begin, end in [(0, len(rows))] if span_of(rows) else runs(rows):
             write_all(self.fd, data[begin * self._size : end * self._size], self._at(rows[begin]))
 
     def read(self, rows: Numbers, into: torch.Tensor) -> None:
@@ -62,10 +69,8 @@ class RowFile:
         if not len(rows) or not self._size:
             return
         try:
-            if rows[-1] - rows[0] == len(rows) - 1 and (len(rows) == 1 or bool((np.diff(rows) == 1).all())):
-                self._read_run(rows[0], [into.numpy().data.cast("B")], self.fd)
-            elif self._are_cached(rows):
-                torch.index_select(self._mapping(rows), 0, torch.from_numpy(rows), out=into)
+            if span_of(rows) is not None:
+                read_run(self.fd, self.path, self._at(rows[0]), [into.numpy().data.cast("B")])
             else:
                 self._read_scattered(rows, into)
         except OSError as error:
@@ -80,68 +85,55 @@ class RowFile:
         return self._start + int(row) * self._size
 
     def _read_scattered(self, rows: Numbers, into: torch.Tensor) -> None:
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each number
-        numbers, parts = ordered[first], list(runs(ordered[first]))
-        if _CAN_ADVISE:
-            for begin, end in parts:
-                os.posix_fadvise(
-                    self._random, self._at(numbers[begin]), (end - begin) * self._size, os.POSIX_FADV_WILLNEED
-                )
-        memory, size = into.numpy().data.cast("B"), self._size
-        places = (order[first] * size).tolist()
-        for begin, end in parts:
-            for at in range(begin, end, _MOST_PARTS):
-                to = [memory[place : place + size] for place in places[at : min(at + _MOST_PARTS, end)]]
-                self._read_run(numbers[at], to, self._random)
-        if len(first) < len(rows):
-            into[torch.from_numpy(order)] = into[torch.from_numpy(order[first[np.cumsum(_begins(ordered)) - 1]])]
-
-    def _read_run(self, row: int | np.int64, into: Sequence[memoryview], fd: int) -> None:
-        """Rows that follow each other in the file."""
-        at, wanted = self._at(row), sum(map(len, into))
-        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
-        if done < wanted:
-            self._read_rest(at, into, done, fd)
-
-    def _read_rest(self, at: int, into: Sequence[memoryview], done: int, fd: int) -> None:
-        for part in into:
-            skipped = min(done, len(part))
-            done -= skipped
-            at += skipped
-            while skipped < len(part):
-                got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
-                if not got:
-                    raise CorruptFileError(f"{self.path} ends at byte {at}, in the middle of its rows: it was cut")
-                skipped += got
-                at += got
+        is_cached = self._are_cached(rows)
+        mapping = self._hot_mapping(rows, is_cached)
+        if mapping is not None:
+            np.take(mapping, rows, axis=0, out=into.numpy(), mode="clip")  # torch would wait for its other threads
+            return
+        starts, size = self._start + rows * self._size, np.int64(self._size)
+        sizes, places = np.broadcast_to(size, len(rows)), np.arange(len(rows)) * size
+        memory = into.numpy().data.cast("B")
+        read_parts(self._random, self.path, starts, sizes, places, memory, announce=not is_cached)
 
     def _are_cached(self, rows: Numbers) -> bool:
         """Whether some of the rows, spread over all, are in memory."""
         if not _NOWAIT:
             return False
+        looks = _LOOKS if self._mapped is None else _LOOKS_IF_MAPPED
         byte = [bytearray(1)]
         try:
-            for row in rows[:: -(-len(rows) // _LOOKS)].tolist():
-                os.preadv(self.fd, byte, self._at(row), _NOWAIT)
+            for row in rows[:: -(-len(rows) // looks)].tolist():
+                os.preadv(self.fd, byte, self._start + row * self._size, _NOWAIT)
         except OSError:
             return False
         return True
 
-    def _mapping(self, rows: Numbers) -> torch.Tensor:
-        """(rows that the file holds, bytes of a row)"""
+    def _hot_mapping(self, rows: Numbers, is_cached: bool) -> Memory | None:
+        """(rows that the file holds, bytes of a row), if the whole file is in memory and has been read often.
+
+        To map a page costs more than to copy it: it pays for those that are read again.
+        """
         mapped = self._mapped
-        if mapped is None or len(mapped) <= rows.max():
-            size = os.fstat(self.fd).st_size
-            memory = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            memory.madvise(mmap.MADV_RANDOM)
-            flat = torch.frombuffer(memory, dtype=torch.uint8, offset=self._start)
-            mapped = flat[: len(flat) // self._size * self._size].view(-1, self._size)
-            if len(mapped) <= rows.max():
-                raise CorruptFileError(f"{self.path} ends before row {rows.max()}: it was cut")
-            self._mapped = mapped
+        if not is_cached or (mapped is not None and len(mapped) <= int(rows.max())):
+            self._mapped = mapped = None
+        self._warm_bytes = self._warm_bytes + len(rows) * self._size if is_cached else 0
+        if mapped is None and is_cached and self._warm_bytes * _READ_AGAIN > os.fstat(self.fd).st_size:
+            self._warm_bytes = 0
+            mapped = self._mapped = self._map()
         return mapped
+
+    def _map(self) -> Memory | None:
+        size = os.fstat(self.fd).st_size
+        if size > available_bytes() // 2:
+            return None
+        memory = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        flat: Memory = np.frombuffer(memory, dtype=np.uint8)
+        if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:
+            return None
+        memory.madvise(mmap.MADV_RANDOM)
+        bring_in(flat.ctypes.data, size)
+        count = (size - self._start) // self._size
+        return flat[self._start : self._start + count * self._size].reshape(count, self._size)
 
 
 def runs(rows: Numbers) -> list[tuple[int, int]]:
@@ -152,13 +144,57 @@ def runs(rows: Numbers) -> list[tuple[int, int]]:
     return list(zip([0, *ends], [*ends, len(rows)], strict=True))
 
 
-def _begins(ordered: Numbers) -> npt.NDArray[np.bool_]:
-    """Where another number begins."""
-    begins: npt.NDArray[np.bool_] = np.diff(ordered, prepend=-1) != 0
-    return begins
+def read_parts(
+    fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
+) -> None:
+    """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
+
+    Raises:
+        CorruptFileError: the file ends before.
+        OSError
+    """
+    order = np.flatnonzero(sizes)
+    order = order[np.argsort(starts[order], kind="stable")]
+    starts, sizes, places = starts[order], sizes[order], places[order]
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
+    runs = list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True)) if len(order) else []
+    if announce and _CAN_ADVISE:
+        for begin, end in runs:
+            start = int(starts[begin])
+            os.posix_fadvise(fd, start, int(starts[end - 1] + sizes[end - 1]) - start, os.POSIX_FADV_WILLNEED)
+    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    for begin, end in runs:
+        for at in range(begin, end, _MOST_PARTS):
+            read_run(fd, path, int(starts[at]), slices[at : min(at + _MOST_PARTS, end)])
 
 
-def _opened(path: Path, flags: int) -> int:
+def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
+    """Read what follows each other in a file.
+
+    Raises: as `read_parts`.
+    """
+    wanted = sum(map(len, into))
+    done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+    if done == wanted:
+        return
+    for part in into:
+        skipped = min(done, len(part))
+        done -= skipped
+        at += skipped
+        while skipped < len(part):
+            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
+            if not got:
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
+            skipped += got
+            at += got
+
+
+def opened(path: Path, flags: int) -> int:
+    """A descriptor of a file of a cache.
+
+    Raises:
+        MissingFileError, CorruptFileError
+    """
     try:
         return os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError as error:

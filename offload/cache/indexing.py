@@ -54,6 +54,17 @@ def rows_of(index: Any, size: int) -> Rows:
     return Rows(_checked(np.array(_number(index), dtype=np.int64), size), True)
 
 
+def span_of(numbers: Numbers) -> slice | None:
+    """The slice that gives the same rows, where each follows the one before."""
+    count = len(numbers)
+    if not count:
+        return slice(0, 0)
+    first, last = int(numbers[0]), int(numbers[-1])
+    if last - first != count - 1 or (count > 2 and bool((np.diff(numbers) != 1).any())):
+        return None
+    return slice(first, last + 1)
+
+
 def _number(index: Any) -> int:
     if not isinstance(index, bool | np.bool_):
         try:

@@ -78,7 +78,13 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
     """
     if not columns:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
-    return {name: _column(name, said) for name, said in columns.items()}
+    schema = {name: _column(name, said) for name, said in columns.items()}
+    for name, column in schema.items():
+        if column.kind != TENSOR and f"{name}/index" in schema:
+            raise CacheError(
+                f"{name}/index can't be a column beside {name!r}, which keeps the places of its rows there"
+            )
+    return schema
 
 
 def _column(name: str, said: Any) -> Column:

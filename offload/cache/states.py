@@ -15,12 +15,12 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.cache.indexing import Numbers
+from offload.cache.indexing import Numbers, span_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError
 from offload.storage.write import explained
 
@@ -100,9 +100,10 @@ class States:
         self._counts[3] = self.goal
         self._map()
 
-    def of(self, rows: Numbers | slice) -> Bytes:
-        """The bytes of these rows, (rows, columns): a copy."""
-        return np.array(self._all()[rows])
+    def of(self, rows: Numbers, columns: list[int]) -> Bytes:
+        """The bytes of these cells, (rows, columns): a copy."""
+        cells: Bytes = self._all()[self._cells(rows, columns)]
+        return cells.copy() if cells.base is not None else cells
 
     def begin(self, rows: Numbers, columns: list[int]) -> Bytes:
         """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
@@ -113,11 +114,12 @@ class States:
             WriteError: the disk is full.
         """
         self._reserve(rows)
-        cells = (rows[:, None], columns)
-        before = self._all()[cells]
+        cells = self._cells(rows, columns)
+        before: Bytes = self._all()[cells]
+        rewrites = before.any()
         now: Bytes = before + 1 + (before & 1)  # wraps around, from odd to odd
         self._all()[cells] = now
-        if before.any():  # the disk may say that they are filled
+        if rewrites:  # the disk may say that they are filled
             self.sync()
         return now
 
@@ -126,7 +128,7 @@ class States:
 
         Under the lock.
         """
-        cells = (rows[:, None], columns)
+        cells = self._cells(rows, columns)
         now = self._all()[cells]
         done: Bytes = begun + 1
         done[done == EMPTY] = 2
@@ -193,6 +195,13 @@ class States:
             self._map()
         return self._bytes
 
+    def _cells(self, rows: Numbers, columns: list[int]) -> Any:
+        """An index, as cheap a one as there is."""
+        span = span_of(rows)
+        if len(columns) == self._columns and columns == list(range(self._columns)):
+            return rows if span is None else span
+        return (rows[:, None], columns) if span is None else (span, columns)
+
     def _map(self) -> None:
         size = os.fstat(self.fd).st_size
         if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
@@ -218,8 +227,13 @@ class States:
     def _reserve(self, rows: Numbers) -> None:
         if not len(rows) or not hasattr(os, "posix_fallocate"):
             return
-        chunks = np.unique(np.concatenate([(PAGE + (rows + end) * self._columns - end) // _CHUNK for end in (0, 1)]))
-        for chunk in set(chunks.tolist()) - self._reserved:
+        first, last = ((PAGE + (int(rows[end]) - end) * self._columns - (end < 0)) // _CHUNK for end in (0, -1))
+        if last - first > 1:
+            chunks = np.concatenate([(PAGE + (rows + end) * self._columns - end) // _CHUNK for end in (0, 1)])
+            wanted = set(np.unique(chunks).tolist())
+        else:
+            wanted = {first, last}
+        for chunk in wanted - self._reserved:
             start = chunk * _CHUNK
             with explained(self.path, _CHUNK, "folder"):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))

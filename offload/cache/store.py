@@ -21,22 +21,34 @@ import numpy as np
 import torch
 
 from offload.cache.columns import FixedColumn
+from offload.cache.heap import HeapColumn
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import FolderLock, lock
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
+from offload.cache.schema import TENSOR, Column
 from offload.cache.states import Bytes, States, cells_filled
-from offload.errors import CacheError, ColumnError, MissingRowsError, ShapeMismatchError, WriteError
+from offload.errors import (
+    CacheError,
+    ColumnError,
+    CorruptFileError,
+    MissingRowsError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+    WriteError,
+)
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.locks import ForkSafeLock
 from offload.storage.write import explained
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
+_LEAST_BYTES = 16 << 20  # for which there is room after it has been made
 _MOST_BYTES = 256 << 20  # that are written between two flushes
-_MOST_ROWS = 1 << 20
+_ROW = 256  # bytes that a row counts for beside its own
 _MOST_SECONDS = 10.0
 _LOOKS = 1000  # at rows that others write while they are read
 
@@ -62,17 +74,18 @@ class Store:
         self._names = list(manifest.columns)
         self._places = {name: place for place, name in enumerate(self._names)}
         self._lock = FolderLock(folder / LOCK)
+        self._flushing = ForkSafeLock()
         self._written: list[Written] = []
         self._written_bytes = 0
         self._written_since = 0.0
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
-        self._files: dict[str, FixedColumn] = {}
+        self._files: dict[str, FixedColumn | HeapColumn] = {}
         with self._lock.held(shared=True):
             self._states = States(folder, len(self._names), writes=writes)
             try:
                 for name, column in self.columns.items():
-                    self._files[name] = FixedColumn(folder, column, writes=writes)
+                    self._files[name] = kind_of(column)(folder, column, writes=writes)
                     self._files[name].check(self._states.room)
             except BaseException:
                 self._close_files()
@@ -100,7 +113,7 @@ class Store:
                         "TensorCache.open, or take another folder"
                     )
                 for column in manifest.columns.values():
-                    FixedColumn.create(folder, column, manifest.num_rows)
+                    kind_of(column).create(folder, column, manifest.num_rows)
                 States.create(folder, len(manifest.columns), manifest.num_rows)
                 manifest.write(folder)
             finally:
@@ -157,6 +170,10 @@ class Store:
     def tensor(self, name: str, device: torch.device) -> OffloadedTensor:
         """A column, over its file."""
         self.places([name])
+        if self.columns[name].kind != TENSOR:
+            raise UnsupportedOpError(
+                f"column {name!r} of {self.folder} has rows of different lengths, which are no tensor: read rows of it"
+            )
         tensor = self._tensors.get(name)
         rows, room = self.num_rows, self._states.room
         if tensor is None or len(tensor) != room or not self.writes:
@@ -167,6 +184,17 @@ class Store:
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
         whole = tensor if tensor.device == device else tensor.to(device)
         return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]
+
+    def lengths(self, name: str, rows: Numbers) -> Numbers:
+        """How many values each row has; 0 where it is not filled."""
+        [place] = self.places([name])
+        file = self._files[name]
+        if isinstance(file, FixedColumn):
+            raise UnsupportedOpError(
+                f"column {name!r} of {self.folder} has rows of one shape: {self.columns[name].shape_text}"
+            )
+        self.flush_own()
+        return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])
 
     # Reading
 
@@ -184,28 +212,28 @@ class Store:
         Raises:
             MissingRowsError, CorruptFileError
         """
+        if missing not in ("error", "zeros"):
+            raise CacheError(f"missing={missing!r} is not known: 'error' or 'zeros'")
         places = self.places(columns)
         for _ in range(_LOOKS):
-            before = self._cells(rows, places)
+            before = self._states.of(rows, places)
             if not cells_filled(before).all() and self.flush_own():
-                before = self._cells(rows, places)
+                before = self._states.of(rows, places)
             filled = cells_filled(before)
             if missing == "error" and not filled.all():
                 self._refuse_missing(rows[~filled.all(axis=1)])
-            found = {
-                name: self._files[name].read(rows, (out or {}).get(name), pinned=pinned)
-                for name in (self._names[place] for place in places)
-            }
-            if np.array_equal(before[filled], self._cells(rows, places)[filled]):
-                for value, has in zip(found.values(), filled.T, strict=True):
-                    if not has.all():
-                        value[torch.from_numpy(~has)] = 0
+            try:
+                found = {
+                    name: self._files[name].read(rows, has, (out or {}).get(name), pinned=pinned)
+                    for name, has in zip((self._names[place] for place in places), filled.T, strict=True)
+                }
+            except CorruptFileError:  # or what was read of it was half another's
+                if np.array_equal(before[filled], self._states.of(rows, places)[filled]):
+                    raise
+                continue
+            if np.array_equal(before[filled], self._states.of(rows, places)[filled]):
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
-
-    def _cells(self, rows: Numbers, places: list[int]) -> Bytes:
-        cells = self._states.of(rows)
-        return cells if len(places) == len(self._names) else cells[:, places]
 
     def _refuse_missing(self, rows: Numbers) -> None:
         some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
@@ -226,13 +254,12 @@ class Store:
         places = self.places(values)
         numbers = rows.numbers
         given = {name: _one(value) if rows.is_one else value for name, value in values.items()}
-        prepared = {name: self._files[name].prepare(value, len(numbers)) for name, value in given.items()}
+        kept = _last_of_each(numbers)
+        prepared = {name: self._files[name].prepare(value, len(numbers), kept) for name, value in given.items()}
         if len(numbers):
-            kept = _last_of_each(numbers)
-            if kept is not None:
-                numbers = numbers[kept]
-                prepared = {name: value[torch.from_numpy(kept)] for name, value in prepared.items()}
-            self._put(numbers, places, prepared)
+            with self._lock.held():
+                self._put(numbers if kept is None else numbers[kept], places, prepared)
+            self._flush_if_due()
 
     def append(self, values: Mapping[str, Any]) -> range:
         """Write behind the last row; the numbers of the new rows.
@@ -248,7 +275,7 @@ class Store:
         if len(set(counts.values())) > 1:
             raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
         count = next(iter(counts.values()))
-        prepared = {name: self._files[name].prepare(value, count) for name, value in values.items()}
+        prepared = {name: self._files[name].prepare(value, count, None) for name, value in values.items()}
         with self._lock.held():
             first = self.num_rows
             if first + count > self._states.room:
@@ -256,19 +283,23 @@ class Store:
             self._states.num_rows = first + count
             if count:
                 self._put(np.arange(first, first + count), places, prepared)
+        self._flush_if_due()
         return range(first, first + count)
 
     def _put(self, numbers: Numbers, places: list[int], prepared: Mapping[str, Any]) -> None:
-        """Write rows whose numbers ascend."""
-        with self._lock.held(), self._explained(numbers):
+        """Write rows whose numbers ascend. Under the lock."""
+        with self._explained(numbers):
             begun = self._states.begin(numbers, places)
-            for name, values in prepared.items():
-                self._files[name].write(numbers, values)
-            if not self._written:
-                self._written_since = time.monotonic()
-            self._written.append(Written(numbers, places, begun))
-            self._written_bytes += sum(self._files[name].nbytes(len(numbers)) for name in prepared) + len(numbers) * 256
-        if self._written_bytes > _MOST_BYTES or time.monotonic() - self._written_since > _MOST_SECONDS:
+            nbytes = sum(self._files[name].write(numbers, values) for name, values in prepared.items())
+        if not self._written:
+            self._written_since = time.monotonic()
+        self._written.append(Written(numbers, places, begun))
+        self._written_bytes += nbytes + len(numbers) * _ROW
+
+    def _flush_if_due(self) -> None:
+        if self._written_bytes > _MOST_BYTES or (
+            self._written and time.monotonic() - self._written_since > _MOST_SECONDS
+        ):
             self.flush_own()
 
     def flush(self) -> None:
@@ -278,17 +309,20 @@ class Store:
             WriteError: rows written since the last flush are missing.
         """
         self._may_write()
-        self._written_bytes += 1
-        self._flush(self._names)
+        with self._flushing:
+            self._flush(self._names)
 
     def flush_own(self) -> bool:
-        """Have the rows that this process has written filled; whether there were any."""
-        if not self.writes or self._pid != os.getpid() or not self._written:
+        """Have the rows that this process has written filled; False if it can't have written any."""
+        if not self.writes or self._pid != os.getpid():
             return False
-        self._flush(None)
+        with self._flushing:  # another thread may be at it
+            if self._written:
+                self._flush(None)
         return True
 
     def _flush(self, names: list[str] | None) -> None:
+        """The rows that were written, with these columns or with those that they are of."""
         with self._lock.held():
             written, self._written, self._written_bytes = self._written, [], 0
         touched = {self._names[place] for part in written for place in part.columns} if names is None else names
@@ -343,9 +377,9 @@ class Store:
         """Under the lock."""
         states = self._states
         with explained(self.folder, 0, "folder"):
-            states.aim(
-                max(needed, states.goal, states.room + states.room // 2, _LEAST_ROOM if needed > states.goal else 0)
-            )
+            if needed > states.goal:
+                each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
+                states.aim(max(needed, states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1)))
             for file in self._files.values():
                 file.fit(states.goal)
             states.arrive()
@@ -367,6 +401,10 @@ class Store:
             file.close()
         self._states.close()
         self._lock.close()
+
+
+def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
+    return FixedColumn if column.kind == TENSOR else HeapColumn
 
 
 def _one(value: Any) -> Any:

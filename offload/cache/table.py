@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from offload.cache.heap import Ragged
 from offload.cache.indexing import rows_of
 from offload.cache.manifest import Manifest, as_json
 from offload.cache.schema import Column, schema_of
@@ -24,7 +25,7 @@ from offload.cache.store import Store
 from offload.errors import CacheError, MissingRowsError
 from offload.storage.modes import plain_world
 from offload.tensor.arguments import checked_device
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import OffloadedTensor, guest_of
 
 
 class TensorCache:
@@ -193,6 +194,8 @@ class TensorCache:
         out: Mapping[str, torch.Tensor] | None = None,
         missing: str = "error",
         pin_memory: bool = False,
+        ragged: str = "list",
+        padding: complex = 0,
     ) -> dict[str, Any]:
         """Rows of some columns.
 
@@ -204,9 +207,12 @@ class TensorCache:
             out: by column, contiguous tensors on the CPU to read into.
             missing: "error", or "zeros" to have zeros for rows that are not filled.
             pin_memory: read into pinned memory.
+            ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
+                tensor, `layout=torch.jagged`).
+            padding: what stands behind the shorter ones of "padded".
 
         Returns:
-            By column, (rows, *row_shape).
+            By column, (rows, *row_shape); a list for text, JSON and bytes.
 
         Raises:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
@@ -216,8 +222,20 @@ class TensorCache:
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted.numbers, columns, missing=missing, out=out, pinned=pin_memory)
             target = self.device if device is None else checked_device(device)
-            found = {name: value.to(target, non_blocking=pin_memory) for name, value in found.items()}
-            return {name: value[0] for name, value in found.items()} if wanted.is_one else found
+            found = {name: _sent(value, target, pin_memory) for name, value in found.items()}
+        form = "list" if wanted.is_one else ragged
+        found = {name: _formed(value, form, padding) for name, value in found.items()}
+        return {name: value[0] for name, value in found.items()} if wanted.is_one else found
+
+    def lengths(self, column: str, rows: Any = slice(None)) -> torch.Tensor:
+        """How many values rows of different lengths have, without reading these: int64.
+
+        Raises:
+            ColumnError, RowIndexError
+            UnsupportedOpError: the column has rows of one shape.
+        """
+        store = self._open()
+        return torch.from_numpy(store.lengths(column, rows_of(rows, store.num_rows).numbers))
 
     def __setitem__(self, rows: Any, values: Mapping[str, Any]) -> None:
         """Write rows, of all columns or of some. They are filled when they have been flushed.
@@ -226,17 +244,18 @@ class TensorCache:
             RowIndexError, ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
             WriteError: the disk is full; the rows count as missing.
         """
-        store = self._open()
+        store, given = self._open(), {name: _plain(value) for name, value in values.items()}
         with plain_world():
-            store.write(rows_of(rows, store.num_rows), values)
+            store.write(rows_of(rows, store.num_rows), given)
 
     def append(self, values: Mapping[str, Any]) -> range:
         """Add rows at the end; their numbers. Several processes may append at once.
 
         Raises: as `cache[rows] = values`.
         """
+        given = {name: _plain(value) for name, value in values.items()}
         with plain_world():
-            return self._open().append(values)
+            return self._open().append(given)
 
     def column(self, name: str) -> OffloadedTensor:
         """A column as one tensor on disk, (rows, *row_shape), filled or not.
@@ -281,3 +300,26 @@ class TensorCache:
 
 def _opened(folder: Path, mode: str, device: torch.device) -> TensorCache:
     return TensorCache.open(folder, mode, device=device)
+
+
+def _formed(value: Any, ragged: str, padding: complex) -> Any:
+    if not isinstance(value, Ragged):
+        return value
+    if ragged not in ("list", "padded", "jagged"):
+        raise CacheError(f"ragged={ragged!r} is not known: 'list', 'padded' or 'jagged'")
+    if ragged == "padded":
+        return value.as_padded(padding)
+    return value.as_list() if ragged == "list" else value.as_jagged()
+
+
+def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=pinned)
+    return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
+
+
+def _plain(value: Any) -> Any:
+    """Neither offloaded nor nested."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())

@@ -1,0 +1,246 @@
+"""A column whose rows have no size of their own: tokens, text, what JSON can say, bytes.
+
+Always true:
+- values stand one behind the other in a file that only grows; where each row's are stands in a column of its own
+- a row that is written again gets a new place: who reads the old one is not disturbed
+- what comes back is what went in, or writing it was an error; nothing is unpickled
+
+The files: `NAME.values` (rows of tensors, as bytes), `NAME.jsonl` (a line a row) or `NAME.bytes`; and
+`NAME%2findex.safetensors`, int64 (room, 2): first byte, and how many (elements of the first dimension, or bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.cache.columns import FixedColumn, as_tensor, row_bytes
+from offload.cache.gather import opened, read_parts
+from offload.cache.indexing import Numbers
+from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
+from offload.errors import CorruptFileError, DtypeMismatchError, ForeignFileError, ShapeMismatchError
+from offload.storage.names import SUFFIX, file_name
+from offload.storage.write import bytes_of, write_all
+
+_SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
+_ALIGNED = 64  # bytes at a multiple of which a batch begins
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Values on their way to the file.
+
+    Attributes:
+        counts: how many each row has.
+        parts: their bytes, row by row.
+    """
+
+    counts: Numbers
+    parts: Sequence[memoryview | bytes]
+
+
+class HeapColumn:
+    """An opened column."""
+
+    def __init__(self, folder: Path, column: Column, *, writes: bool) -> None:
+        """
+        Raises:
+            MissingFileError, CorruptFileError
+        """
+        self.column = column
+        self.path = _path(folder, column)
+        self._each = row_bytes(column)  # bytes of what is counted
+        self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
+        try:
+            self._index = FixedColumn(folder, _index_of(column), writes=writes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @staticmethod
+    def create(folder: Path, column: Column, room: int) -> None:
+        """Empty files.
+
+        Raises:
+            ForeignFileError: a file that offload did not write stands there.
+            OSError
+        """
+        path = _path(folder, column)
+        if path.exists() and path.stat().st_size:
+            raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
+        path.touch()
+        FixedColumn.create(folder, _index_of(column), room)
+
+    def check(self, room: int) -> None:
+        self._index.check(room)
+
+    def fit(self, room: int) -> None:
+        self._index.fit(room)
+
+    def prepare(self, value: Any, count: int, kept: Numbers | None) -> Batch:
+        """`value` as rows, of which only those at the places `kept` are to be written.
+
+        Raises:
+            ShapeMismatchError, DtypeMismatchError
+        """
+        rows = list(value.unbind()) if isinstance(value, torch.Tensor) else list(value)
+        if len(rows) != count:
+            raise ShapeMismatchError(f"column {self.column.name!r} ({self.path}): {count} rows, {len(rows)} values")
+        if kept is not None:
+            rows = [rows[place] for place in kept]
+        if self.column.kind == RAGGED:
+            return self._prepared_tensors(rows)
+        parts = [self._encoded(row) for row in rows]
+        return Batch(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts)
+
+    def write(self, rows: Numbers, batch: Batch) -> int:
+        """Write what `prepare` gave; how many bytes that was. Under the lock.
+
+        Raises:
+            OSError
+        """
+        sizes = batch.counts * self._each
+        at = os.fstat(self._fd).st_size
+        if self.column.kind == RAGGED:
+            at = -(-at // _ALIGNED) * _ALIGNED
+        starts = at + np.cumsum(sizes) - sizes
+        nbytes = write_all(self._fd, memoryview(b"".join(batch.parts)), at)
+        return nbytes + self._index.write(rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)))
+
+    def lengths(self, rows: Numbers, filled: Any) -> Numbers:
+        counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]
+        return counts
+
+    def read(
+        self, rows: Numbers, filled: Any, out: torch.Tensor | None = None, *, pinned: bool = False
+    ) -> list[Any] | Ragged:
+        """The rows; of those that are not filled, no values.
+
+        Raises:
+            CorruptFileError
+        """
+        if out is not None:
+            raise ShapeMismatchError(
+                f"column {self.column.name!r} has rows of different lengths: `out` can't hold them"
+            )
+        index = self._index.read(rows, filled).numpy()
+        starts, counts = index[:, 0], index[:, 1]
+        sizes = counts * self._each
+        end = os.fstat(self._fd).st_size
+        if len(rows) and ((index < 0).any() or int((starts + sizes).max()) > end):
+            raise CorruptFileError(
+                f"{self.path} has {end} bytes, and its rows take more: it was cut. Get it again, whole."
+            )
+        flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        places = np.cumsum(sizes) - sizes
+        read_parts(self._fd, self.path, starts, sizes, places, flat.numpy().data)
+        if self.column.kind == RAGGED:
+            values = flat.view(self.column.dtype) if self._each else torch.empty(0, dtype=self.column.dtype)
+            return Ragged(values.view(int(counts.sum()), *self.column.row_shape), counts)
+        data = flat.numpy().tobytes()
+        parts = [data[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+        return [self._decoded(part) for part in parts]
+
+    def nbytes(self, num_rows: int) -> int:
+        return self._index.nbytes(num_rows) + os.fstat(self._fd).st_size
+
+    def sync(self) -> None:
+        """
+        Raises:
+            OSError: what was written is not on the disk.
+        """
+        os.fdatasync(self._fd)
+        self._index.sync()
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._index.close()
+
+    def _prepared_tensors(self, rows: list[Any]) -> Batch:
+        shape = self.column.row_shape
+        tensors = [as_tensor(row, self.column, self.path).contiguous().resolve_conj().resolve_neg() for row in rows]
+        for tensor in tensors:
+            if tensor.ndim != len(shape) + 1 or tuple(tensor.shape[1:]) != shape:
+                raise ShapeMismatchError(
+                    f"column {self.column.name!r} ({self.path}): a row has the shape {self.column.shape_text}, "
+                    f"the value {tuple(tensor.shape)}"
+                )
+        counts = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
+        return Batch(counts, [bytes_of(tensor) for tensor in tensors])
+
+    def _encoded(self, row: Any) -> bytes:
+        what = f"column {self.column.name!r} ({self.path})"
+        if self.column.kind == BYTES:
+            if not isinstance(row, bytes | bytearray | memoryview):
+                raise DtypeMismatchError(f"{what} holds bytes, the value is of {type(row).__name__}")
+            return bytes(row)
+        try:
+            return json.dumps(_checked(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DtypeMismatchError(
+                f"{what} holds what JSON can say, and a value can't be said in it: {error}"
+            ) from error
+
+    def _decoded(self, part: bytes) -> Any:
+        if self.column.kind == BYTES:
+            return part
+        try:
+            return json.loads(part) if part else None
+        except ValueError as error:
+            raise CorruptFileError(
+                f"{self.path} holds a row that is not JSON: {error}. Get it again, whole."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different lengths: all their values, one row behind the other, and how many each has."""
+
+    values: torch.Tensor
+    counts: Numbers
+
+    def as_list(self) -> list[torch.Tensor]:
+        return list(self.values.split(self.counts.tolist()))
+
+    def as_padded(self, padding: complex) -> torch.Tensor:
+        """(rows, longest, ...)"""
+        counts = torch.from_numpy(self.counts)
+        longest = int(self.counts.max()) if len(counts) else 0
+        shape = (len(counts), longest, *self.values.shape[1:])
+        padded = torch.full(shape, padding, dtype=self.values.dtype, device=self.values.device)
+        padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
+        return padded
+
+    def as_jagged(self) -> torch.Tensor:
+        """A nested tensor, `layout=torch.jagged`, over the values as they are."""
+        offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
+        jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(self.values, offsets)
+        return jagged
+
+
+def _path(folder: Path, column: Column) -> Path:
+    return folder / (file_name(column.name).removesuffix(SUFFIX) + _SUFFIXES[column.kind])
+
+
+def _index_of(column: Column) -> Column:
+    return Column(f"{column.name}/index", TENSOR, torch.int64, (2,))
+
+
+def _checked(value: Any) -> Any:
+    """JSON would turn other keys into text."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not text")
+            _checked(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _checked(part)
+    return value
