@@ -72,7 +72,7 @@ FULL = Scale(
     written_rows=256,
     cache_bytes=512 << 20,
     cache_batches=32,
-    cache_seconds=4.0,
+    cache_seconds=2.0,
 )
 TOY = Scale(
     name="toy",
@@ -91,5 +91,5 @@ TOY = Scale(
     written_rows=4,
     cache_bytes=8 << 20,
     cache_batches=2,
-    cache_seconds=4.0,
+    cache_seconds=2.0,
 )
