@@ -43,7 +43,13 @@ _SAME_FILES = (ANNOUNCED, TORCH_MAPPED)  # other ways to read what others have w
 
 @dataclass(frozen=True)
 class Table:
-    """What is measured: so many rows of float32, and how much of it is read."""
+    """What is measured: so many rows of float32.
+
+    Attributes:
+        batches: how many are read at random.
+        seconds: after which no more is read.
+        seed: of the random rows.
+    """
 
     rows: int
     columns: int
@@ -126,7 +132,7 @@ def creating(arm: str, table: Table) -> Callable[[Path], Writer]:
 
 def appending(arm: str, table: Table) -> Callable[[Path], Writer]:
     """Opens a writer of a table that grows."""
-    return lambda folder: STORES[arm].append(folder, table.columns)  # type: ignore[misc]
+    return lambda folder: STORES[arm].append(folder, table.columns)
 
 
 def _write_trial(arm: str, scratch: Path, table: Table, step: int, start: Callable[[Path], Writer]) -> float:
