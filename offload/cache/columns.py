@@ -25,8 +25,9 @@ from offload.cache.schema import Column
 from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
 from offload.storage.header import build, contiguous
 from offload.storage.names import file_name
-from offload.storage.write import bytes_of, refuse_foreign, write_all
+from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
 
+_HUGE = 4 << 20
 _MOST = 2**63 - 1  # bytes that torch can count
 
 
@@ -49,14 +50,11 @@ class FixedColumn:
 
         Raises:
             ForeignFileError: a file that offload did not write stands there.
-            OSError
+            WriteError
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
-        with open(path, "wb") as file:
-            file.write(_head(column, room))
-            file.truncate(_size(column, room))
-            os.fsync(file.fileno())
+        put_file(path, _head(column, room), _size(column, room))
 
     def check(self, room: int) -> None:
         """
@@ -71,8 +69,11 @@ class FixedColumn:
                 "Get the folder again, whole."
             )
 
+    def has_room(self, room: int) -> bool:
+        return os.fstat(self._file.fd).st_size >= _size(self.column, room)
+
     def fit(self, room: int) -> None:
-        """Make the file exactly as `room` has it, for good.
+        """Make the file exactly as `room` has it. On the disk that is with the next row that is.
 
         Raises:
             OSError
@@ -81,10 +82,9 @@ class FixedColumn:
         if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
             os.ftruncate(fd, _size(self.column, room))
             write_all(fd, memoryview(head), 0)
-            os.fsync(fd)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
-        """`value` as `count` rows, of which only those at the places `kept` are to be written: plain, on the CPU.
+        """`value` as `count` rows, of which only those at the places `kept` are to be written: their bytes.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
@@ -96,9 +96,8 @@ class FixedColumn:
                 f"column {column.name!r} ({self.path}): {count} rows have the shape {wanted}, "
                 f"the values {tuple(tensor.shape)}"
             )
-        if kept is not None:
-            tensor = tensor[torch.from_numpy(kept)]
-        return tensor.contiguous().resolve_conj().resolve_neg()
+        rows = self._as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
+        return rows if kept is None else rows[torch.from_numpy(kept)]
 
     def write(self, rows: Numbers, values: torch.Tensor) -> int:
         """Write what `prepare` gave to rows whose numbers ascend; how many bytes that was.
@@ -120,19 +119,23 @@ class FixedColumn:
         """
         shape = (len(rows), *self.column.row_shape)
         if out is None:
-            out = torch.empty(shape, dtype=self.column.dtype, device="cpu", pin_memory=pinned)
+            out = _fresh(self.column.dtype, shape, pinned=pinned)
         elif tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or out.is_cuda:
             raise ShapeMismatchError(
                 f"column {self.column.name!r}: `out` is to be contiguous, on the CPU, {shape} {self.column.dtype}, "
                 f"and is {tuple(out.shape)} {out.dtype}"
             )
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        first = out.storage_offset() * out.itemsize
-        flat.set_(out.untyped_storage(), first, (len(rows), self._row_bytes), (self._row_bytes, 1))
+        flat = self._as_bytes(out)
         self._file.read(rows, flat)
         if not filled.all():
             flat[torch.from_numpy(~filled)] = 0
         return out
+
+    def _as_bytes(self, rows: torch.Tensor) -> torch.Tensor:
+        """(rows, bytes of a row), over the same memory."""
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        first = rows.storage_offset() * rows.itemsize
+        return flat.set_(rows.untyped_storage(), first, (len(rows), self._row_bytes), (self._row_bytes, 1))
 
     def nbytes(self, num_rows: int) -> int:
         return num_rows * self._row_bytes
@@ -168,6 +171,14 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
             f"cast them with .to({column.dtype})"
         )
     return tensor.cpu()
+
+
+def _fresh(dtype: torch.dtype, shape: tuple[int, ...], *, pinned: bool) -> torch.Tensor:
+    """Memory to read into. For large arrays NumPy asks the system for huge pages: fewer of them are touched first."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if pinned or nbytes < _HUGE:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _head(column: Column, room: int) -> bytes:

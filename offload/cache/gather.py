@@ -130,7 +130,6 @@ class RowFile:
         flat: Memory = np.frombuffer(memory, dtype=np.uint8)
         if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:
             return None
-        memory.madvise(mmap.MADV_RANDOM)
         bring_in(flat.ctypes.data, size)
         count = (size - self._start) // self._size
         return flat[self._start : self._start + count * self._size].reshape(count, self._size)

@@ -81,6 +81,9 @@ class HeapColumn:
     def check(self, room: int) -> None:
         self._index.check(room)
 
+    def has_room(self, room: int) -> bool:
+        return self._index.has_room(room)
+
     def fit(self, room: int) -> None:
         self._index.fit(room)
 
@@ -112,7 +115,9 @@ class HeapColumn:
             at = -(-at // _ALIGNED) * _ALIGNED
         starts = at + np.cumsum(sizes) - sizes
         nbytes = write_all(self._fd, memoryview(b"".join(batch.parts)), at)
-        return nbytes + self._index.write(rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)))
+        return nbytes + self._index.write(
+            rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)).view(torch.uint8)
+        )
 
     def lengths(self, rows: Numbers, filled: Any) -> Numbers:
         counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]

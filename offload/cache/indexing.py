@@ -60,7 +60,7 @@ def span_of(numbers: Numbers) -> slice | None:
     if not count:
         return slice(0, 0)
     first, last = int(numbers[0]), int(numbers[-1])
-    if last - first != count - 1 or (count > 2 and bool((np.diff(numbers) != 1).any())):
+    if last - first != count - 1 or (count > 2 and bool((numbers[1:] - numbers[:-1] != 1).any())):
         return None
     return slice(first, last + 1)
 

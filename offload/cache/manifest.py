@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from offload.cache.schema import Column
 from offload.errors import CacheError, CorruptFileError, MissingFileError
-from offload.storage.write import explained, remove, sync_folder, temporary_for
+from offload.storage.write import put_file
 
 FILE = "manifest.json"
 FORMAT = "offload.TensorCache"
@@ -54,7 +53,7 @@ class Manifest:
             "columns": {name: column.to_json() for name, column in self.columns.items()},
             "metadata": dict(self.metadata),
         }
-        put(folder / FILE, json.dumps(said, indent=1, ensure_ascii=False).encode())
+        put_file(folder / FILE, json.dumps(said, indent=1, ensure_ascii=False).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -119,23 +118,3 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise CacheError(f"metadata are written as JSON, and these can't be: {error}") from error
     return back
-
-
-def put(path: Path, data: bytes) -> None:
-    """Replace a small file of ours, for good.
-
-    Raises:
-        WriteError
-    """
-    temporary = temporary_for(path)
-    with explained(path, len(data), "folder"):
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
-    sync_folder(path.parent)

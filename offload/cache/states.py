@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, span_of
+from offload.cache.lock import unlock
 from offload.errors import CacheError, CorruptFileError, MissingFileError
-from offload.storage.write import explained
+from offload.storage.write import explained, put_file
 
 FILE = "rows.state"
 PAGE = 4096
@@ -60,10 +61,8 @@ class States:
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
         """A file in which every row is empty; takes the disk space of one page."""
-        with open(folder / FILE, "wb") as file:
-            file.write(MAGIC + np.array([VERSION, columns, rows, rows, rows], dtype="<u8").tobytes())
-            file.truncate(PAGE + rows * columns)
-            os.fsync(file.fileno())
+        counts = np.array([VERSION, columns, rows, rows, rows], dtype="<u8").tobytes()
+        put_file(folder / FILE, MAGIC + counts, PAGE + rows * columns)
 
     @property
     def num_rows(self) -> int:
@@ -188,6 +187,7 @@ class States:
         return 0
 
     def close(self) -> None:
+        unlock(self.fd)  # the mapping has a descriptor of its own, and may be dropped later
         os.close(self.fd)
 
     def _all(self) -> Bytes:

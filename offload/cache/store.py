@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from offload.errors import (
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import ForkSafeLock
-from offload.storage.write import explained
+from offload.storage.write import explained, sweep
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -81,17 +82,21 @@ class Store:
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
         self._files: dict[str, FixedColumn | HeapColumn] = {}
-        with self._lock.held(shared=True):
-            self._states = States(folder, len(self._names), writes=writes)
-            try:
+        self._opened = ExitStack()
+        self._opened.callback(self._lock.close)
+        try:
+            with self._lock.held(shared=True):
+                self._states = States(folder, len(self._names), writes=writes)
+                self._opened.callback(self._states.close)
                 for name, column in self.columns.items():
                     self._files[name] = kind_of(column)(folder, column, writes=writes)
-                    self._files[name].check(self._states.room)
-            except BaseException:
-                self._close_files()
-                raise
-        if writes:
-            self._settle()
+                    self._opened.callback(self._files[name].close)
+                    self._check(self._files[name])
+            if writes:
+                self._settle()
+        except BaseException:
+            self._close_files()
+            raise
 
     # Making and opening
 
@@ -112,6 +117,7 @@ class Store:
                         f"{folder} is a cache already, or another process is making one there: open it with "
                         "TensorCache.open, or take another folder"
                     )
+                sweep(folder)
                 for column in manifest.columns.values():
                     kind_of(column).create(folder, column, manifest.num_rows)
                 States.create(folder, len(manifest.columns), manifest.num_rows)
@@ -136,7 +142,14 @@ class Store:
                     self._states.forget(rows)
                 if self._states.goal != self._states.room:
                     self._make_room(self._states.goal)
+                for file in self._files.values():
+                    file.fit(self._states.room)
         lock(self._states.fd, shared=True)
+
+    def _check(self, file: FixedColumn | HeapColumn) -> None:
+        """A file may lack room that was made just before a power cut: no row was filled there. It lacks no other."""
+        if not file.has_room(self._states.room):
+            file.check(self._states.used())
 
     # What it is
 
@@ -178,6 +191,11 @@ class Store:
         rows, room = self.num_rows, self._states.room
         if tensor is None or len(tensor) != room or not self.writes:
             with self._lock.held(shared=True):
+                if self._states.goal != self._states.room:
+                    raise CorruptFileError(
+                        f"column {name!r} of {self.folder} was being given room when its writer was killed: "
+                        "rows can be read, and opening the cache with mode='r+' mends the column"
+                    )
                 file = TensorFile.open(self._files[name].path)
                 handle = Handle.shared(file, name, self.folder) if self.writes else Handle.reference(file, name)
             handle.has_holes, handle.is_fixed = self.writes, self.writes
@@ -356,6 +374,7 @@ class Store:
             raise CacheError(f"the cache in {self.folder} is {what}")
         if self._pid != os.getpid():  # what the parent has written is for it to flush
             self._written, self._written_bytes, self._pid = [], 0, os.getpid()
+            util.Finalize(None, self.flush_own, exitpriority=10)  # a worker process ends
 
     @contextmanager
     def _explained(self, numbers: Numbers) -> Iterator[None]:
@@ -397,10 +416,7 @@ class Store:
 
     def _close_files(self) -> None:
         self._tensors.clear()
-        for file in self._files.values():
-            file.close()
-        self._states.close()
-        self._lock.close()
+        self._opened.close()
 
 
 def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:

@@ -134,6 +134,27 @@ def _write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
         at += write_all(fd, bytes_of(block), at)
 
 
+def put_file(path: Path, data: bytes, size: int | None = None) -> None:
+    """Put a small file of ours in place, for good; of `size` bytes if that is more: zeros, that take no room.
+
+    Raises:
+        WriteError: the disk is full, the folder is read-only...
+    """
+    temporary = temporary_for(path)
+    with explained(path, len(data), "folder"):
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.truncate(size)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            remove(temporary)
+            raise
+    sync_folder(path.parent)
+
+
 def sweep(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder."""
     with os.scandir(folder) as items:

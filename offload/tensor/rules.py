@@ -304,7 +304,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     handle = tensor._handle
     if type(handle) is Traced:
         return handle.inner  # itself: a compiler finds out what is written by that
-    if not handle.owned:
+    if not handle.owned or handle.has_holes:
         handle.writable_base()
     guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not brought in
     return guest.detach() if handle.recipe is None else guest.clone()

@@ -14,6 +14,7 @@ class Traced:
 
     __slots__ = ("generation", "inner")
     owned = True
+    has_holes = False
     recipe = None
 
     def __init__(self, inner: torch.Tensor) -> None:

@@ -9,14 +9,15 @@ import pytest
 
 from tests.processes import run_script
 
-KILLS = int(os.environ.get("OFFLOAD_CACHE_KILLS", "60"))  # 500 for the whole campaign
+KILLS = int(os.environ.get("OFFLOAD_CACHE_KILLS", "24"))  # 500 for the whole campaign
 
-# All of a row is of one number, its stamp, which no other write has: a row that is half of one write and half of another
-# shows it. What the child is about to write, and what it has flushed, stands in memory that parent and child share.
+# All of a row is of one number, its stamp, which no other write has: half of one write and half of another shows.
+# What the child is about to write, and what it has flushed, stands in memory that parent and child share.
 DRIVER = """
     import json, mmap, os, random, signal, sys, time
     import numpy as np, torch
     from offload import TensorCache
+    from offload.errors import CorruptFileError
 
     torch.set_num_threads(1)
     folder, first, kills = sys.argv[1] + "/cache", int(sys.argv[2]), int(sys.argv[3])
@@ -83,7 +84,12 @@ DRIVER = """
             assert batch["note"][at] == {"stamp": stamp, "text": "x" * (stamp % 70)}, ("note", row, stamp)
         for row in missing:
             assert tried[row] != flushed[row] or flushed[row] == 0, (row, "was flushed and is missing")
-        column = cache["x"]
+        try:
+            column = cache["x"]
+        except CorruptFileError as error:
+            assert mode == "r" and "mends the column" in str(error)
+            cache.close()
+            return 0
         assert tuple(column.shape) == (len(cache), 300)
         if filled:
             assert column[filled[-1], 0].item() == found[-1]

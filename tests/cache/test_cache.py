@@ -1,0 +1,422 @@
+"""Rows come back as they were written, whatever they are and however they are asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offload import TensorCache, is_offloaded
+from offload.errors import (
+    CacheError,
+    ColumnError,
+    DtypeMismatchError,
+    MissingRowsError,
+    RowIndexError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+)
+from offload.storage.dtypes import _NAMED
+
+SIZE = 10
+DTYPES = sorted(set(_NAMED.values()), key=str)
+FORMS = {
+    "int": 3,
+    "negative int": -1,
+    "0-d tensor": torch.tensor(4),
+    "numpy int": np.int32(2),
+    "slice": slice(2, 7),
+    "slice with steps": slice(1, None, 3),
+    "slice from the end": slice(-4, -1),
+    "slice beyond the end": slice(8, 100),
+    "empty slice": slice(5, 5),
+    "all": slice(None),
+    "list": [7, 1, 4],
+    "list with repeats and negatives": [3, 3, -1, 0, -10, 9],
+    "empty list": [],
+    "list of bools": [True, False] * 5,
+    "int64 tensor": torch.tensor([9, 0, 5, 5]),
+    "int32 tensor": torch.tensor([2, 3, 4], dtype=torch.int32),
+    "empty tensor": torch.empty(0, dtype=torch.int64),
+    "mask": torch.arange(SIZE) % 3 == 0,
+    "empty mask": torch.zeros(SIZE, dtype=torch.bool),
+}
+
+
+def cache_of(folder, columns, num_rows=0, **options):
+    return TensorCache.create(folder / "cache", columns, num_rows, **options)
+
+
+def bits(tensor):
+    return (
+        tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).view(torch.uint8)
+    )
+
+
+def random_of(dtype, shape):
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """A cache of 10 rows, and the plain tensor that it holds."""
+    values = torch.randn(SIZE, 3)
+    with cache_of(tmp_path, {"x": (torch.float32, (3,))}, SIZE) as cache:
+        cache[:] = {"x": values}
+        yield cache, values
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_those_of_the_plain_tensor(filled, form):
+    cache, values = filled
+
+    found = cache[FORMS[form]]["x"]
+
+    expected = values[FORMS[form]]
+    assert expected.shape == found.shape
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    "index", [range(2, 9, 3), range(8, 1, -3), slice(None, None, -1), slice(8, 2, -2), np.array([1, -2])]
+)
+def test_what_torch_does_not_take_gives_the_rows_that_it_lists(filled, index):
+    cache, values = filled
+    numbers = list(range(*index.indices(SIZE))) if isinstance(index, slice) else list(index)
+
+    assert torch.equal(values[numbers], cache[index]["x"])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "repeats" not in form and "repeated" not in form])
+def test_rows_that_are_written_are_those_of_the_plain_tensor(filled, form):
+    cache, values = filled
+    expected = values.clone()
+    new = torch.randn_like(expected[FORMS[form]])
+    expected[FORMS[form]] = new
+
+    cache[FORMS[form]] = {"x": new}
+
+    assert torch.equal(expected, cache[:]["x"])
+
+
+def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
+    cache, values = filled
+
+    cache[[4, 2, 4]] = {"x": torch.arange(9.0).reshape(3, 3)}
+
+    assert [[6.0, 7.0, 8.0], [3.0, 4.0, 5.0]] == cache[[4, 2]]["x"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (10, "row 10 is out of range for a cache of 10 rows: its rows go from 0 to 9, or from -10 to -1"),
+        ([1, -11], "row -11 is out of range for a cache of 10 rows"),
+        (torch.tensor([3, 99]), "row 99 is out of range"),
+        (range(5, 12), "row 11 is out of range"),
+        (torch.ones(9, dtype=torch.bool), "the mask has 9 elements, and the cache 10 rows"),
+        (1.5, r"1.5 \(float\) names no rows: give an int, a slice"),
+        (True, r"True \(bool\) names no rows"),
+        (None, "None .* names no rows"),
+        (..., "Ellipsis .* names no rows"),
+        ((1, 2), r"\(1, 2\) \(tuple\) names no rows"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\), int64\) names no rows"),
+        ([[1], [2, 3]], "names no rows"),
+        (torch.tensor([1.0]), "float32.* names no rows"),
+        (torch.tensor([1], dtype=torch.uint8), "uint8.* names no rows"),
+    ],
+)
+def test_what_names_no_rows_is_an_error_that_tells_index_and_size(filled, index, said):
+    cache, _ = filled
+
+    with pytest.raises(RowIndexError, match=said):
+        cache[index]
+    with pytest.raises(IndexError):
+        cache[index] = {"x": torch.zeros(1, 3)}
+
+
+def test_a_cache_without_rows_says_so(tmp_path):
+    cache = cache_of(tmp_path, {"x": (torch.float32, ())})
+
+    with pytest.raises(RowIndexError, match="row 0 is out of range for a cache of 0 rows: it has no rows"):
+        cache[0]
+    assert (0, 0, 0, []) == (len(cache), cache.nbytes, cache.num_filled, cache.missing_rows().tolist())
+    assert (0,) == tuple(cache[:]["x"].shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
+    shapes = {str(shape): shape for shape in [(), (5,), (2, 3), (0,), (1, 0, 2)]}
+    values = {name: random_of(dtype, (6, *shape)) for name, shape in shapes.items()}
+    cache = cache_of(tmp_path, {name: (dtype, shape) for name, shape in shapes.items()}, 4)
+
+    cache[[3, 0]] = {name: torch.stack([value[3], value[0]]) for name, value in values.items()}
+    cache[1:3] = {name: value[1:3] for name, value in values.items()}
+    cache.append({name: value[4:5] for name, value in values.items()})
+    cache.append({name: value[5:] for name, value in values.items()})
+    cache.append({name: value[:0] for name, value in values.items()})
+    cache.close()
+
+    found = TensorCache.open(cache.folder)
+    picked, whole, one = found[[5, 0, 3]], found[:], found[2]
+    for name, value in values.items():
+        assert ((3, *shapes[name]), dtype) == (tuple(picked[name].shape), picked[name].dtype)
+        assert torch.equal(torch.cat([bits(value[row]) for row in (5, 0, 3)]), bits(picked[name]))
+        assert torch.equal(bits(value), bits(whole[name]))
+        assert torch.equal(bits(value[2]), bits(one[name]))
+        assert ((6, *shapes[name]), dtype) == (tuple(found[name].shape), found[name].dtype)
+
+
+def test_a_column_is_an_offloaded_tensor_and_a_safetensors_file(filled):
+    cache, values = filled
+
+    column = cache["x"]
+    column[4] = 7
+
+    assert is_offloaded(column)
+    assert [7.0] * 3 == cache[4]["x"].tolist()
+    assert torch.equal(values[:4] @ torch.ones(3), column[:4] @ torch.ones(3))
+    cache.close()
+    assert torch.equal(column, load_file(cache.folder / "x.safetensors")["x"])
+
+
+def test_a_column_is_not_replaced_under_the_cache(filled):
+    with pytest.raises(UnsupportedOpError, match="'x' is a column of a cache .* which is written in place"):
+        filled[0]["x"].update_values(torch.zeros(SIZE, 3))
+
+
+def test_what_is_written_to_a_column_of_a_cache_that_is_read_only_does_not_reach_it(filled):
+    cache, values = filled
+    cache.flush()
+    column = TensorCache.open(cache.folder)["x"]
+
+    column.zero_()
+
+    assert torch.equal(values, cache[:]["x"])
+
+
+def test_a_column_grows_with_the_cache_and_an_old_one_says_that_it_is_old(tmp_path):
+    cache = cache_of(tmp_path, {"x": (torch.int64, (2,))}, 1)
+    cache[0] = {"x": torch.zeros(2, dtype=torch.int64)}
+    old = cache["x"]
+
+    for number in range(3000):
+        cache.append({"x": torch.full((1, 2), number)})
+
+    assert (3001, 2) == tuple(cache["x"].shape)
+    assert torch.equal(torch.arange(3000), cache["x"][1:, 1].materialize())
+    with pytest.raises(RuntimeError, match="open it again"):
+        old.sum()
+    cache.close()
+    assert (3001, 2) == tuple(load_file(cache.folder / "x.safetensors")["x"].shape)
+
+
+def test_a_thousand_million_rows_are_allocated_at_once_and_take_no_disk(tmp_path):
+    with cache_of(tmp_path, {"x": (torch.float32, (1000,))}, 10**9) as cache:
+        cache[-1] = {"x": torch.ones(1000)}
+        cache.flush()
+
+        assert 1000.0 == cache[10**9 - 1]["x"].sum()
+        assert 4 * 10**12 == cache.nbytes
+        assert sum(path.stat().st_blocks * 512 for path in cache.folder.iterdir()) < 1 << 20
+
+
+def test_batches_read_into_what_is_given(filled):
+    cache, values = filled
+    out = torch.empty(3, 3)
+
+    found = cache.get([5, 1, 2], out={"x": out})["x"]
+
+    assert found.data_ptr() == out.data_ptr()
+    assert torch.equal(values[[5, 1, 2]], out)
+    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` is to be contiguous, on the CPU, \(2, 3\)"):
+        cache.get([5, 1], out={"x": out})
+
+
+def test_columns_are_given_in_the_order_that_was_asked_for(tmp_path):
+    cache = cache_of(tmp_path, {"a": (torch.int64, ()), "b": (torch.int64, ())}, 3)
+    cache[1] = {"a": torch.tensor(1)}
+    cache[[0, 2]] = {"b": [4, 6], "a": [3, 5]}
+
+    assert ["b", "a"] == list(cache.get([0], columns=["b", "a"]))
+    assert [4, 6] == cache.get([0, 2], columns="b")["b"].tolist()
+    assert {"b": 0, "a": 1} == {name: value.item() for name, value in cache.get(1, ["b", "a"], missing="zeros").items()}
+    assert ([1], [], [1]) == tuple(cache.missing_rows(names).tolist() for names in (None, ["a"], ["b", "a"]))
+    with pytest.raises(MissingRowsError, match=r"1 of the rows that were asked for are not filled in .*cache: 1\. "):
+        cache.get([0, 1], columns=["b", "a"])
+
+
+def test_rows_that_are_not_filled_are_named(tmp_path):
+    cache = cache_of(tmp_path, {"x": (torch.int64, ())}, 9)
+    cache[4] = {"x": 44}
+
+    with pytest.raises(MissingRowsError, match=r"8 of 9 rows of .*cache are not filled: 0, 1, 2, 3, 5, \.\.\."):
+        cache.require_complete()
+    with pytest.raises(LookupError, match=r"2 of the rows .*: 8, 3\. Write them first, or read with missing=\"zeros\""):
+        cache[[4, 8, 3]]
+    assert [44, 0] == cache.get([4, 8], missing="zeros")["x"].tolist()
+    assert [0, 1, 2, 3, 5, 6, 7, 8] == cache.missing_rows().tolist()
+    cache[:] = {"x": torch.arange(9)}
+    cache.require_complete()
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "said"),
+    [
+        (
+            {"x": torch.zeros(2, 4)},
+            ShapeMismatchError,
+            r"column 'x' .*x.safetensors\): 2 rows have the shape \(2, 3\), the values \(2, 4\)",
+        ),
+        ({"x": torch.zeros(3)}, ShapeMismatchError, r"\(2, 3\), the values \(3,\)"),
+        (
+            {"x": torch.zeros(2, 3).double()},
+            DtypeMismatchError,
+            "column 'x' .* holds torch.float32, the values are torch.float64",
+        ),
+        ({"x": np.zeros((2, 3))}, DtypeMismatchError, "float64: cast them with .to"),
+        ({"y": torch.zeros(2, 3)}, ColumnError, "the cache in .* has no column 'y': it has x"),
+    ],
+)
+def test_what_does_not_fit_a_column_is_refused_and_nothing_is_written(filled, values, error, said):
+    cache, before = filled
+
+    with pytest.raises(error, match=said):
+        cache[[1, 2]] = values
+    assert torch.equal(before, cache[:]["x"])
+
+
+def test_rows_are_appended_whole(tmp_path):
+    cache = cache_of(tmp_path, {"a": (torch.int64, ()), "b": "json"})
+
+    with pytest.raises(ColumnError, match="rows are appended whole: b not given"):
+        cache.append({"a": [1]})
+    with pytest.raises(ShapeMismatchError, match=r"columns of different lengths .*\{'a': 2, 'b': 1\}"):
+        cache.append({"a": [1, 2], "b": ["x"]})
+    assert 0 == len(cache)
+    assert range(2) == cache.append({"a": [1, 2], "b": ["x", "y"]})
+    assert range(2, 3) == cache.append({"a": [3], "b": ["z"]})
+    assert ["x", "y", "z"] == cache[:]["b"]
+
+
+RAGGED = [torch.arange(n, dtype=torch.int32) for n in (3, 0, 7, 1)]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 0, 0, 2], [1], []], ids=str)
+def test_rows_of_different_lengths_come_as_a_list_padded_or_jagged(tmp_path, rows):
+    cache = cache_of(tmp_path, {"t": (torch.int32, (None,)), "e": (torch.bfloat16, (None, 2))})
+    e = [torch.randn(n, 2).bfloat16() for n in (0, 2, 5, 1)]
+    cache.append({"t": RAGGED[:2], "e": e[:2]})
+    cache.append({"t": RAGGED[2:], "e": torch.nested.nested_tensor(e[2:], layout=torch.jagged)})
+
+    as_list, padded = cache[rows], cache.get(rows, ragged="padded", padding=-1)
+
+    for name, values in (("t", RAGGED), ("e", e)):
+        expected = [values[row] for row in rows]
+        assert all(torch.equal(a, b) for a, b in zip(expected, as_list[name], strict=True))
+        if rows:
+            whole = torch.nn.utils.rnn.pad_sequence(expected, batch_first=True, padding_value=-1)
+            assert torch.equal(whole, padded[name])
+            jagged = cache.get(rows, ragged="jagged")[name]
+            assert jagged.layout == torch.jagged
+            assert all(torch.equal(a, b) for a, b in zip(expected, jagged.unbind(), strict=True))
+    assert [len(RAGGED[row]) for row in rows] == cache.lengths("t", rows).tolist()
+
+
+def test_a_row_may_be_written_again_with_another_length(tmp_path):
+    cache = cache_of(tmp_path, {"t": (torch.int32, (None,)), "note": "json"}, 4)
+    cache[:] = {"t": RAGGED, "note": ["a", "b", "c", "d"]}
+
+    cache[2] = {"t": torch.arange(90, dtype=torch.int32), "note": "longer" * 40}
+    cache[[0, -1]] = {"t": [torch.arange(0, dtype=torch.int32), torch.arange(2, dtype=torch.int32)]}
+
+    assert [0, 0, 90, 2] == [len(row) for row in cache[:]["t"]]
+    assert ["a", "b", "longer" * 40, "d"] == cache[:]["note"]
+    assert torch.equal(torch.arange(90, dtype=torch.int32), cache[2]["t"])
+
+
+def test_text_json_and_bytes_come_back_as_they_were(tmp_path):
+    said = [
+        {"role": "user", "turns": [1, 2.5, None, True]},
+        "gr\u00fc\u00df dich\n\u2028",
+        None,
+        [],
+        "",
+        12,
+        "🦄",
+    ]
+    raw = [b"", b"\0\xff", b"\n", b"abc", bytearray(b"x"), memoryview(b"yz"), b"7"]
+    cache = cache_of(tmp_path, {"chat": dict, "raw": bytes}, 7)
+    cache[:] = {"chat": said, "raw": raw}
+    cache.close()
+
+    found = TensorCache.open(cache.folder)
+
+    assert said == found[:]["chat"]
+    assert [bytes(part) for part in raw] == found[:]["raw"]
+    assert (said[0], b"") == (found[0]["chat"], found[0]["raw"])
+    assert 7 == len((cache.folder / "chat.jsonl").read_text().split("\n")) - 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({1: 2}, "the key 1 is not text"),
+        (float("nan"), "Out of range float"),
+        ({1, 2}, "set is not JSON serializable"),
+        (torch.ones(1), "Tensor"),
+    ],
+)
+def test_what_json_can_not_say_is_refused(tmp_path, value, said):
+    cache = cache_of(tmp_path, {"chat": "json"}, 1)
+
+    with pytest.raises(DtypeMismatchError, match=f"column 'chat' .*{said}"):
+        cache[0] = {"chat": value}
+    assert [0] == cache.missing_rows().tolist()
+
+
+def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
+    cache = cache_of(tmp_path, {"t": (torch.int32, (None,)), "x": (torch.int32, (2,))}, 1)
+
+    with pytest.raises(UnsupportedOpError, match="column 't' of .* has rows of different lengths, which are no tensor"):
+        cache["t"]
+    with pytest.raises(UnsupportedOpError, match=r"column 'x' of .* has rows of one shape: \(2,\)"):
+        cache.lengths("x")
+    with pytest.raises(ShapeMismatchError, match=r"column 't' .* a row has the shape \(None,\), the value \(1, 2\)"):
+        cache[0] = {"t": torch.zeros(1, 2, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({}, "a cache needs at least one column"),
+        ({"x": torch.float32}, r"column 'x': torch.float32 is no column. Give \(dtype, row_shape\)"),
+        ({"x": (torch.float32, (2, None))}, "only the first size may be None"),
+        ({"x": (torch.float32, (-1,))}, r"no row has the shape \(-1,\)"),
+        ({"x": (torch.qint8, ())}, "means nothing without its scale"),
+        ({"t": "json", "t/index": (torch.int64, (2,))}, "t/index can't be a column beside 't'"),
+    ],
+)
+def test_what_is_no_column_is_refused_before_anything_is_made(tmp_path, columns, said):
+    with pytest.raises(CacheError, match=said):
+        cache_of(tmp_path, columns, 3)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_repr_shows_a_table(filled):
+    assert filled[0].num_filled == 10
+    assert repr(filled[0]).endswith("10 rows, 10 filled\n  x  tensor  (3,)  torch.float32")
+
+
+def test_offloaded_tensors_and_other_modes_write_and_read_plain_values(filled):
+    cache, values = filled
+    cache[[1, 2]] = {"x": cache["x"][4:6]}
+
+    with torch.device("meta"), torch.inference_mode():
+        found = cache[[1, 2]]["x"]
+
+    assert type(found) is torch.Tensor
+    assert torch.equal(values[4:6], found)

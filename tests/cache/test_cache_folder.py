@@ -1,0 +1,406 @@
+"""The folder of a cache: made once, opened again, and an error wherever it is not what it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offload import TensorCache
+from offload.cache import columns as columns_module
+from offload.cache import store as store_module
+from offload.cache.states import PAGE
+from offload.errors import CacheError, CorruptFileError, ForeignFileError, MissingFileError, OffloadError, WriteError
+from tests.processes import ROOT, in_fork
+
+COLUMNS = {"x": (torch.int64, (300,)), "t": (torch.int32, (None,)), "note": "json"}
+
+
+def values(first, count):
+    numbers = range(first, first + count)
+    return {
+        "x": torch.tensor(numbers)[:, None].expand(-1, 300),
+        "t": [torch.arange(number % 7, dtype=torch.int32) for number in numbers],
+        "note": [f"number {number}" for number in numbers],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A cache of 8 rows, 5 of them filled."""
+    with TensorCache.create(tmp_path / "cache", COLUMNS, 8, metadata={"model": "tiny", "layers": [1, 2]}) as cache:
+        cache[[1, 2, 3, 5, 7]] = values(0, 5)
+    return tmp_path / "cache"
+
+
+def edited(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(path, nbytes):
+    os.truncate(path, nbytes)
+
+
+def test_a_cache_that_is_opened_again_is_the_same(folder):
+    cache = TensorCache.open(folder, expect={"layers": [1, 2]})
+
+    assert (8, 5, [0, 4, 6]) == (len(cache), cache.num_filled, cache.missing_rows().tolist())
+    assert ["number 0", "number 4"] == cache[[1, 7]]["note"]
+    assert {"model": "tiny", "layers": [1, 2]} == cache.metadata
+    assert list(COLUMNS) == list(cache.columns)
+
+
+def test_metadata_that_do_not_match_are_told(folder):
+    with pytest.raises(
+        CacheError,
+        match="was made for something else: 'model' is 'tiny', expected 'large'; 'seed' is not there, expected 1",
+    ):
+        TensorCache.open(folder, expect={"model": "large", "layers": (1, 2), "seed": 1})
+    with pytest.raises(CacheError, match="metadata are written as JSON, and these can't be"):
+        TensorCache.create(folder.parent / "other", COLUMNS, metadata={"model": torch.nn.Linear})
+
+
+def broken(name, act, kind, said):
+    return pytest.param(act, kind, said, id=name)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "said"),
+    [
+        broken(
+            "no manifest",
+            lambda f: (f / "manifest.json").unlink(),
+            MissingFileError,
+            "no cache is here, or it was not made to its end",
+        ),
+        broken(
+            "half a manifest",
+            lambda f: cut(f / "manifest.json", 40),
+            CorruptFileError,
+            "manifest.json can't be read as the manifest",
+        ),
+        broken(
+            "foreign manifest",
+            lambda f: edited(f, format="chrome"),
+            CorruptFileError,
+            "is not the manifest of a cache of offload",
+        ),
+        broken(
+            "another version",
+            lambda f: edited(f, version=2),
+            CacheError,
+            "is of version 2, and this offload reads version 1",
+        ),
+        broken(
+            "odd column",
+            lambda f: edited(f, columns={"x": {"kind": "y"}}),
+            CorruptFileError,
+            "column 'x' is described as",
+        ),
+        broken("odd rows", lambda f: edited(f, num_rows="8"), CorruptFileError, "malformed: '8' rows"),
+        broken(
+            "cut column",
+            lambda f: cut(f / "x.safetensors", 9000),
+            CorruptFileError,
+            r"column 'x': .*x.safetensors has 9000 bytes, and 8 rows of \(300,\) torch.int64 take 23296: it was cut",
+        ),
+        broken(
+            "no column", lambda f: (f / "x.safetensors").unlink(), MissingFileError, "a file of the cache is missing"
+        ),
+        broken("no values", lambda f: (f / "t.values").unlink(), MissingFileError, "t.values"),
+        broken("cut index", lambda f: cut(f / "t%2findex.safetensors", 4100), CorruptFileError, "it was cut"),
+        broken(
+            "no states",
+            lambda f: (f / "rows.state").unlink(),
+            MissingFileError,
+            "the file that says which rows are filled is missing",
+        ),
+        broken(
+            "short states",
+            lambda f: cut(f / "rows.state", PAGE + 5),
+            CorruptFileError,
+            "has 4101 bytes and 3 columns, where 8 rows of 3 columns, with room for 8, take 4120",
+        ),
+        broken(
+            "empty states", lambda f: cut(f / "rows.state", 0), CorruptFileError, "does not say which rows are filled"
+        ),
+        broken(
+            "other states",
+            lambda f: (f / "rows.state").write_bytes(b"x" * 5000),
+            CorruptFileError,
+            "does not say which rows are filled",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_folder_that_is_not_whole_is_an_error_with_words(folder, act, kind, said, mode):
+    act(folder)
+
+    with pytest.raises(kind, match=said) as caught:
+        TensorCache.open(folder, mode)
+    assert isinstance(caught.value, OffloadError)
+
+
+def test_states_of_another_cache_are_refused(folder):
+    TensorCache.create(folder.parent / "other", {"x": (torch.int64, ())}, 8).close()
+    shutil.copy(folder.parent / "other" / "rows.state", folder)
+
+    with pytest.raises(CorruptFileError, match="has 4104 bytes and 1 columns, where 8 rows of 3 columns"):
+        TensorCache.open(folder)
+
+
+def test_values_that_were_cut_are_an_error_when_they_are_read(folder):
+    cut(folder / "t.values", 10)
+    cache = TensorCache.open(folder)
+
+    with pytest.raises(CorruptFileError, match="t.values has 10 bytes, and its rows take more: it was cut"):
+        cache[[1, 7]]
+    assert ["number 1"] == cache.get([2], columns=["note"])["note"]
+
+
+def test_a_folder_is_made_a_cache_once(folder):
+    with pytest.raises(CacheError, match="is a cache already, or another process is making one there"):
+        TensorCache.create(folder, COLUMNS, 3)
+    assert 5 == TensorCache.open(folder).num_filled
+
+
+def test_of_two_that_make_one_folder_one_does(tmp_path):
+    def create(number):
+        try:
+            TensorCache.create(tmp_path / "cache", {"x": (torch.int64, (number,))}, 100).close()
+        except CacheError:
+            os._exit(3)
+        os._exit(0)
+
+    pids = []
+    for number in range(1, 5):
+        pid = os.fork()
+        if not pid:
+            create(number)
+        pids.append(pid)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+    assert [0, 3, 3, 3] == sorted(ended)
+    number = ended.index(0) + 1
+    assert (100, number) == tuple(TensorCache.open(tmp_path / "cache")["x"].shape)
+
+
+def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path):
+    save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    before = (tmp_path / "x.safetensors").read_bytes()
+
+    with pytest.raises(ForeignFileError, match="was not written by offload"):
+        TensorCache.create(tmp_path, COLUMNS, 3)
+    (tmp_path / "t.values").write_text("mine")
+    with pytest.raises(ForeignFileError, match=r"t.values exists: it is left as it is"):
+        TensorCache.create(tmp_path, {"t": (torch.int32, (None,))}, 3)
+    assert before == (tmp_path / "x.safetensors").read_bytes()
+    assert "mine" == (tmp_path / "t.values").read_text()
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_creator_that_is_killed_leaves_a_folder_that_can_be_made_again(tmp_path, step):
+    def create_and_die():
+        replace, calls = os.replace, []
+
+        def dying(*names):
+            calls.append(names)
+            if len(calls) == step:
+                os.kill(os.getpid(), 9)
+            replace(*names)
+
+        os.replace = dying
+        TensorCache.create(tmp_path, COLUMNS, 3)
+
+    assert not in_fork(create_and_die)
+    with pytest.raises(
+        MissingFileError, match=r"no cache is here, or it was not made to its end: TensorCache.create makes one"
+    ):
+        TensorCache.open(tmp_path)
+    with TensorCache.create(tmp_path, COLUMNS, 3) as cache:
+        cache[:] = values(0, 3)
+    assert 3 == TensorCache.open(tmp_path).num_filled
+    assert not list(tmp_path.glob(".offload-tmp-*"))
+
+
+def test_room_that_a_power_cut_took_from_a_column_is_made_again(tmp_path):
+    with TensorCache.create(tmp_path, COLUMNS, 100) as cache:
+        cache[:9] = values(0, 9)
+    cut(tmp_path / "x.safetensors", 4096 + 9 * 2400)
+
+    assert 9 == TensorCache.open(tmp_path).num_filled
+    with TensorCache.open(tmp_path, "r+") as cache:
+        cache[99] = {name: value[0] for name, value in values(99, 1).items()}
+        assert (100, 300) == tuple(cache["x"].shape)
+        assert torch.equal(values(0, 9)["x"], cache[:9]["x"])
+
+
+# What a writer does when it grows, in order; it is killed before each.
+GROWING = ["aim", "ftruncate x", "header x", "ftruncate t", "header t", "header note", "arrive"]
+
+
+@pytest.mark.parametrize("step", GROWING)
+def test_a_writer_that_is_killed_while_it_makes_room_loses_nothing(folder, step):
+    def die(*_):
+        os.kill(os.getpid(), 9)
+
+    def append_and_die():
+        cache = TensorCache.open(folder, "r+")
+        states = cache._store._states
+        act, _, column = step.partition(" ")
+        if act in ("aim", "arrive"):
+            setattr(states, act, die)
+        else:
+            fd = {name: file for name, file in cache._store._files.items()}[column]
+            fd = getattr(fd, "_index", fd)._file.fd
+            whole, header = os.ftruncate, columns_module.write_all
+            os.ftruncate = lambda at, size: die() if act == "ftruncate" and at == fd else whole(at, size)
+            columns_module.write_all = lambda at, *rest: die() if act == "header" and at == fd else header(at, *rest)
+        cache.append(values(100, 2000))
+
+    before = TensorCache.open(folder)[[1, 2, 3, 5, 7]]
+    assert not in_fork(append_and_die)
+
+    reader = TensorCache.open(folder)
+    assert before["note"] == reader[[1, 2, 3, 5, 7]]["note"]
+    assert torch.equal(before["x"], reader[[1, 2, 3, 5, 7]]["x"])
+    if step != "aim":
+        with pytest.raises(CorruptFileError, match=r"opening the cache with mode='r\+' mends the column"):
+            reader["x"]
+    with TensorCache.open(folder, "r+") as cache:
+        assert (8, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
+        assert (8, 300) == tuple(cache["x"].shape)
+        assert range(8, 2008) == cache.append(values(100, 2000))
+    with TensorCache.open(folder) as cache:
+        assert (2008, 300) == tuple(cache["x"].shape)
+        assert torch.equal(values(100, 2000)["x"], cache[8:]["x"])
+        assert values(100, 2000)["note"] == cache[8:]["note"]
+
+
+def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder):
+    def append_and_die():
+        cache = TensorCache.open(folder, "r+")
+        cache.append(values(10, 20))
+        cache.flush()
+        cache.append(values(30, 40))
+        os.kill(os.getpid(), 9)
+
+    assert not in_fork(append_and_die)
+
+    assert 68 == len(TensorCache.open(folder))  # as they may be another writer's
+    with TensorCache.open(folder, "r+") as cache:
+        assert (28, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
+        assert values(10, 20)["note"] == cache[8:]["note"]
+
+
+def test_a_row_that_is_written_again_when_its_writer_is_killed_is_missing(folder):
+    def write_half():
+        cache = TensorCache.open(folder, "r+")
+        cache._store._files["note"].write = lambda *_: os.kill(os.getpid(), 9)
+        cache[[2, 5]] = values(50, 2)
+
+    assert not in_fork(write_half)
+
+    assert [0, 2, 4, 5, 6] == TensorCache.open(folder).missing_rows().tolist()
+
+
+def test_what_a_disk_did_not_take_at_a_flush_is_missing(folder, monkeypatch):
+    def broken_disk(fd):
+        raise OSError(5, "Input/output error")
+
+    cache = TensorCache.open(folder, "r+")
+    cache[[0, 4]] = values(0, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module.FixedColumn, "sync", broken_disk)
+        with pytest.raises(WriteError, match="Input/output error"):
+            cache.flush()
+    assert [0, 4, 6] == cache.missing_rows().tolist()
+
+
+def test_a_cache_is_written_to_only_when_it_is_opened_for_that(folder):
+    cache = TensorCache.open(folder)
+
+    for act in (lambda: cache.append(values(0, 1)), lambda: cache.__setitem__(0, values(0, 1)), cache.flush):
+        with pytest.raises(
+            CacheError, match=r"is open for reading only: TensorCache.open\(folder, mode='r\+'\) can write"
+        ):
+            act()
+    with pytest.raises(CacheError, match="mode 'w' is not known: 'r' reads, 'r\\+' writes as well"):
+        TensorCache.open(folder, "w")
+
+
+def test_a_folder_that_is_read_only_can_be_read(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # who runs the tests may write everywhere
+
+    with pytest.raises(WriteError, match="the folder is read-only: open the cache with mode='r'"):
+        TensorCache.open(folder, "r+")
+    assert ["number 4"] == TensorCache.open(folder)[[7]]["note"]
+
+
+def test_a_closed_cache_says_so(folder):
+    cache = TensorCache.open(folder)
+    cache.close()
+    cache.close()
+
+    for act in (lambda: cache[0], lambda: len(cache), lambda: cache["x"], cache.missing_rows, cache.flush):
+        with pytest.raises(CacheError, match="is closed: open it again"):
+            act()
+    assert repr(cache).endswith("closed)")
+
+
+# Runs in a mount namespace of its own, with a small tmpfs at sys.argv[1].
+FULL = """
+    import errno, json, os, sys, torch
+    from offload import TensorCache
+    from offload.errors import WriteError
+
+    said = {}
+    cache = TensorCache.create(sys.argv[1] + "/cache", {"x": (torch.uint8, (4096,)), "note": "json"}, 4000)
+    cache[:50] = {"x": torch.ones(50, 4096, dtype=torch.uint8), "note": ["a"] * 50}
+    cache.flush()
+    try:
+        cache[40:1000] = {"x": torch.full((960, 4096), 2, dtype=torch.uint8), "note": ["b"] * 960}
+    except WriteError as error:
+        said["errno"], said["message"] = errno.errorcode[error.errno], str(error)
+    said["filled"] = cache.num_filled
+    try:
+        cache["x"].fill_(3)
+    except WriteError as error:
+        said["in place"] = str(error)
+    cache.close()
+    again = TensorCache.open(sys.argv[1] + "/cache")
+    said["again"] = again.num_filled
+    said["right"] = bool((again[:40]["x"] == 1).all()) and set(again[:40]["note"]) == {"a"}
+    print(json.dumps(said))
+"""
+MOUNTED = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+
+
+def in_namespace(folder, *command):
+    whole = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", MOUNTED, str(folder), *command]
+    return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_on_a_full_disk_the_batch_is_not_filled_and_what_was_is_right(tmp_path):
+    if shutil.which("unshare") is None or in_namespace(tmp_path, "true").returncode:
+        pytest.skip("this system lets no test mount a small disk")
+
+    done = in_namespace(tmp_path, sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path))
+
+    assert 0 == done.returncode, done.stderr
+    said = json.loads(done.stdout)
+    assert "ENOSPC" == said["errno"]
+    assert (
+        "960 rows from row 40 on could not be written (No space left on device): they count as missing"
+        in said["message"]
+    )
+    assert "tensor 'x'" in said["in place"]
+    assert (40, 40, True) == (said["filled"], said["again"], said["right"])

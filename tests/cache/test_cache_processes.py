@@ -1,0 +1,228 @@
+"""Many writers and readers of one cache: processes, forked and spawned, and threads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from offload import TensorCache
+from offload.errors import MissingRowsError
+from tests.processes import in_fork
+
+ROWS = int(os.environ.get("OFFLOAD_CACHE_ROWS", "40000"))  # 1000000 for all of it
+COLUMNS = {"a": (torch.int64, (4,)), "b": (torch.int32, (3,))}
+
+
+def stamped(rows, stamp=0):
+    rows = torch.as_tensor(rows)
+    return {
+        "a": (rows + stamp)[:, None].expand(-1, 4),
+        "b": (rows + stamp).int()[:, None].expand(-1, 3),
+    }
+
+
+def is_of_one_stamp(batch):
+    return bool((batch["a"] == batch["a"][:, :1]).all() and (batch["b"] == batch["a"][:, :1]).all())
+
+
+def forked(*acts):
+    """Run each in a forked child; whether all ended well."""
+    pids = []
+    for act in acts:
+        pid = os.fork()
+        if not pid:
+            try:
+                act()
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        pids.append(pid)
+    return [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(acts)
+
+
+def test_what_four_processes_write_at_random_is_all_there_and_a_reader_sees_no_half_rows(tmp_path):
+    TensorCache.create(tmp_path, COLUMNS, ROWS).close()
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+
+    def write(rank):
+        torch.set_num_threads(1)
+        cache = TensorCache.open(tmp_path, "r+")
+        for number, rows in enumerate(order[rank::4].split(97 if ROWS < 100_000 else 997)):
+            cache[rows] = stamped(rows)
+            if number % 20 == 0:
+                cache.flush()
+        cache.close()
+
+    def read():
+        torch.set_num_threads(1)
+        cache, seen = TensorCache.open(tmp_path), 0
+        while seen < ROWS:
+            missing = cache.missing_rows()
+            seen = ROWS - len(missing)
+            filled = np.setdiff1d(np.arange(ROWS), missing.numpy())
+            rows = torch.from_numpy(filled[:: max(len(filled) // 500, 1)])
+            batch = cache[rows]
+            assert is_of_one_stamp(batch)
+            assert torch.equal(rows, batch["a"][:, 0])
+
+    assert forked(*[lambda rank=rank: write(rank) for rank in range(4)], read)
+
+    cache = TensorCache.open(tmp_path)
+    assert ROWS == cache.num_filled
+    assert torch.equal(stamped(range(ROWS))["a"], cache[:]["a"])
+    assert torch.equal(stamped(range(ROWS))["b"], cache[:]["b"])
+
+
+def test_two_writers_of_the_same_rows_leave_those_of_one_whole(tmp_path):
+    TensorCache.create(tmp_path, COLUMNS, 64).close()
+
+    def write(rank):
+        cache, chance = TensorCache.open(tmp_path, "r+"), np.random.default_rng(rank)
+        for stamp in range(300):
+            cache[chance.permutation(64)[:20]] = stamped(torch.full((20,), 1000 * rank + stamp))
+            if stamp % 7 == rank:
+                cache.flush()
+        cache[:] = stamped(torch.full((64,), 1000 * rank + 999))
+        cache.close()
+
+    def read():
+        cache = TensorCache.open(tmp_path)
+        for _ in range(300):
+            filled = sorted(set(range(64)) - set(cache.missing_rows().tolist()))
+            try:
+                assert is_of_one_stamp(cache[filled])
+            except MissingRowsError:  # they are being written again
+                continue
+
+    assert forked(lambda: write(1), lambda: write(2), read)
+
+    batch = TensorCache.open(tmp_path)[:]
+    assert is_of_one_stamp(batch)
+    assert {1999, 2999} >= set(batch["a"][:, 0].tolist())
+
+
+def test_rows_that_several_processes_append_are_all_there(tmp_path):
+    TensorCache.create(tmp_path, {"x": (torch.int64, ()), "t": (torch.int64, (None,))}).close()
+
+    def append(rank):
+        cache = TensorCache.open(tmp_path, "r+")
+        for number in range(200):
+            value = 1000 * rank + number
+            rows = cache.append({"x": [value] * 10, "t": [torch.full((number % 9,), value)] * 10})
+            assert [value] * 10 == cache[rows]["x"].tolist() if number % 50 == 0 else True
+
+    assert forked(*[lambda rank=rank: append(rank) for rank in range(3)]) is True
+
+    cache = TensorCache.open(tmp_path, "r+")
+    assert 6000 == len(cache)
+    missing = set(cache.missing_rows().tolist())  # what a process did not flush when it left without a word
+    batch = cache[[row for row in range(6000) if row not in missing]]
+    for value, row in zip(batch["x"].tolist(), batch["t"], strict=True):
+        assert torch.equal(torch.full((value % 1000 % 9,), value), row)
+
+
+def test_a_reader_sees_rows_when_they_are_flushed_and_the_cache_when_it_grows(tmp_path):
+    writer = TensorCache.create(tmp_path, COLUMNS, 2)
+    reader = TensorCache.open(tmp_path)
+    writer[0] = {name: value[0] for name, value in stamped([7]).items()}
+
+    assert 0 == reader.num_filled
+    writer.flush()
+    assert (1, 7) == (reader.num_filled, reader[0]["b"][0])
+    writer.append(stamped(range(5000)))
+    writer.flush()
+    assert (5002, 4999) == (len(reader), reader[-1]["a"][0])
+    assert (5002, 4) == tuple(reader["a"].shape)
+
+
+def test_a_row_that_was_just_written_is_read_by_its_writer(tmp_path):
+    cache = TensorCache.create(tmp_path, COLUMNS, 50)
+
+    cache[[4, 2]] = stamped([4, 2])
+
+    assert torch.equal(stamped([2, 4])["a"], cache[[2, 4]]["a"])
+    assert 2 == cache.num_filled
+
+
+def test_a_forked_child_writes_its_own_rows_and_leaves_the_others_to_its_parent(tmp_path):
+    cache = TensorCache.create(tmp_path, COLUMNS, 50)
+    cache[:10] = stamped(range(10))
+
+    def write():
+        cache[10:20] = stamped(range(10, 20))
+        cache.flush()
+        assert 10 == cache.num_filled
+
+    assert in_fork(write)
+    cache.flush()
+    assert torch.equal(stamped(range(20))["a"], cache[:20]["a"])
+
+
+def test_threads_write_and_read_one_cache(tmp_path):
+    cache = TensorCache.create(tmp_path, COLUMNS, 4000)
+    failed = []
+
+    def work(rank):
+        try:
+            for rows in torch.arange(4000)[rank::4].split(50):
+                cache[rows] = stamped(rows)
+                assert torch.equal(stamped(rows)["a"], cache[rows]["a"])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [] == failed
+    assert torch.equal(stamped(range(4000))["b"], cache[:]["b"])
+
+
+class Rows(Dataset):
+    """Rows of a cache, and a row of its own that each worker writes."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, row):
+        self.cache[20 + row] = {name: value[0] for name, value in stamped([20 + row]).items()}
+        return self.cache[row]
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_workers_of_a_data_loader_read_and_write_it(tmp_path, way):
+    cache = TensorCache.create(tmp_path, COLUMNS, 32)
+    cache[:12] = stamped(range(12))
+    cache.flush()
+
+    loader = DataLoader(Rows(cache), batch_size=3, num_workers=2, multiprocessing_context=way)
+    batches = list(loader)
+    del loader
+
+    assert torch.equal(stamped(range(12))["a"], torch.cat([batch["a"] for batch in batches]))
+    assert torch.equal(stamped(range(20, 32))["a"], cache[20:]["a"])  # also written by processes that just ended
+
+
+def test_what_travels_is_the_path(tmp_path):
+    cache = TensorCache.create(tmp_path, COLUMNS, 10_000)
+    cache[:] = stamped(range(10_000))
+    cache.flush()
+
+    sent = pickle.dumps(cache)
+
+    assert len(sent) < 1000
+    assert torch.equal(cache[5:9]["a"], pickle.loads(sent)[5:9]["a"])
