@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import capped, cold, decode, dispatch, forms, generate, load, machine, report, routed, small, update
+from bench import cache, capped, cold, decode, dispatch, forms, generate, load, machine, report, routed, small, update
 from bench.models import cache_folder
 from bench.peers import OURS
 from bench.rounds import Figure
@@ -33,6 +33,7 @@ CASES = {
     "capped": capped.figures,
     "update": update.figures,
     "small": small.figures,
+    "cache": cache.figures,
 }
 
 

@@ -20,6 +20,15 @@ import offload  # noqa: E402
 
 __all__ = ["accelerate", "offload", "safetensors", "transformers"]
 
-for peer in ("compressed_tensors.offload", "torch_to_nnef.tensor.offload", "tensordict"):
+PEERS = (
+    "compressed_tensors.offload",
+    "torch_to_nnef.tensor.offload",
+    "tensordict",
+    "lmdb",
+    "h5py",
+    "zarr",
+    "datasets.arrow_writer",
+)
+for peer in PEERS:
     if importlib.util.find_spec(peer.split(".")[0]):
         importlib.import_module(peer)

@@ -31,6 +31,9 @@ class Scale:
         small_tensors: tensors of 64 KiB in a checkpoint that is read cold.
         value_rows: rows of 16 KiB in a value that is replaced.
         written_rows: how many of them are written in place.
+        cache_bytes: of a table of rows.
+        cache_batches: of 256 rows that are read of it.
+        cache_seconds: after so long a store has shown how slow it is.
     """
 
     name: str
@@ -47,6 +50,9 @@ class Scale:
     small_tensors: int
     value_rows: int
     written_rows: int
+    cache_bytes: int
+    cache_batches: int
+    cache_seconds: float
 
 
 FULL = Scale(
@@ -64,6 +70,9 @@ FULL = Scale(
     small_tensors=4_000,
     value_rows=4096,
     written_rows=256,
+    cache_bytes=512 << 20,
+    cache_batches=32,
+    cache_seconds=2.0,
 )
 TOY = Scale(
     name="toy",
@@ -80,4 +89,7 @@ TOY = Scale(
     small_tensors=10,
     value_rows=16,
     written_rows=4,
+    cache_bytes=8 << 20,
+    cache_batches=2,
+    cache_seconds=2.0,
 )

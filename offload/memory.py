@@ -87,6 +87,16 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
     return int(float(number) * _UNITS[unit.lower()])
 
 
+def trim() -> None:
+    """Give the system what was freed.
+
+    glibc keeps what was asked for in pieces of less than 32 MiB. Small things settle in the gaps, and the next large
+    piece finds none that is wide enough: a walk over many values then takes the memory of all of them.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # another system
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
     """What the tightest memory limit of the cgroups that this process is in still allows; None without a limit.
 

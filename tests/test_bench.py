@@ -9,16 +9,24 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from bench import memory_cap, page_cache, report
+from bench import cache, memory_cap, page_cache, report
 from bench.apart import run_apart
 from bench.limits import MIB, DirectReader, write_durably
 from bench.peers import IN_MEMORY, OURS, WAYS, absent
 from bench.rounds import Figure, in_turn
+from bench.row_stores import Reader, values_of
 from tests.processes import ROOT
 
-CASES = ("dispatch", "load", "decode", "generate", "forms", "routed", "cold", "capped", "update", "small")
-LACKING = ("is not installed", "memory cgroup", "O_DIRECT", "stay cached")  # what another machine may not have
+CASES = ("dispatch", "load", "decode", "generate", "forms", "routed", "cold", "capped", "update", "small", "cache")
+LACKING = (
+    "is not installed",
+    "cannot grow",
+    "memory cgroup",
+    "O_DIRECT",
+    "stay cached",
+)  # what another machine may not have
 
 
 @pytest.fixture
@@ -171,3 +179,32 @@ def test_a_process_that_takes_more_than_its_cap_is_killed():
 def _take(group, size):
     group.join()
     return len(bytearray(os.urandom(1)) * size)
+
+
+@pytest.mark.parametrize("read", [cache.read_batches, cache.read_all])
+def test_rows_that_were_not_asked_for_are_an_error(read):
+    table = cache.Table(rows=512, columns=4, batches=2, seconds=1.0)
+    shifted = Reader(
+        lambda rows: values_of(rows + 1, 4),
+        lambda start, stop: values_of(torch.arange(start, stop) + 1, 4),
+    )
+
+    with pytest.raises(ValueError, match="these are not the values of the rows"):
+        read(shifted, table)
+
+
+def test_a_store_that_takes_long_is_not_read_to_the_end():
+    asked = []
+
+    def part(start, stop):
+        asked.append((start, stop))
+        return values_of(torch.arange(start, stop), 1 << 20)
+
+    def batch(rows):
+        asked.append(len(rows))
+        return values_of(rows, 4)
+
+    cache.read_batches(Reader(batch, part), cache.Table(rows=512, columns=4, batches=2, seconds=0.0))
+    cache.read_all(Reader(batch, part), cache.Table(rows=4, columns=1 << 20, batches=2, seconds=0.0))
+
+    assert [256, (0, 2)] == asked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import gc
 import json
 from pathlib import Path
@@ -487,12 +486,6 @@ def test_a_token_leaves_nothing_behind(llama: Any) -> None:
             found.append([len(layer.keys._handle.ranges) for layer in past.layers])
 
     assert [[1, 1]] * len(found) == found
-
-
-def test_the_example_runs() -> None:
-    from offload.integrations import kv_cache
-
-    assert (0, 6) == tuple(doctest.testmod(kv_cache))
 
 
 @pytest.mark.parametrize(("max_length", "error"), [(0, ValueError), (-5, ValueError), ("9", TypeError)])

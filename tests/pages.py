@@ -1,0 +1,175 @@
+"""Run a Markdown page: `python -m tests.pages PAGE [SETUP]`, in the folder that its files are to go to.
+
+Always true:
+- every python fence runs, top to bottom in one namespace, or the line before it says why not
+- a text fence right after a python fence is what that fence prints, to the letter
+- what goes wrong is told with the line of the page
+- nothing is asked of another machine
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+SHOWN = {"text", "console", "json", "yaml", "toml"}  # languages that are never run
+_FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>\w*).*")
+_EXCUSE = re.compile(r"\s*<!-- not run:(?P<reason>.*)-->\s*")
+_PROMPT = ">>>"
+
+
+class PageError(Exception):
+    """A page that cannot be run as it is written, or that does something else than it says."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A block of code on a page.
+
+    Attributes:
+        line: where it opens; the first is 1.
+        language: the word after the marks; empty if there is none.
+        text: what it holds, without the indent of the block.
+        excuse: why it is not run; None if it is.
+        follows: nothing but blank lines lies between it and the fence before.
+    """
+
+    line: int
+    language: str
+    text: str
+    excuse: str | None
+    follows: bool
+
+    @property
+    def runs(self) -> bool:
+        return self.language == "python" and self.excuse is None
+
+
+def fences(page: str) -> Iterator[Fence]:
+    """The fences of a page.
+
+    Raises:
+        PageError: one of them is not closed, has no known language, or is excused without a reason.
+    """
+    lines = page.splitlines()
+    place, between = 0, ["the page begins"]
+    while place < len(lines):
+        opening = _FENCE.fullmatch(lines[place])
+        if not opening:
+            between.append(lines[place])
+            place += 1
+            continue
+        end = _end(lines, place, opening["marks"])
+        text = "".join(line.removeprefix(opening["indent"]) + "\n" for line in lines[place + 1 : end])
+        excuse = _excuse(lines[place - 1], place) if place else None
+        yield _known(Fence(place + 1, opening["language"], text, excuse, not "".join(between).strip()))
+        place, between = end + 1, []
+
+
+def _end(lines: list[str], start: int, marks: str) -> int:
+    for place in range(start + 1, len(lines)):
+        if lines[place].strip().startswith(marks) and not lines[place].strip().strip(marks[0]):
+            return place
+    raise PageError(f"line {start + 1}: this fence is not closed")
+
+
+def _excuse(before: str, line: int) -> str | None:
+    found = _EXCUSE.fullmatch(before)
+    if found and not found["reason"].strip():
+        raise PageError(f"line {line}: say why the fence is not run: <!-- not run: reason -->")
+    return found and found["reason"].strip()
+
+
+def _known(fence: Fence) -> Fence:
+    if fence.language != "python" and fence.language not in SHOWN:
+        known = ", ".join(["python", *sorted(SHOWN)])
+        raise PageError(f"line {fence.line}: {fence.language!r} is no language of a fence; there are {known}")
+    if fence.language != "python" and fence.excuse is not None:
+        raise PageError(f"line {fence.line}: only a python fence is excused, this one is never run")
+    return fence
+
+
+def run(page: Path, setup: str = "") -> None:
+    """Run a page in this process, which then prints to a file.
+
+    Args:
+        page: the Markdown file.
+        setup: code that runs before, in the namespace of the page.
+
+    Raises:
+        PageError: a fence raises, or prints something else than the page says.
+    """
+    module = sys.modules["__main__"] = ModuleType("__main__")  # so that what the page defines can be pickled
+    exec(setup, module.__dict__)
+    printed = Printed()
+    last: Fence | None = None
+    output = ""
+    for fence in fences(page.read_text()):
+        if last and last.runs and fence.follows and fence.language == "text" and fence.text != output:
+            raise PageError(f"line {last.line}: the page says\n{fence.text}but this is printed\n{output}")
+        if fence.runs:
+            _run(fence, page, module)
+            output = printed.since_last()
+        last = fence
+
+
+def _run(fence: Fence, page: Path, module: ModuleType) -> None:
+    if fence.text.lstrip().startswith(_PROMPT):
+        _run_prompts(fence, page, module)
+        return
+    lines_before = "\n" * fence.line  # so that a traceback has the lines of the page
+    try:
+        exec(compile(lines_before + fence.text, str(page), "exec"), module.__dict__)
+    except BaseException as error:
+        raise PageError(f"line {fence.line}: this fence raises\n{traceback.format_exc()}") from error
+
+
+def _run_prompts(fence: Fence, page: Path, module: ModuleType) -> None:
+    """Each example gives what stands below it."""
+    test = doctest.DocTestParser().get_doctest(fence.text, module.__dict__, page.name, str(page), fence.line)
+    told: list[str] = []
+    if doctest.DocTestRunner(verbose=False).run(test, out=told.append, clear_globs=False).failed:
+        raise PageError(f"line {fence.line}: an example gives something else\n{''.join(told)}")
+    module.__dict__.update(test.globs)
+
+
+class Printed:
+    """Standard output from now on, of this process and of those that it starts, in a file."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            sys.stdout.flush()
+            os.dup2(file.fileno(), 1)
+        self._seen = 0
+
+    def since_last(self) -> str:
+        """What was printed since this was last asked."""
+        sys.stdout.flush()
+        start, self._seen = self._seen, os.lseek(1, 0, os.SEEK_CUR)
+        return os.pread(1, self._seen - start, start).decode()
+
+
+def _stay_here(event: str, arguments: tuple[object, ...]) -> None:
+    """An audit hook: connections go to this machine only."""
+    if (
+        event == "socket.connect"
+        and isinstance(address := arguments[1], tuple)
+        and address[0] not in ("127.0.0.1", "::1")
+    ):
+        raise ConnectionRefusedError(f"a page runs without a network, and this one asks for {address[0]}")
+
+
+if __name__ == "__main__":
+    sys.addaudithook(_stay_here)
+    try:
+        run(Path(sys.argv[1]), *sys.argv[2:])
+    except PageError as error:
+        sys.exit(f"{sys.argv[1]}, {error}")

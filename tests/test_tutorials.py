@@ -1,0 +1,219 @@
+"""The pages: what they show runs, and prints what they say. Also the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import PageError, fences
+from tests.processes import ROOT, run_script
+from tests.test_house import MODULES, dotted
+
+PAGES = sorted((ROOT / "tutorials").rglob("*.md"))
+WITH_EXAMPLES = [path for path in MODULES if ">>> " in path.read_text()]
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+# The README speaks of a folder with a model, and of one in memory.
+README_SETUP = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+model_in_memory = LlamaForCausalLM(LlamaConfig(**sizes))
+model_in_memory.save_pretrained(folder := "model")
+"""
+
+
+def run_page(page: Path, folder: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
+    """A page run in a process of its own, whose files go to the folder."""
+    env = {**os.environ, **dict.fromkeys(OFFLINE, "1"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.pages", str(page), setup]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture
+def told(tmp_path):
+    """What the runner says of a page with this text; empty if all is well."""
+
+    def run(text: str) -> str:
+        page = tmp_path / "page.md"
+        page.write_text(text)
+        done = run_page(page, tmp_path)
+        assert bool(done.returncode) == bool(done.stderr)
+        return done.stderr.removeprefix(f"{page}, ")
+
+    return run
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "tutorials")))
+def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
+    done = run_page(page, tmp_path)
+
+    assert not done.returncode, done.stderr
+
+
+def test_the_readme_runs(tmp_path):
+    """All but the first fence, which names a model that does not exist."""
+    page = tmp_path / "README.md"
+    first = '\n```python\nimport offload\n\nmodel = offload.from_pretrained("organization/'
+    text = (ROOT / "README.md").read_text()
+    page.write_text(text.replace(f"\n{first}", f"\n<!-- not run: there is no such model -->{first}"))
+
+    done = run_page(page, tmp_path, README_SETUP)
+
+    assert not done.returncode, done.stderr
+
+
+def test_every_page_is_in_the_table_of_contents():
+    contents = (ROOT / "mkdocs.yml").read_text()
+
+    assert not [page for page in PAGES if f" {page.relative_to(ROOT / 'tutorials')}\n" not in contents]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=dotted)
+def test_the_examples_in_docstrings_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    failed, ran = doctest.testmod(importlib.import_module(dotted(path)))
+
+    assert (0, path.read_text().count(">>> ")) == (failed, ran)
+
+
+def test_merging_two_checkpoints_takes_some_copies_of_one_value(tmp_path):
+    """In float32; of 24 values."""
+    page = (ROOT / "tutorials/how-to/merge-models.md").read_text()
+    script = """
+        import sys
+        from torch import nn
+        from safetensors.torch import save_file
+        from bench.process import MemoryTrace
+
+        exec(sys.argv[2])
+
+        def loaded(path, number):
+            save_file({f"{layer}.weight": torch.full((1024, 1024), number).bfloat16() for layer in range(24)}, path)
+            with offload.init_empty_weights():
+                model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+            return offload.load_checkpoint_and_dispatch(model, path)
+
+        first, second = (loaded(f"{sys.argv[1]}/{number}.safetensors", number) for number in (1.0, -2.0))
+        merge(nn.Linear(2, 2), nn.Linear(2, 2), slerp, 0.5)  # whatever is done once
+        with MemoryTrace(0.0005) as memory:
+            merge(first, second, slerp, 0.25)
+        print(memory.peak)
+    """
+
+    peak = int(run_script(script, tmp_path, next(fences(page)).text))
+
+    assert peak < 12 * 1024 * 1024 * 4
+
+
+# The runner
+
+
+def test_a_page_keeps_its_names_from_fence_to_fence(told):
+    page = """
+        # Adding
+
+        ```python
+        a = 1
+        ```
+
+        Then:
+
+            ```python
+            def more(number):
+                return number + a
+
+            print(more(2))
+            ```
+
+            ```text
+            3
+            ```
+
+        ```python
+        >>> more(3)
+        4
+        >>> b = more(5)
+        ```
+
+        ```python
+        print(b)
+        import subprocess, sys
+        done = subprocess.run([sys.executable, "-c", "print(7)"])
+        ```
+
+        ```text
+        6
+        7
+        ```
+
+        ```console
+        not run
+        ```
+    """
+
+    assert not told(page)
+
+
+def test_the_network_is_not_there(told):
+    page = "```python\nimport socket\nsocket.create_connection(('192.0.2.1', 80))\n```\n"
+
+    assert "this one asks for 192.0.2.1" in told(page)
+
+
+def test_another_output_than_the_page_says_is_an_error_that_shows_both(told):
+    page = "# A\n\n```python\nprint(2)\n```\n\n```text\n3\n```\n"
+
+    assert "line 3: the page says\n3\nbut this is printed\n2\n\n" == told(page)
+
+
+@pytest.mark.parametrize("text", ["3", "2\n", " 2", ""])
+def test_output_is_compared_to_the_letter(told, text):
+    assert "line 1: the page says" in told(f"```python\nprint(2)\n```\n```text\n{text}\n```\n")
+
+
+def test_a_text_after_words_is_no_output(told):
+    assert not told("```python\nprint(2)\n```\n\nA file holds:\n\n```text\n3\n```\n")
+
+
+def test_a_fence_that_raises_is_an_error_with_the_line_of_the_page(told):
+    page = "# A\n\n```python\na = 1\n```\n\n```python\na += 1\nraise ValueError(a)\n```\n"
+
+    said = told(page)
+
+    assert said.startswith("line 7: this fence raises\n")
+    assert 'page.md", line 9' in said
+    assert "ValueError: 2" in said
+
+
+def test_an_example_that_gives_something_else_is_an_error(told):
+    said = told("```python\n>>> 1 + 1\n3\n```\n")
+
+    assert said.startswith("line 1: an example gives something else\n")
+    assert "Got:\n    2" in said
+
+
+def test_a_fence_is_left_out_where_the_page_says_why(told):
+    assert not told("<!-- not run: needs a GPU -->\n```python\nraise ValueError\n```\n\n```text\nnothing\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        ("<!-- not run: -->\n```python\n```\n", "line 1: say why the fence is not run"),
+        ("<!-- not run: long -->\n```text\n```\n", "line 2: only a python fence is excused"),
+        ("# A\n```py\n1\n```\n", "line 2: 'py' is no language of a fence"),
+        ("```\n1\n```\n", "line 1: '' is no language of a fence"),
+        ("```python\n1\n", "line 1: this fence is not closed"),
+        ("````python\n```\n", "line 1: this fence is not closed"),
+    ],
+)
+def test_a_page_that_leaves_open_what_runs_is_an_error(page, error):
+    with pytest.raises(PageError, match=error):
+        list(fences(page))
