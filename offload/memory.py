@@ -87,16 +87,6 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
     return int(float(number) * _UNITS[unit.lower()])
 
 
-def trim() -> None:
-    """Give the system what was freed.
-
-    glibc keeps what was asked for in pieces of less than 32 MiB. Small things settle in the gaps, and the next large
-    piece finds none that is wide enough: a walk over many values then takes the memory of all of them.
-    """
-    with suppress(AttributeError, OSError, TypeError):  # another system
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
     """What the tightest memory limit of the cgroups that this process is in still allows; None without a limit.
 
@@ -145,7 +135,8 @@ def _cached_in(folder: Path) -> int:
 def count_freed(nbytes: int) -> None:
     """Say that tensors of so many bytes were freed; when it comes to much, it is given back.
 
-    glibc keeps much of tensors below 32 MB: a freed block does not serve for an aligned one of the same size (2.36).
+    glibc keeps much of what was below 32 MiB a piece: small things settle in the gaps, and a freed block does not serve
+    for an aligned one of the same size (2.36). A walk over many values would take the memory of all of them.
     """
     global _freed
     _freed += nbytes  # without a lock: what threads lose between them does not matter

@@ -26,7 +26,7 @@ from torch import nn
 
 from offload.errors import JournalError, MapError, MetaTensorError, WriteError
 from offload.journal import RUNS, Journal, Run, marks_of, source_of
-from offload.memory import trim
+from offload.memory import count_freed
 from offload.progress import progress_in_bytes
 from offload.slots import Slot, is_meta, tensor_slots
 from offload.storage.file import TensorFile
@@ -41,7 +41,7 @@ Function: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
 Select: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]] | Predicate | None"
 
-_TRIMMED_EVERY = 4 << 20  # bytes of values
+_TEMPORARIES = 8  # times its own size: what a function makes of a value on the way, at most
 _MARKS = "_offload_runs"  # on a tensor in memory: the runs that it has gone through
 
 
@@ -418,7 +418,6 @@ class _Walk:
     strict: Mapping[str, bool]
     replaced: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    untrimmed: int = 0  # bytes of values
     lock: Any = field(default_factory=threading.Lock)
 
     @torch.inference_mode(False)  # tensors of that mode could not be trained later
@@ -435,13 +434,7 @@ class _Walk:
             (self.replaced if is_new else self.kept).append(value.name)
             self.book.note(value.name, replaced=is_new)
             self.advance(nbytes)
-            self._trim(nbytes)
-
-    def _trim(self, nbytes: int) -> None:
-        self.untrimmed += nbytes
-        if self.untrimmed >= _TRIMMED_EVERY:
-            self.untrimmed = 0
-            trim()
+        count_freed(nbytes * _TEMPORARIES)
 
     def _called(self, name: str, given: torch.Tensor) -> torch.Tensor:
         try:
