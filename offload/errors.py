@@ -22,6 +22,7 @@ __all__ = [
     "ShapeMismatchError",
     "StaleViewError",
     "UnknownSubclassError",
+    "UnknownTypeError",
     "UnsupportedOpError",
     "WriteError",
 ]
@@ -77,6 +78,10 @@ class StaleViewError(OffloadError, RuntimeError):
 
 class UnknownSubclassError(OffloadError, TypeError):
     """A stored tensor subclass that is not on the allow-list."""
+
+
+class UnknownTypeError(OffloadError, TypeError):
+    """A value among nested data that has no form on disk, or a class there that the reader was not given."""
 
 
 class CheckpointError(OffloadError, ValueError):
