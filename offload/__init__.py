@@ -15,6 +15,7 @@
 | see what is in memory | `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
+| keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
@@ -38,6 +39,7 @@ from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.tree.saved import load_tree, save_tree
 
 __all__ = [
     "ON_DISK",
@@ -54,10 +56,12 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "load_tree",
     "materialize",
     "memory_summary",
     "register_subclass",
     "save_checkpoint",
+    "save_tree",
     "set_max_memory",
     "set_read_ahead",
 ]

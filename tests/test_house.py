@@ -86,10 +86,12 @@ PUBLIC = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
+    "load_tree",
     "materialize",
     "memory_summary",
     "register_subclass",
     "save_checkpoint",
+    "save_tree",
     "set_max_memory",
     "set_read_ahead",
 ]
