@@ -16,6 +16,7 @@
 | open a checkpoint as a dictionary | `load_file` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
+| open, or write, a folder of tensordict's | `offload.integrations.tensordict` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -522,6 +523,37 @@ def test_a_folder_is_replaced_also_where_folders_can_not_be_exchanged(tmp_path, 
     assert ["a"] == os.listdir(tmp_path)
 
 
+def test_a_reader_meanwhile_sees_one_folder_or_the_other(tmp_path):
+    def data(number: int) -> dict[str, object]:
+        return {
+            "a": torch.full((number + 1,), float(number)),
+            "number": NonTensorData(number),
+            "z": torch.tensor(number),
+        }
+
+    save_memmap(data(0), tmp_path / "a")
+
+    def save() -> None:
+        for number in range(1, 30):
+            save_memmap(data(number), tmp_path / "a")
+
+    def read() -> None:
+        last = 0
+        while last < 29:
+            found = load_memmap(tmp_path / "a")
+            assert found["number"] >= last
+            last = found["number"]
+            assert (last + 1,) == tuple(found["a"].shape)
+            with suppress(ChangedFileError):  # it was replaced after it was opened
+                assert [float(last)] * (last + 1) + [last] == [*found["a"].tolist(), found["z"].item()]
+
+    pid = os.fork()
+    if not pid:
+        os._exit(not in_fork(read))
+    save()
+    assert 0 == os.waitpid(pid, 0)[1]
+
+
 def test_what_stands_there_and_is_not_ours_is_left(tmp_path):
     TensorDict({"x": bits(4)}).memmap(tmp_path / "theirs")
     save_memmap({"x": bits(4)}, tmp_path / "ours")
@@ -568,6 +600,11 @@ def test_what_has_no_form_is_refused_before_anything_is_written(tmp_path, make, 
         save_memmap(make(), tmp_path / "a")
 
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tree_sends_a_tensordict_to_its_own_format(tmp_path):
+    with pytest.raises(UnknownTypeError, match=r"'td' is a tensordict.*tensordict\.save_memmap keeps such"):
+        offload.save_tree({"td": plain()}, tmp_path / "tree")
 
 
 def test_jagged_nested_tensors_are_refused_as_tensordict_does(tmp_path):

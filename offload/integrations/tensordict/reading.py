@@ -4,6 +4,7 @@ Always true:
 - its files are referenced where they are, and never written to; one that has changed is an error
 - no class is imported by the name in a file, and nothing is unpickled
 - no value is read
+- what is given is of one folder, also while `save_memmap` puts another one in its place
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,31 @@ def load_memmap(
         >>> load_memmap("a_folder")[0]["x"]
         OffloadedTensor([1., 1., 1.], name='x')
     """
-    left_out = {(name,) if isinstance(name, str) else tuple(name) for name in without}
+    place, types = Path(os.path.abspath(folder)), tuple(types)
     target = None if device is None else checked_device(device)
-    reading = _Reading(target, tuple(types), left_out, offload_dir)
-    found = reading.folder(Path(os.path.abspath(folder)), ())
+    left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
+    while True:
+        before = _which(place)
+        reading = _Reading(target, types, set(left_out), offload_dir)
+        try:
+            found = reading.folder(place, ())
+        except (MissingFileError, CorruptFileError):
+            if _which(place) == before:
+                raise
+            continue  # it was replaced while it was read
+        if _which(place) == before:
+            break
     if reading.left_out:
-        raise KeyError(f"{os.fspath(folder)} has no entry {sorted(reading.left_out)[0]!r} to leave out")
+        raise KeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
     return found
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """Tells a folder from another one in its place."""
+    with suppress(OSError):
+        status = os.stat(folder)
+        return status.st_ino, status.st_ctime_ns
+    return None
 
 
 def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
