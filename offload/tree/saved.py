@@ -115,7 +115,8 @@ def load_tree(
     Raises:
         MissingFileError: there is no tree, or one of its files is gone.
         UnknownTypeError: the tree holds a class that is not among `types`.
-        CorruptFileError: the manifest is of a later version, or is none, or does not fit the files.
+        CorruptFileError: the manifest is of a later version, or does not fit the files.
+        ForeignFileError: `tree.json` is another program's.
 
     Example:
         >>> _ = save_tree({"step": 3, "state": [torch.ones(2), None]}, "saved_tree")
@@ -270,11 +271,13 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
     """Remove what a killed process left, and the files of ours in numbered folders that are not among `files`."""
     sweep_folders(folder)
     for place in _numbered(folder):
-        for path in place.glob("*.safetensors"):
-            if f"{place.name}/{path.name}" not in files and _is_ours(path):
-                path.unlink()
-        with suppress(OSError):  # it is not empty
-            place.rmdir()
+        unused = [path for path in place.glob("*.safetensors") if f"{place.name}/{path.name}" not in files]
+        ours = [path for path in unused if _is_ours(path)]
+        for path in ours:
+            path.unlink()
+        if ours:
+            with suppress(OSError):  # it is not empty
+                place.rmdir()
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import pickle
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -523,19 +525,20 @@ def test_a_folder_is_replaced_also_where_folders_can_not_be_exchanged(tmp_path, 
     assert ["a"] == os.listdir(tmp_path)
 
 
+def numbered(number: int) -> dict[str, object]:
+    """Data of which no two parts of two numbers fit."""
+    values = torch.full((number + 1,), float(number))
+    return {"a": values, "number": NonTensorData(number), "z": torch.tensor(number)}
+
+
+def assert_numbered(found: TensorDict) -> None:
+    number = found["number"]
+    assert (number + 1,) == tuple(found["a"].shape)
+    assert [float(number)] * (number + 1) + [number] == [*found["a"].tolist(), found["z"].item()]
+
+
 def test_a_reader_meanwhile_sees_one_folder_or_the_other(tmp_path):
-    def data(number: int) -> dict[str, object]:
-        return {
-            "a": torch.full((number + 1,), float(number)),
-            "number": NonTensorData(number),
-            "z": torch.tensor(number),
-        }
-
-    save_memmap(data(0), tmp_path / "a")
-
-    def save() -> None:
-        for number in range(1, 30):
-            save_memmap(data(number), tmp_path / "a")
+    save_memmap(numbered(0), tmp_path / "a")
 
     def read() -> None:
         last = 0
@@ -543,15 +546,43 @@ def test_a_reader_meanwhile_sees_one_folder_or_the_other(tmp_path):
             found = load_memmap(tmp_path / "a")
             assert found["number"] >= last
             last = found["number"]
-            assert (last + 1,) == tuple(found["a"].shape)
             with suppress(ChangedFileError):  # it was replaced after it was opened
-                assert [float(last)] * (last + 1) + [last] == [*found["a"].tolist(), found["z"].item()]
+                assert_numbered(found)
 
     pid = os.fork()
     if not pid:
         os._exit(not in_fork(read))
-    save()
+    for number in range(1, 30):
+        save_memmap(numbered(number), tmp_path / "a")
     assert 0 == os.waitpid(pid, 0)[1]
+
+
+def test_a_folder_is_whole_after_each_kill(tmp_path):
+    save_memmap(numbered(0), tmp_path / "a")
+    number, left = 0, 0
+
+    def save_for_ever() -> None:
+        for later in itertools.count(number + 1):
+            save_memmap(numbered(later), tmp_path / "a")
+
+    for _ in range(15):
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                save_for_ever()
+            os._exit(1)
+        while load_memmap(tmp_path / "a")["number"] == number:
+            assert (0, 0) == os.waitpid(pid, os.WNOHANG)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+        found = load_memmap(tmp_path / "a")
+        assert_numbered(found)
+        number, left = found["number"], left + len(os.listdir(tmp_path)) - 1
+
+    assert left > 0  # else none was killed while it wrote
+    save_memmap(numbered(number + 1), tmp_path / "a")
+    assert ["a"] == os.listdir(tmp_path)
 
 
 def test_what_stands_there_and_is_not_ours_is_left(tmp_path):
