@@ -25,6 +25,8 @@
 | round a tensor to 4 bits | `quantize_int4` |
 | train with state on disk | `offload_optimizer`, `offload_activations` |
 | save training as a whole, and go on after a crash | `save_training`, `load_training` |
+| keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
+| open, or write, a folder of tensordict's | `offload.integrations.tensordict` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
@@ -58,6 +60,7 @@ from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 from offload.training.checkpoints import load_training, save_training
 from offload.training.optimizer import offload_optimizer
+from offload.tree.saved import load_tree, save_tree
 from offload.values import MapReport, map_values, offloaded_like
 
 __all__ = [
@@ -79,6 +82,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "load_file",
     "load_training",
+    "load_tree",
     "map_values",
     "materialize",
     "memory_summary",
@@ -92,6 +96,7 @@ __all__ = [
     "register_subclass",
     "save_checkpoint",
     "save_training",
+    "save_tree",
     "set_max_memory",
     "set_read_ahead",
     "write_buffer",

@@ -29,6 +29,7 @@ __all__ = [
     "ShapeMismatchError",
     "StaleViewError",
     "UnknownSubclassError",
+    "UnknownTypeError",
     "UnsupportedOpError",
     "WriteError",
 ]
@@ -88,6 +89,10 @@ class SavedTensorError(OffloadError, RuntimeError):
 
 class UnknownSubclassError(OffloadError, TypeError):
     """A stored tensor subclass that is not on the allow-list."""
+
+
+class UnknownTypeError(OffloadError, TypeError):
+    """A value among nested data that has no form on disk, or a class there that the reader was not given."""
 
 
 class CheckpointError(OffloadError, ValueError):

@@ -43,14 +43,15 @@ class Identity:
 
 
 class TensorFile:
-    """An opened file of tensors. Use `TensorFile.open`; one object serves all the tensors of a file."""
+    """An opened file of tensors. Use `open`, which gives one object for all the tensors of a file, or `raw`."""
 
-    __slots__ = ("__weakref__", "_private", "_shared", "header", "identity", "lost_writes", "path")
+    __slots__ = ("__weakref__", "_private", "_shared", "header", "identity", "is_raw", "lost_writes", "path")
 
     def __init__(self, path: Path, identity: Identity, header: Header) -> None:
         self.path = path
         self.identity = identity
         self.header = header
+        self.is_raw = False  # whether the header is not in the file
         self.lost_writes = False  # whether the disk did not take something that was stored into a mapping
         self._private: torch.UntypedStorage | None = None
         self._shared: torch.UntypedStorage | None = None
@@ -75,6 +76,27 @@ class TensorFile:
             )  # the key goes with the file that it was for: at exit there is no comparing of paths
             _OPENED[path] = opened
             return opened
+
+    @classmethod
+    def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
+        """The file at `path`, which has no header: its one value lies as `entry` says, and other bytes may follow it.
+
+        Raises:
+            MissingFileError: there is no file at `path`.
+            CorruptFileError: it is too short for the value, or not a regular file.
+        """
+        path = Path(os.path.abspath(path))
+        status, end = file_status(path), entry.start + entry.layout.nbytes
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_a_file(path, status.st_mode)
+        if status.st_size < end:
+            raise CorruptFileError(
+                f"{path} is cut off: {entry.key!r}, {entry.layout.dtype} {list(entry.layout.shape)}, "
+                f"takes {end} bytes, and {status.st_size} are there. Get the file again."
+            )
+        opened = cls(path, Identity.of(status), Header({}, {entry.key: entry}, {}))
+        opened.is_raw = True
+        return opened
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -236,8 +258,12 @@ def _open_descriptor(path: Path, flags: int) -> int:
     if stat.S_ISREG(kind):
         return fd
     os.close(fd)
+    raise _not_a_file(path, kind)
+
+
+def _not_a_file(path: Path, kind: int) -> CorruptFileError:
     what = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
-    raise CorruptFileError(f"{path} is {what}: a file of tensors was expected")
+    return CorruptFileError(f"{path} is {what}: a file of tensors was expected")
 
 
 def _explained(path: Path, error: OSError) -> OffloadError:

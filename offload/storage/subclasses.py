@@ -65,6 +65,11 @@ def register_subclass(*classes: type) -> None:
         _REGISTERED[_word(cls)] = cls
 
 
+def registered(module: str, name: str) -> type | None:
+    """The class called `name`, of the package of `module`, that `register_subclass` was told of."""
+    return _REGISTERED.get(f"{module.partition('.')[0]}:{name}")
+
+
 def is_subclass_value(tensor: torch.Tensor) -> bool:
     """True for a wrapper subclass, which is stored as its inner tensors."""
     return is_traceable_wrapper_subclass(tensor)

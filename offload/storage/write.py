@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,20 +124,38 @@ def write_beside(
     layouts: Mapping[str, Layout],
     metadata: Mapping[str, str],
     fill: Callable[[int, str, int], None],
+    notes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a whole file that is to become `path` as `temporary`, which is the caller's to rename or to remove.
 
     `fill` is called with a file descriptor, the key of each value, and the byte at which the value starts.
+    `notes` and `metadata` are as for `header.build`.
 
     Raises:
         WriteError: the disk is full, the folder is read-only...
     """
-    head, starts = build(layouts, {}, metadata)
+    head, starts = build(layouts, notes or {}, metadata)
     size = _end(head, layouts)
     with explained(path, size, "folder"), _new_file(temporary, size, durable=True) as fd:
         write_all(fd, memoryview(head), 0)
         for key, start in zip(layouts, starts, strict=True):
             fill(fd, key, start)
+
+
+def write_raw(path: Path, size: int, fill: Callable[[int], None]) -> None:
+    """Write a new file of `size` bytes and no header, filled by way of its descriptor; the caller removes what is left.
+
+    Raises:
+        WriteError: the disk is full, the folder is read-only, a file stands there...
+    """
+    with explained(path, size, "folder"), _new_file(path, size, durable=True) as fd:
+        fill(fd)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file of text, as `write_raw` does."""
+    data = text.encode()
+    write_raw(path, len(data), lambda fd: _write_text(fd, data))
 
 
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -172,11 +191,21 @@ def put_file(path: Path, data: bytes, size: int | None = None) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files that killed processes left in a folder."""
+    for path in _left_in(folder):
+        remove(path)
+
+
+def sweep_folders(folder: Path) -> None:
+    """As `sweep`, and the temporary folders too: of those who write whole folders."""
+    for path in _left_in(folder):
+        remove(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _left_in(folder: Path) -> list[Path]:
     with os.scandir(folder) as items:
         left = [Path(item.path) for item in items if item.name.startswith(TEMPORARY)]
-    for path in left:
-        if is_dead(path.name.removeprefix(TEMPORARY).rpartition("-")[0]):
-            remove(path)
+    return [path for path in left if is_dead(path.name.removeprefix(TEMPORARY).rpartition("-")[0])]
 
 
 def refuse_foreign(path: Path) -> None:
@@ -286,6 +315,10 @@ def fill_holes(fd: int, size: int) -> None:
     """
     if os.fstat(fd).st_blocks * 512 < size:
         os.posix_fallocate(fd, 0, size)
+
+
+def _write_text(fd: int, data: bytes) -> None:
+    write_all(fd, memoryview(data), 0)
 
 
 def write_all(fd: int, data: memoryview, at: int) -> int:

@@ -20,7 +20,7 @@ import torch
 from offload.errors import ChangedFileError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Layout
+from offload.storage.header import Entry, Layout
 from offload.storage.locks import ForkSafeLock
 from offload.storage.modes import plain_world
 from offload.tensor.cuts import metadata_of, twin_with, whole_twin
@@ -33,6 +33,7 @@ class Reference:
 
     Attributes:
         identity: of a file that is not ours, which must not have changed; None for a file of ours.
+        entry: where the value lies in a file without a header; None for one that says so itself.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Reference:
     folder: Path | None
     layout: Layout
     identity: Identity | None
+    entry: Entry | None
 
 
 def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
@@ -48,7 +50,8 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
     handle = tensor._file_handle()
     handle.settle()
     identity = None if handle.owned else handle.file.identity
-    reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity)
+    entry = handle.file.entry(handle.name) if handle.file.is_raw else None
+    reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry)
     with _LOCK:
         _PASSED[reference.path, reference.name] = handle
     cut = metadata_of(current_twin(tensor))
@@ -74,7 +77,8 @@ def _rebuild(
 
 def _opened(reference: Reference) -> Handle:
     """A handle over the file in this process."""
-    file = TensorFile.open(reference.path)
+    where, entry = reference.path, reference.entry
+    file = TensorFile.open(where) if entry is None else TensorFile.raw(where, entry)
     if reference.identity is None:
         return Handle.shared(file, reference.name, reference.folder)
     if file.identity != reference.identity:

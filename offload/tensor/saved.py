@@ -8,14 +8,15 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offload.storage.modes import plain_world
-from offload.storage.subclasses import is_subclass_value
-from offload.storage.write import copy_range, write_tensor
+from offload.storage.subclasses import flatten, is_subclass_value
+from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
 from offload.tensor.cuts import metadata_of
 from offload.tensor.extents import start_of_run
 from offload.tensor.wrapper import OffloadedTensor, current_twin, mapped_value
@@ -32,6 +33,26 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
         value = mapped_value(tensor) if type(tensor) is OffloadedTensor else tensor
         if value.dtype != dtype or not _copied(fd, at, tensor):
             write_tensor(fd, at, value, dtype)
+
+
+def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, Any]) -> None:
+    """Write a new file of its own for a value of any kind, as a handle would; the caller removes what is left.
+
+    `notes` are what the file says beside what a handle notes.
+
+    Raises:
+        WriteError, UnknownSubclassError, and as `write_value`.
+    """
+    value, notes = subclass_value(tensor), {**notes, "name": name}
+    parts = {name: tensor}
+    if value is not None:
+        parts, notes["subclass"] = flatten(value, name)
+    layouts = {key: layout_of(part) for key, part in parts.items()}
+
+    def fill(fd: int, key: str, start: int) -> None:
+        write_value(fd, start, parts[key].detach().permute(layouts[key].order), layouts[key].dtype)
+
+    write_beside(path, path, layouts, {}, fill, notes)
 
 
 def identity_of(tensor: torch.Tensor) -> Hashable:

@@ -18,7 +18,10 @@ from safetensors.torch import save_file
 
 from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError
 from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.header import Entry, contiguous
 from offload.storage.write import layout_of, write_values
+from tests.conftest import contents
 from tests.processes import run_script
 
 
@@ -363,3 +366,49 @@ def test_a_process_that_replaced_a_value_ends_without_a_word(tmp_path):
     """
 
     assert "" == run_script(script, tmp_path, shell="exec 2>&1")
+
+
+def raw(path: Path, *shape: int) -> TensorFile:
+    return TensorFile.raw(path, Entry("w", contiguous(torch.float32, shape), 4))
+
+
+def test_a_file_without_a_header_is_read_as_its_entry_says(tmp_path):
+    (tmp_path / "w.bin").write_bytes(b"skip" + struct.pack("3f", 1, 2, 3) + b"more")
+    file = raw(tmp_path / "w.bin", 3)
+
+    handle = Handle.reference(file, "w", tmp_path)
+
+    assert not file.is_ours
+    assert [1, 2, 3] == handle.base().tolist()
+    assert not handle.base().data_ptr() % 4
+    with pytest.raises(CorruptFileError):
+        TensorFile.open(tmp_path / "w.bin")  # it is never taken for one with a header
+
+
+def test_a_file_without_a_header_is_copied_at_its_first_write(tmp_path):
+    (tmp_path / "w.bin").write_bytes(b"skip" + struct.pack("3f", 1, 2, 3))
+    before = contents(tmp_path)
+    handle = Handle.reference(raw(tmp_path / "w.bin", 3), "w", tmp_path / "own")
+
+    handle.writable_base().mul_(2)
+
+    assert [2, 4, 6] == handle.base().tolist()
+    assert before == {name: data for name, data in contents(tmp_path).items() if name in before}
+    assert tmp_path / "own" / "w.safetensors" == handle.path
+
+
+def test_a_file_without_a_header_that_is_missing_short_or_changed_is_an_error(tmp_path):
+    path = tmp_path / "w.bin"
+    with pytest.raises(MissingFileError, match="the file is missing"):
+        raw(path, 3)
+    with pytest.raises(CorruptFileError, match="is a folder"):
+        raw(tmp_path, 3)
+    path.write_bytes(bytes(15))
+    with pytest.raises(CorruptFileError, match=r"'w', torch.float32 \[3\], takes 16 bytes, and 15 are there"):
+        raw(path, 3)
+    path.write_bytes(bytes(16))
+    handle = Handle.reference(raw(path, 3), "w")
+    handle.base()
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ChangedFileError, match=r"tensor 'w'.*has changed since it was opened"):
+        handle.base()

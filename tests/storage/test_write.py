@@ -19,7 +19,7 @@ from offload.storage.dtypes import WORDS, dtype_name, dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT, Layout, contiguous_stride
 from offload.storage.process import process_tag
-from offload.storage.write import copy_entries, layout_of, sweep, write_empty, write_values
+from offload.storage.write import copy_entries, layout_of, sweep, sweep_folders, write_empty, write_values
 from tests.processes import run_script
 
 DTYPES = [
@@ -485,3 +485,15 @@ def test_a_sweep_takes_the_temporary_files_of_the_dead_alone(tmp_path):
 
 def test_rows_of_zero_bytes_have_a_layout():
     assert Layout(torch.float32, (0, 4), contiguous_stride((0, 4))) == layout_of(torch.empty(0, 4))
+
+
+def test_a_sweep_of_folders_takes_those_of_the_dead_with_what_is_in_them(tmp_path):
+    machine, pid, _ = process_tag().split("-")
+    dead, living = f".offload-tmp-{machine}-{pid}-1-aa", f".offload-tmp-{process_tag()}-aa"
+    for name in (dead, living, "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+
+    sweep_folders(tmp_path)
+
+    assert sorted(["mine", living]) == sorted(os.listdir(tmp_path))

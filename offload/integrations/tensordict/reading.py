@@ -1,0 +1,316 @@
+"""A folder that `TensorDict.memmap` wrote, as offloaded tensors.
+
+Always true:
+- its files are referenced where they are, and never written to; one that has changed is an error
+- no class is imported by the name in a file, and nothing is unpickled
+- no value is read
+- what is given is of one folder, also while `save_memmap` puts another one in its place
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError, CorruptFileError, MissingFileError, OffloadError, UnknownTypeError
+from offload.integrations.tensordict.layout import INNER, META, Way, escaped
+from offload.storage.dtypes import dtype_named
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.header import Entry, contiguous, contiguous_stride
+from offload.tensor.arguments import checked_device
+from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
+
+_PICKLES = ("other.pickle", "pickle.pkl")
+_OF_CLASS = ("_type", "_class", "_format_version")  # what the folder of a tensorclass says beside its fields
+
+
+def load_memmap(
+    folder: PathLike,
+    device: torch.device | str | int | None = None,
+    *,
+    types: Iterable[type] = (),
+    without: Iterable[str | Way] = (),
+    offload_dir: PathLike | None = None,
+) -> Any:
+    """What `TensorDict.load_memmap` gives for a folder, but with offloaded tensors as leaves, over its files.
+
+    Nothing is read, and the folder is never written to: a leaf is copied at its first write. A leaf without elements,
+    and a nested tensor (which is over its mapped file), are plain ones. Open the folder again, or `load_memmap_`, after
+    another process has written to it: until then its leaves are errors.
+
+    Args:
+        folder: what `TensorDict.memmap`, or `save_memmap`, was given.
+        device: where ops on the leaves run; None for the device that was saved. "meta" gives meta tensors. Under a
+            `FakeTensorMode` the leaves are fake.
+        types: the tensorclasses that may be made.
+        without: entries to leave out: keys, or tuples of keys for nested ones. Pickled data has to be.
+        offload_dir: where copies go; None for a private folder.
+
+    Raises:
+        MissingFileError, CorruptFileError: there is no such folder, or it is not whole.
+        UnknownTypeError: it holds a class that is not among `types`.
+        CheckpointError: it holds pickled data.
+        KeyError: it has none of the entries `without` which it is to be loaded.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> _ = TensorDict(x=torch.ones(2, 3), batch_size=[2]).memmap("a_folder")
+        >>> load_memmap("a_folder")[0]["x"]
+        OffloadedTensor([1., 1., 1.], name='x')
+    """
+    place, types = Path(os.path.abspath(folder)), tuple(types)
+    target = None if device is None else checked_device(device)
+    left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
+    while True:
+        before = _which(place)
+        reading = _Reading(target, types, set(left_out), offload_dir)
+        try:
+            found = reading.folder(place, ())
+        except (MissingFileError, CorruptFileError):
+            if _which(place) == before:
+                raise
+            continue  # it was replaced while it was read
+        if _which(place) == before:
+            break
+    if reading.left_out:
+        raise KeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
+    return found
+
+
+def _which(folder: Path) -> tuple[int, int] | None:
+    """Tells a folder from another one in its place."""
+    with suppress(OSError):
+        status = os.stat(folder)
+        return status.st_ino, status.st_ctime_ns
+    return None
+
+
+def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
+    """Make `td` hold what stands in a folder now; it is given back.
+
+    Its leaves are replaced by offloaded ones over the files, entries that the folder does not have are removed, nested
+    TensorDicts are kept. This is how to see what another process has written since. To write the values of the folder
+    into the tensors of `td`, use `td.update_(load_memmap(folder))`.
+
+    Args:
+        td: a TensorDict, or a tensorclass that has tensors only.
+        folder, options: as for `load_memmap`.
+    """
+    options = {"device": td.device, **options}
+    _take_over(td, load_memmap(folder, **options))
+    return td
+
+
+def _take_over(td: Any, found: Any) -> None:
+    from tensordict import TensorDict
+
+    td.unlock_()
+    for key in set(td.keys()) - set(found.keys()):
+        td.del_(key)
+    for key in found.keys():  # noqa: SIM118  a TensorDict goes over its rows
+        new, old = found.get(key), td.get(key, None)
+        if type(new) is type(old) is TensorDict and new.batch_size == old.batch_size:
+            _take_over(old, new)
+        else:
+            td.set(key, new)
+
+
+@dataclass
+class _Reading:
+    """A folder on its way to be a TensorDict.
+
+    Attributes:
+        left_out: the entries to leave out that were not met yet.
+    """
+
+    device: torch.device | None
+    types: tuple[type, ...]
+    left_out: set[Way]
+    offload_dir: PathLike | None
+
+    def folder(self, folder: Path, way: Way) -> Any:
+        """What a folder holds, `way` down from the root."""
+        meta = _meta_of(folder)
+        name = _class_name(meta)
+        known = self._kinds().get(name)
+        if known is not None:
+            return known(folder, meta, way)
+        return self._tensorclass(folder, meta, way, name)
+
+    def _kinds(self) -> dict[str, Callable[[Path, dict[str, Any], Way], Any]]:
+        return {
+            "tensordict:TensorDict": self._tensordict,
+            "tensordict:LazyStackedTensorDict": self._lazy_stack,
+            "tensordict:NonTensorData": self._non_tensor,
+            "tensordict:NonTensorStack": self._non_tensors,
+        }
+
+    def _tensordict(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
+        from tensordict import TensorDict
+
+        saved = meta.get("device", "None")
+        device = self.device or (None if saved == "None" else checked_device(saved))
+        entries = {}
+        for key, spec in meta.items():
+            if not isinstance(spec, dict) or self._is_left_out((*way, key)):
+                continue
+            if "type" in spec:
+                entries[key] = self.folder(_place(folder, key, ""), (*way, key))
+            elif "dtype" in spec:
+                entries[key] = self._leaf(folder, key, spec, way, device or torch.device("cpu"))
+        names = meta.get("_names")
+        with _as_written(folder):
+            names = names if isinstance(names, list) else None
+            return TensorDict(entries, batch_size=torch.Size(meta.get("shape", ())), device=device, names=names)
+
+    def _is_left_out(self, way: Way) -> bool:
+        if way not in self.left_out:
+            return False
+        self.left_out.discard(way)
+        return True
+
+    def _leaf(self, folder: Path, key: str, spec: dict[str, Any], way: Way, device: torch.device) -> torch.Tensor:
+        shape, dtype = _layout_of(folder, key, spec)
+        name, path = ".".join((*way, key)), _place(folder, key, ".memmap")
+        if device.type == "meta" or torch._guards.active_fake_mode() is not None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if spec.get("is_nested"):
+            return self._nested(path, name, shape, dtype, device)
+        if 0 in shape:  # it has no file
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._over(path, name, shape, dtype, device)
+
+    def _over(
+        self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> OffloadedTensor:
+        file = TensorFile.raw(path, Entry(name, contiguous(dtype, shape), 0))
+        return wrap_handle(Handle.reference(file, name, self.offload_dir), device)
+
+    def _nested(
+        self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A nested tensor, whose sizes are in a file of their own, each as a row."""
+        cpu = torch.device("cpu")
+        sizes = self._over(path.with_suffix(".shape.memmap"), f"{name}.shape", shape, torch.int64, cpu).tolist()
+        flat = self._over(path, name, (sum(math.prod(size) for size in sizes),), dtype, cpu)._on_cpu()
+        starts = [0, *itertools.accumulate(math.prod(size) for size in sizes)][:-1]
+        strides = torch.tensor([contiguous_stride(tuple(size)) for size in sizes]).reshape(shape)
+        args = (flat, torch.tensor(sizes).reshape(shape), strides, torch.tensor(starts))
+        return torch._nested_view_from_buffer(*args).to(device)
+
+    def _lazy_stack(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
+        from tensordict import LazyStackedTensorDict
+
+        layers: list[Any] = []
+        while (folder / str(len(layers))).is_dir():
+            layers.append(self.folder(folder / str(len(layers)), (*way, str(len(layers)))))
+        if not layers:
+            raise CorruptFileError(f"{folder} is a stack of TensorDicts, and has none. Get the folder again.")
+        with _as_written(folder):
+            dim, name = meta["stack_dim"], meta.get("stack_dim_name")
+            return LazyStackedTensorDict(*layers, stack_dim=dim, stack_dim_name=name)
+
+    def _non_tensor(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
+        from tensordict import NonTensorData
+
+        _refuse_pickles(folder, way)
+        return NonTensorData(data=meta.get("data"))
+
+    def _non_tensors(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
+        from tensordict import NonTensorStack
+
+        _refuse_pickles(folder, way)
+        if not isinstance(meta.get("data"), list):
+            return self._lazy_stack(folder, meta, way)
+        with _as_written(folder):
+            return NonTensorStack.from_list(meta["data"])
+
+    def _tensorclass(self, folder: Path, meta: dict[str, Any], way: Way, name: str) -> Any:
+        cls: Any = self._class_called(name, folder)
+        _refuse_pickles(folder, way)
+        values = self.folder(folder / INNER, way)
+        with _as_written(folder):
+            return cls.from_tensordict(values, {key: value for key, value in meta.items() if key not in _OF_CLASS})
+
+    def _class_called(self, name: str, folder: Path) -> type:
+        """By its full name; or by that of the class alone, where a script defined it."""
+        module, _, short = name.replace(":", ".").rpartition(".")
+        exact = [cls for cls in self.types if f"{cls.__module__}.{cls.__qualname__}" == name]
+        alike = [cls for cls in self.types if cls.__name__ == short]
+        if exact or len(alike) == 1:
+            return (exact or alike)[0]
+        way_out = "save it as a TensorDict, with to_tensordict()" if ":" in name else f"pass types=[{short}]"
+        raise UnknownTypeError(f"{folder} holds a {short} (of {module}), and no such class was given: {way_out}")
+
+
+@contextmanager
+def _as_written(folder: Path) -> Iterator[None]:
+    """What tensordict makes of a folder that it did not write may be any error: it is the folder's."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except Exception as error:
+        raise CorruptFileError(f"{folder / META} does not fit what it names: {error}") from error
+
+
+def _meta_of(folder: Path) -> dict[str, Any]:
+    path = folder / META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        reason = "this is not a folder that TensorDict.memmap wrote, or a part of one is gone"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except NotADirectoryError as error:
+        raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)") from error
+    except OSError as error:
+        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not JSON ({error}). Get the folder again.") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("_type"), str):
+        raise CorruptFileError(f"{path} does not say what the folder holds. Get the folder again.")
+    return meta
+
+
+def _class_name(meta: Mapping[str, Any]) -> str:
+    """`tensordict:TensorDict` for a class of tensordict's, wherever that keeps it; else the full name."""
+    name = str(meta["_type"]).removeprefix("<class '").removesuffix("'>")
+    return f"tensordict:{name.rpartition('.')[2]}" if name.startswith("tensordict.") else name
+
+
+def _layout_of(folder: Path, key: str, spec: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
+    shape, name = spec.get("shape"), spec["dtype"]
+    dtype = dtype_named(str(name).removeprefix("torch."))
+    if dtype is None:
+        raise CorruptFileError(f"{folder / META} says that {key!r} is of {name}, which can't be read")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CorruptFileError(f"{folder / META} gives {key!r} the shape {str(shape)[:100]}")
+    return tuple(shape), dtype
+
+
+def _place(folder: Path, key: str, suffix: str) -> Path:
+    """The file, or folder, of a key; under its plain name where an older tensordict left it."""
+    path = folder / f"{escaped(key)}{suffix}"
+    plain = folder / f"{key}{suffix}"
+    if plain != path and plain.parent == folder and key not in (".", "..") and not path.exists() and plain.exists():
+        return plain
+    return path
+
+
+def _refuse_pickles(folder: Path, way: Way) -> None:
+    for name in _PICKLES:
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"{folder / name} is a pickle, and is not opened, as it could run code: leave the entry out "
+                f"(without=[{way!r}]), or save it as text, numbers, lists and dicts"
+            )

@@ -1,0 +1,372 @@
+"""A folder that `TensorDict.load_memmap` opens.
+
+Always true:
+- it appears whole, in one step; it replaces another one only if that was written here, and nothing was added to it
+- no value comes into memory as a whole: what is on disk goes from file to file
+- nothing is pickled
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ForeignFileError, UnknownTypeError, UnsupportedOpError
+from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, escaped
+from offload.integrations.tensordict.reading import load_memmap
+from offload.progress import progress_in_bytes
+from offload.storage.header import MARK
+from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for, write_raw, write_text
+from offload.tensor.arguments import refuse_unstorable
+from offload.tensor.saved import subclass_value, write_value
+from offload.tensor.wrapper import OffloadedTensor, PathLike
+
+_TAKEN = ("shape", "device", "_type")  # words of meta.json that a key would collide with
+_MARKER = "offload.json"
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
+
+
+def save_memmap(
+    td: Any,
+    folder: PathLike,
+    *,
+    copy_existing: bool = True,
+    num_threads: int = 0,
+    return_early: bool = False,
+    existsok: bool = True,
+) -> Any:
+    """Write a folder that `TensorDict.load_memmap` opens, in bounded memory: what is on disk goes from file to file.
+
+    Args:
+        td: a TensorDict, a lazy stack, a tensorclass, or a dict of tensors and dicts; leaves plain or offloaded.
+            Non-tensor data has to be text, numbers, lists and dicts.
+        folder: is made, with the folders around it, and appears whole. One that this function wrote is replaced.
+        copy_existing: False refuses leaves whose values are in files that stay already.
+        num_threads: how many files are written at a time.
+        return_early: give a `concurrent.futures.Future` of the result, and write in the background. The leaves are not
+            to be changed until it is done.
+        existsok: False refuses to replace a folder.
+
+    Returns:
+        The TensorDict over the new files, as `load_memmap` gives it.
+
+    Raises:
+        ForeignFileError: something that `save_memmap` did not write stands there, or files were added to it.
+        UnsupportedOpError: a leaf, or its key, has no form in such a folder, or is in a file already.
+        UnknownTypeError: non-tensor data that JSON has no form for.
+        WriteError: the disk is full, the folder is read-only...
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> _ = save_memmap({"x": torch.ones(3), "deep": {"y": torch.zeros(2)}}, "written")
+        >>> TensorDict.load_memmap("written")["deep", "y"]
+        MemoryMappedTensor([0., 0.])
+    """
+    folder, plan = Path(os.path.abspath(folder)), _planned(td, copies=copy_existing)
+    _refuse_replacing(folder, existsok)
+
+    def save() -> Any:
+        _publish(folder, plan, num_threads, existsok)
+        return load_memmap(folder, types=plan.types)
+
+    if not return_early:
+        return save()
+    background = ThreadPoolExecutor(1, "offload-save")
+    future: Future[Any] = background.submit(save)
+    background.shutdown(wait=False)
+    return future
+
+
+def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
+    """A folder for values like those of `td`, all zeros, to be filled; no value is read, or written.
+
+    Args:
+        td, folder, existsok: as for `save_memmap`; leaves may be on the meta device.
+
+    Returns:
+        What `TensorDict.load_memmap` gives: its leaves are mapped, and to write to one is to write its file.
+
+    Raises: as `save_memmap`.
+    """
+    from tensordict import TensorDict
+
+    folder, plan = Path(os.path.abspath(folder)), _planned(td, copies=True, of_zeros=True)
+    _refuse_replacing(folder, existsok)
+    _publish(folder, plan, 0, existsok)
+    return TensorDict.load_memmap(folder)
+
+
+@dataclass
+class _Plan:
+    """What a folder is to hold.
+
+    Attributes:
+        files: the tensors, by the path that each has in it.
+        texts: what `meta.json` says, by its path.
+        types: the tensorclasses that it is made of.
+        copies: whether leaves may be in files that stay already.
+        of_zeros: whether the values do not matter.
+    """
+
+    copies: bool
+    of_zeros: bool
+    files: dict[str, torch.Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    types: set[type] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.files.values())
+
+    def say(self, at: str, meta: Mapping[str, Any]) -> None:
+        self.texts[f"{at}{META}"] = json.dumps(meta)
+
+
+def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
+    from tensordict import TensorDict, is_tensor_collection
+
+    if isinstance(td, dict):
+        td = TensorDict(td)
+    if not is_tensor_collection(td):
+        raise TypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
+    plan = _Plan(copies, of_zeros)
+    _plan(td, "", (), plan)
+    return plan
+
+
+def _plan(td: Any, at: str, way: Way, plan: _Plan) -> None:
+    """Add a collection to a plan, in the folder `at`."""
+    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, is_tensorclass
+
+    if isinstance(td, NonTensorStack):
+        meta = {"stack_dim": 0, "device": None, "data": _json_able(td.tolist(), way)}
+        plan.say(at, {"_type": str(type(td)), **_format("NonTensorStack"), **meta})
+    elif isinstance(td, NonTensorData):
+        said = {"data": _json_able(td.data, way), "_metadata": None, "_is_non_tensor": True}
+        plan.say(at, {"_type": str(type(td)), **said})
+    elif is_tensorclass(td):
+        plan.types.add(type(td))
+        plan.say(at, {"_type": str(type(td)), **_json_able(dict(td._non_tensordict), way)})
+        _plan(td._tensordict, f"{at}{INNER}/", way, plan)
+    elif isinstance(td, LazyStackedTensorDict):
+        dim, names = td.stack_dim, td.names
+        plan.say(
+            at,
+            {
+                "_type": str(LazyStackedTensorDict),
+                **_format("LazyStackedTensorDict"),
+                "stack_dim": dim,
+                "stack_dim_name": names[dim] if names else None,
+            },
+        )
+        for index, layer in enumerate(td.tensordicts):
+            _plan(layer, f"{at}{index}/", (*way, str(index)), plan)
+    else:
+        _plan_entries(td, at, way, plan)
+
+
+def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> None:
+    from tensordict import TensorDict, is_tensor_collection
+
+    meta: dict[str, Any] = {}
+    for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
+        if key in _TAKEN:
+            raise UnsupportedOpError(f"{_told(way, key)}: tensordict's format takes this key for itself, rename it")
+        value = td.get(key)
+        if is_tensor_collection(value):
+            meta[key] = {"type": type(value).__name__}
+            _plan(value, f"{at}{escaped(key)}/", (*way, key), plan)
+        else:
+            meta[key] = _plan_leaf(value, f"{at}{escaped(key)}", _told(way, key), plan)
+    names = list(td.names)
+    plan.say(
+        at,
+        {
+            **_format("TensorDict"),
+            **({"_names": names} if any(names) else {}),
+            **meta,
+            "shape": list(td.batch_size),
+            "device": "cpu",
+            "_type": str(TensorDict),
+        },
+    )
+
+
+def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]:
+    """Add a leaf to a plan; what `meta.json` is to say of it."""
+    if tensor.is_nested and tensor.layout == torch.strided:
+        sizes = torch.tensor([list(part.shape) for part in tensor.unbind()], dtype=torch.int64)
+        plan.files[f"{path}.shape.memmap"] = sizes
+        plan.files[f"{path}.memmap"] = _elements(tensor.detach().contiguous(), int(sizes.prod(-1).sum()))
+        return _spec(sizes.shape, tensor.dtype, is_nested=True)
+    if tensor.is_nested:
+        raise UnsupportedOpError(
+            f"{name} is a nested tensor of the jagged layout, which tensordict's format has no form for: "
+            "store its values() and offsets(), or torch.nested.nested_tensor(list(it.unbind()), layout=torch.strided)"
+        )
+    if not plan.of_zeros:
+        _refuse_leaf(tensor, name, plan)
+    if tensor.numel():  # what is empty has no file
+        plan.files[f"{path}.memmap"] = tensor.detach()
+    return _spec(tensor.shape, tensor.dtype, is_nested=False)
+
+
+def _elements(nested: torch.Tensor, count: int) -> torch.Tensor:
+    """The elements of a contiguous nested tensor in a row, over its memory."""
+    flat = torch.empty(0, dtype=nested.dtype, device=nested.device)
+    return flat.set_(nested.untyped_storage(), 0, (count,), (1,))
+
+
+def _refuse_leaf(tensor: torch.Tensor, name: str, plan: _Plan) -> None:
+    refuse_unstorable(tensor, name)
+    if subclass_value(tensor) is not None:
+        raise UnsupportedOpError(f"{name} is a tensor subclass: dequantize() it, or use save_tree, which keeps such")
+    if not plan.copies and (place := _file_that_stays(tensor)) is not None:
+        raise UnsupportedOpError(f"{name} is in {place} already: pass copy_existing=True to have a second copy")
+
+
+def _file_that_stays(tensor: torch.Tensor) -> str | None:
+    if type(tensor) is OffloadedTensor:
+        handle = tensor._file_handle()
+        return str(handle.path) if handle.folder is not None or not handle.owned else None
+    return getattr(tensor, "filename", None)  # tensordict's MemoryMappedTensor
+
+
+def _told(way: Way, key: str) -> str:
+    return repr((*way, key)) if way else repr(key)
+
+
+def _spec(shape: Iterable[int], dtype: torch.dtype, *, is_nested: bool) -> dict[str, Any]:
+    return {"device": "cpu", "shape": list(shape), "dtype": str(dtype), "is_nested": is_nested}
+
+
+def _format(name: str) -> dict[str, Any]:
+    return {"_format_version": FORMAT, "_class": f"tensordict:{name}"}
+
+
+def _json_able(value: Any, way: Way) -> Any:
+    if _is_json_able(value):
+        return value
+    raise UnknownTypeError(
+        f"{way!r} holds a {type(value).__name__} that JSON has no form for (tensordict would pickle it): "
+        "make it text, numbers, lists and dicts, or leave it out with td.exclude"
+    )
+
+
+def _is_json_able(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(_is_json_able, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_json_able, value))
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+# Files
+
+
+def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
+    """Write a folder beside its place, and put it there in one step."""
+    with explained(folder, plan.nbytes, "folder"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        sweep_folders(folder.parent)
+    temporary = temporary_for(folder)
+    try:
+        with explained(folder, plan.nbytes, "folder"):
+            _write(temporary, plan, threads)
+            _refuse_replacing(folder, existsok)
+            _exchange(temporary, folder)
+            sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+
+
+def _write(folder: Path, plan: _Plan, threads: int) -> None:
+    places = {folder, *(folder / path for path in map(os.path.dirname, [*plan.files, *plan.texts]))}
+    for place in places:
+        place.mkdir(parents=True, exist_ok=True)
+    with progress_in_bytes(plan.nbytes, "saving") as advance:
+        for nbytes in _written(folder, plan, threads):
+            advance(nbytes)
+    for path, text in plan.texts.items():
+        write_text(folder / path, text)
+    marker = {MARK: {"memmap": FORMAT}, "files": sorted([*plan.files, *plan.texts])}
+    write_text(folder / _MARKER, json.dumps(marker) + "\n")
+    for place in places:
+        sync_folder(place)
+
+
+def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
+    """The bytes of each file of tensors, as it is written."""
+
+    def write(path: str) -> int:
+        tensor = plan.files[path]
+
+        def fill(fd: int) -> None:
+            if not plan.of_zeros:
+                write_value(fd, 0, tensor, tensor.dtype)
+
+        write_raw(folder / path, tensor.nbytes, fill)
+        return tensor.nbytes
+
+    if threads <= 1:
+        yield from map(write, plan.files)
+        return
+    with ThreadPoolExecutor(threads, "offload-save") as pool:
+        try:
+            yield from pool.map(write, plan.files)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _refuse_replacing(folder: Path, existsok: bool) -> None:
+    """Refuse to write over what `save_memmap` did not write; an empty folder may be filled."""
+    if not os.path.lexists(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
+        return
+    if not existsok:
+        raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
+    known = _files_of(folder)
+    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    if not known:
+        raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
+    if there - known:
+        raise ForeignFileError(f"{folder / min(there - known)} was not written by offload: move it away first")
+
+
+def _files_of(folder: Path) -> set[str]:
+    """The files that `save_memmap` wrote into a folder."""
+    if folder.is_symlink():
+        return set()
+    try:
+        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        return {*marker["files"], _MARKER} if "memmap" in marker[MARK] else set()
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
+
+
+def _exchange(temporary: Path, folder: Path) -> None:
+    """Put a new folder in its place; `temporary` is the old one then, if there was one."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        os.rename(temporary, folder)
+    elif not _exchanged(temporary, folder):
+        aside = folder.with_name(f".{folder.name}-before-{secrets.token_hex(4)}")  # which nobody sweeps
+        os.rename(folder, aside)
+        os.rename(temporary, folder)
+        os.rename(aside, temporary)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the system could exchange two folders in one step: Linux can, on most file systems."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    at_here = -100  # AT_FDCWD
+    return rename is not None and not rename(at_here, os.fsencode(one), at_here, os.fsencode(other), _EXCHANGE)

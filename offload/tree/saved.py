@@ -1,0 +1,372 @@
+"""Trees in folders: the structure in a manifest, each tensor in a file of its own.
+
+Always true:
+- `tree.json` is the tree: it is replaced in one step, when every file that it names is on the disk. A crash before
+  that leaves the old tree, after it the new one
+- each save puts its files in a numbered folder of its own; files of the tree before it that the new one shares stay
+  where they are, those that it does not are removed
+- what is removed are files of trees, in numbered folders, that no manifest names, and what a killed process left
+- no value comes into memory as a whole
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, OffloadError, WriteError
+from offload.progress import progress_in_bytes
+from offload.storage.dtypes import dtype_name
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.header import MARK
+from offload.storage.names import file_name
+from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
+from offload.tensor.arguments import checked_device, refuse_unstorable
+from offload.tensor.saved import identity_of, write_file
+from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap_handle
+from offload.tree.structure import Node, Way, decode, encode, told
+
+_MANIFEST = "tree.json"
+_VERSION = 1
+_NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
+_FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
+_ROOT = "tensor"  # the name of a tensor that is the whole tree
+# What a tensor is beside its values: whether it requires grad, and whether it is a parameter.
+_DRESSES = {
+    "tensor": (False, False),
+    "trained": (True, False),
+    "parameter": (True, True),
+    "frozen": (False, True),
+}
+_KINDS = {dress: kind for kind, dress in _DRESSES.items()}
+
+
+def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
+    """Write nested data to a folder: the structure as JSON, each tensor to a safetensors file of its own.
+
+    A tree that stands there is replaced as a whole: a crash leaves the old one or the new one. A tensor that was loaded
+    from it, and has not been written to, keeps its file. Other tensors
+    over the old tree can't be used after.
+
+    Args:
+        tree: dicts (with keys of any kind that may stand here, but tensors), lists, tuples, dataclasses, named tuples,
+            enums, None, text, bytes, numbers, dtypes, devices and tensors of any kind. A tensor that stands in several
+            places is stored once, and is one again when it is loaded. A container that does is stored for each.
+        folder: is made if need be.
+
+    Returns:
+        The manifest, `tree.json`.
+
+    Raises:
+        UnknownTypeError: a value has no form in a tree; the message says where it is, and of what type.
+        UnsupportedOpError: a tensor has no dense value.
+        ForeignFileError: another program's `tree.json` stands there.
+        WriteError: the disk is full, the folder is read-only, another process is saving there...
+
+    Example:
+        >>> save_tree({"step": 3, "state": [torch.ones(2), None]}, "saved_tree").name
+        'tree.json'
+    """
+    folder = Path(os.path.abspath(folder))
+    plan = _Plan()
+    structure = encode(tree, plan.node_of)
+    with explained(folder, 0, "folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        old = _files_that_stand(folder)
+        with explained(folder, 0, "folder"):
+            _sweep(folder, old)
+        kept = {name: file for name, tensor in plan.tensors.items() if (file := _file_in(folder, tensor, old))}
+        _put_in_place(folder, plan, kept, structure)
+        with suppress(OSError):  # the new tree stands; what could not be removed is removed by the next save
+            _sweep(folder, _files_that_stand(folder))
+    return folder / _MANIFEST
+
+
+def load_tree(
+    folder: str | os.PathLike[str],
+    device: torch.device | str | int = "cpu",
+    *,
+    types: Iterable[type] = (),
+    offload_dir: str | os.PathLike[str] | None = None,
+) -> Any:
+    """The tree that `save_tree` wrote, its tensors offloaded ones over the files there: no value is read.
+
+    The files are not written to: a tensor is copied at its first write.
+
+    Args:
+        folder: what `save_tree` was given.
+        device: where ops on the tensors run.
+        types: the dataclasses, named tuples and enums that may be made. Those that `register_subclass` was told of may
+            be too. No class is imported by a name in a file.
+        offload_dir: where copies go; None for a private folder.
+
+    Raises:
+        MissingFileError: there is no tree, or one of its files is gone.
+        UnknownTypeError: the tree holds a class that is not among `types`.
+        CorruptFileError: the manifest is of a later version, or does not fit the files.
+        ForeignFileError: `tree.json` is another program's.
+
+    Example:
+        >>> _ = save_tree({"step": 3, "state": [torch.ones(2), None]}, "saved_tree")
+        >>> tree = load_tree("saved_tree")
+        >>> tree["step"], tree["state"][0].sum()
+        (3, tensor(2.))
+    """
+    folder = Path(os.path.abspath(folder))
+    target, types = checked_device(device), tuple(types)
+    while True:
+        manifest = _manifest(folder)
+        try:
+            return _Loading(folder, manifest, target, offload_dir).tree(types)
+        except MissingFileError:
+            if _manifest(folder) == manifest:  # else another process has just replaced the tree
+                raise
+
+
+# What is to be written
+
+
+@dataclass
+class _Plan:
+    """The tensors of a tree.
+
+    Attributes:
+        tensors: by name, each once.
+        names: of the tensors, by what tells one from another.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: dict[Any, str] = field(default_factory=dict)
+
+    def node_of(self, tensor: torch.Tensor, way: Way) -> Node:
+        """The node of a tensor, which now is one of those to write."""
+        refuse_unstorable(tensor, ".".join(way) or _ROOT)
+        same = identity_of(tensor)
+        name = self.names.get(same)
+        if name is None:
+            name = self.names[same] = self._free_name(way)
+            self.tensors[name] = tensor
+        return {_KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]: name}
+
+    def _free_name(self, way: Way) -> str:
+        """The way with dots; numbered where another way reads the same, or no tensor can be called so."""
+        plain = ".".join(way) or _ROOT
+        name, number = plain, 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{plain}~{number}"
+        return name
+
+
+# Writing
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No two processes save in one folder at a time, where folders can be locked.
+
+    Raises:
+        WriteError: another one does.
+    """
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+        yield
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, folder: Path) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
+        raise WriteError(error.errno, reason, str(folder)) from error
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+
+
+def _put_in_place(folder: Path, plan: _Plan, kept: Mapping[str, str], structure: Node) -> None:
+    """Write what is not `kept` to a new numbered folder, and then the manifest."""
+    number = 1 + max((int(path.name) for path in _numbered(folder)), default=0)
+    place, manifest = folder / str(number), folder / _MANIFEST
+    temporaries = [temporary_for(place), temporary_for(manifest)]
+    try:
+        with explained(folder, 0, "folder"):
+            new = _write_files(temporaries[0], {name: plan.tensors[name] for name in plan.tensors if name not in kept})
+            if new:
+                os.rename(temporaries[0], place)
+                sync_folder(folder)
+            files = {name: kept.get(name) or f"{number}/{new[name]}" for name in plan.tensors}
+            write_text(temporaries[1], _text(plan, files, structure))
+            os.replace(temporaries[1], manifest)
+    except BaseException:
+        with suppress(OffloadError, OSError):
+            _sweep(folder, _files_that_stand(folder))
+        raise
+    finally:
+        shutil.rmtree(temporaries[0], ignore_errors=True)
+        remove(temporaries[1])
+    sync_folder(folder)
+
+
+def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of the new files in a new folder."""
+    if not tensors:
+        return {}
+    folder.mkdir()
+    files = {name: file_name(name) for name in tensors}
+    with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
+        for name, tensor in tensors.items():
+            write_file(folder / files[name], name, tensor, _NOTES)
+            advance(tensor.nbytes)
+    sync_folder(folder)
+    return files
+
+
+def _text(plan: _Plan, files: Mapping[str, str], structure: Node) -> str:
+    tensors = {
+        name: {"file": files[name], "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        for name, tensor in plan.tensors.items()
+    }
+    return json.dumps({MARK: {"tree": _VERSION}, "tensors": tensors, "structure": structure}, indent=1) + "\n"
+
+
+def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
+    """The file of the tree in `folder` that has this very value; None if there is none."""
+    if type(tensor) is not OffloadedTensor:
+        return None
+    handle, twin = tensor._file_handle(), current_twin(tensor)
+    if handle.owned or handle.path.parent.parent != folder or tensor._is_part() or twin.is_conj() or twin.is_neg():
+        return None
+    file = f"{handle.path.parent.name}/{handle.path.name}"
+    if file not in old:
+        return None
+    handle.file.check()
+    return file
+
+
+# Removing
+
+
+def _sweep(folder: Path, files: Collection[str]) -> None:
+    """Remove what a killed process left, and the files of ours in numbered folders that are not among `files`."""
+    sweep_folders(folder)
+    for place in _numbered(folder):
+        unused = [path for path in place.glob("*.safetensors") if f"{place.name}/{path.name}" not in files]
+        ours = [path for path in unused if _is_ours(path)]
+        for path in ours:
+            path.unlink()
+        if ours:
+            with suppress(OSError):  # it is not empty
+                place.rmdir()
+
+
+def _numbered(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if re.fullmatch(r"[1-9][0-9]*", path.name) and path.is_dir()]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `save_tree` wrote it: a folder of values may be called by a number too."""
+    try:
+        return not path.is_symlink() and TensorFile.open(path).notes.get("tree") is not None
+    except OffloadError:
+        return False
+
+
+# Reading
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / _MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        reason = "there is no tree here: save_tree writes this file. Is it another folder?"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except OSError as error:
+        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}") from error
+    mark = found.get(MARK) if isinstance(found, dict) else None
+    if not isinstance(mark, dict) or "tree" not in mark:
+        raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}")
+    if mark["tree"] != _VERSION:
+        raise CorruptFileError(
+            f"{path} is of version {mark['tree']!r} of the format, and this offload reads {_VERSION}: use a later one"
+        )
+    if not isinstance(found.get("tensors"), dict) or "structure" not in found:
+        raise CorruptFileError(f"{path} names no tensors, or no structure: save the tree again")
+    return dict(found)
+
+
+def _files_that_stand(folder: Path) -> set[str]:
+    """The files of the tree in a folder, if there is one."""
+    if not os.path.lexists(folder / _MANIFEST):
+        return set()
+    return {spec["file"] for spec in _manifest(folder)["tensors"].values() if _is_spec(spec)}
+
+
+def _is_spec(spec: Any) -> bool:
+    return isinstance(spec, dict) and isinstance(spec.get("file"), str) and _FILE.fullmatch(spec["file"]) is not None
+
+
+@dataclass
+class _Loading:
+    """A tree on its way out of its folder; tensors that were one are one."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    target: torch.device
+    offload_dir: str | os.PathLike[str] | None
+    handles: dict[str, Handle] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    def tree(self, types: Iterable[type]) -> Any:
+        try:
+            return decode(self.manifest["structure"], self.tensor, types)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        requires_grad, is_parameter = _DRESSES[kind]
+        if (kind, name) not in self.tensors:
+            stored = wrap_handle(self._handle(name), self.target)
+            self.tensors[kind, name] = dressed(stored, requires_grad=requires_grad, is_parameter=is_parameter)
+        return self.tensors[kind, name]
+
+    def _handle(self, name: str) -> Handle:
+        if name not in self.handles:
+            self.handles[name] = self._opened(name, self.manifest["tensors"][name])
+        return self.handles[name]
+
+    def _opened(self, name: str, spec: Any) -> Handle:
+        if not _is_spec(spec):
+            raise CorruptFileError(f"it names no file of its own for {told((name,))}")
+        file = TensorFile.open(self.folder / spec["file"])
+        handle = Handle.reference(file, str(file.notes.get("name", name)), self.offload_dir)
+        said = [spec.get("dtype"), spec.get("shape")]
+        if said != [dtype_name(handle.layout.dtype), list(handle.layout.shape)]:
+            raise CorruptFileError(f"it says that {name!r} is {said}, but {file.path} holds {handle.layout}")
+        return handle
+
+
+_LEFT = "it is left as it is. Take another folder."

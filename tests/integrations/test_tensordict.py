@@ -1,0 +1,831 @@
+"""tensordict: its folders open here in place, ours open there, and offloaded tensors are leaves like any others."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import pickle
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import (
+    ChangedFileError,
+    CheckpointError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    UnknownTypeError,
+    UnsupportedOpError,
+)
+from offload.integrations.tensordict import load_memmap, load_memmap_, memmap_like, save_memmap
+from tests.conftest import contents
+from tests.processes import in_fork, run_script
+
+tensordict = pytest.importorskip("tensordict")
+from tensordict import (  # noqa: E402
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    is_tensor_collection,
+    tensorclass,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:tensordict.*", "ignore::UserWarning:torch.nested.*")
+
+
+@tensorclass
+class Sample:
+    """A tensorclass with a field of each kind."""
+
+    hidden: torch.Tensor
+    text: str = "x"
+    score: torch.Tensor | None = None
+
+
+@tensorclass
+class Other:
+    """A tensorclass that no folder holds."""
+
+    hidden: torch.Tensor
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def bits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor with made-up bytes."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return (torch.arange(count) * 37 % (2 if dtype == torch.bool else 63)).to(torch.uint8).view(dtype).reshape(shape)
+
+
+def rich() -> TensorDict:
+    """One of everything that both sides know."""
+    rows = TensorDict(
+        {
+            **{str(dtype).removeprefix("torch."): bits(3, 2, dtype=dtype) for dtype in DTYPES},
+            "deep": TensorDict({"deeper": TensorDict({"y": bits(3, 2, 5)}, [3, 2])}, [3]),
+            "no elements": torch.empty(3, 0, 2),
+            "odd/..\\%* key\n": bits(3),
+            "": bits(3),
+            "..": bits(3),
+            "none": TensorDict({}, [3]),
+            "sample": Sample(hidden=bits(3, 4), text="hello", batch_size=[3]),
+            "data": NonTensorData({"k": [1, 2.5, None, True, "s"]}, batch_size=[3]),
+            "stack": NonTensorStack("a", "b", "c"),
+            "lazy": LazyStackedTensorDict(
+                *[TensorDict({"a": bits(size), f"only{size}": bits(2)}) for size in (1, 2, 3)]
+            ),
+        },
+        batch_size=[3],
+        names=["time"],
+    )
+    return TensorDict({"of no dimension": torch.tensor(2.5), "rows": rows, "text": "hi"})
+
+
+def assert_same(expected: object, found: object) -> None:
+    """As trees, with batch sizes, names and classes; values bit for bit."""
+    assert type(expected) is type(found)
+    assert expected.batch_size == found.batch_size
+    assert list(expected.names) == list(found.names)
+    assert expected.device == found.device
+    if isinstance(expected, NonTensorStack):
+        assert expected.tolist() == found.tolist()
+    elif isinstance(expected, NonTensorData):
+        assert expected.data == found.data
+    elif isinstance(expected, LazyStackedTensorDict):
+        assert expected.stack_dim == found.stack_dim
+        for one, other in zip(expected.tensordicts, found.tensordicts, strict=True):
+            assert_same(one, other)
+    else:
+        assert set(expected.keys()) == set(found.keys())
+        for key in expected.keys():  # noqa: SIM118
+            one, other = expected.get(key), found.get(key)
+            if is_tensor_collection(one):
+                assert_same(one, other)
+            elif one is None or isinstance(one, str):
+                assert one == other
+            else:
+                assert_equal(one, other)
+
+
+def assert_equal(expected: torch.Tensor, found: torch.Tensor) -> None:
+    assert (expected.shape, expected.dtype) == (found.shape, found.dtype)
+    plain = torch.Tensor._make_subclass(torch.Tensor, expected) if type(expected) is not torch.Tensor else expected
+    there = found.materialize() if isinstance(found, OffloadedTensor) else found
+    assert (
+        plain.contiguous().view(-1).view(torch.uint8).tolist() == there.contiguous().view(-1).view(torch.uint8).tolist()
+    )
+
+
+def leaves(td: object) -> list[torch.Tensor]:
+    """The tensors of a collection; of a lazy stack, those of its layers."""
+    if isinstance(td, LazyStackedTensorDict):
+        return [leaf for layer in td.tensordicts for leaf in leaves(layer)]
+    if not is_tensor_collection(td):
+        return [td] if isinstance(td, torch.Tensor) else []
+    return [leaf for key in td.keys() for leaf in leaves(td.get(key))]  # noqa: SIM118
+
+
+# A folder of tensordict's, opened here
+
+
+def test_a_folder_of_tensordicts_opens_as_what_tensordict_gives(tmp_path):
+    rich().memmap(tmp_path)
+    before = contents(tmp_path)
+
+    found = load_memmap(tmp_path, types=[Sample])
+
+    assert_same(TensorDict.load_memmap(tmp_path), found)
+    assert all(isinstance(leaf, OffloadedTensor) for leaf in leaves(found) if leaf.numel())
+    assert contents(tmp_path) == before
+
+
+def test_every_leaf_is_over_its_file(tmp_path):
+    TensorDict({"x": bits(3), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
+
+    found = load_memmap(tmp_path)
+
+    assert tmp_path / "x.memmap" == found["x"].offload_path
+    assert tmp_path / "deep" / "y.memmap" == found["deep", "y"].offload_path
+    assert "deep.y" == found["deep", "y"].name
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_opens_here_which_tensordict_itself_can_not_load(tmp_path, dtype):
+    value = bits(5, dtype=dtype)
+    TensorDict({"x": value}).memmap(tmp_path)
+
+    assert_equal(value, load_memmap(tmp_path)["x"])
+
+
+def test_a_nested_tensor_of_the_strided_layout_opens_as_one(tmp_path):
+    parts = [bits(2, 3), bits(0, 3), bits(4, 3)]
+    TensorDict({"x": torch.nested.nested_tensor(parts)}).memmap(tmp_path)
+
+    found = load_memmap(tmp_path)["x"]
+
+    assert found.is_nested
+    for expected, part in zip(parts, found.unbind(), strict=True):
+        assert_equal(expected, part)
+
+
+def test_a_root_of_another_class_opens_too(tmp_path):
+    sample = Sample(hidden=bits(2, 2), text="t", batch_size=[2])
+    sample.memmap(tmp_path / "sample")
+    stack = LazyStackedTensorDict(TensorDict({"a": bits(2)}, [2]), TensorDict({"a": bits(2)}, [2]), stack_dim=1)
+    stack.memmap(tmp_path / "stack")
+
+    assert_same(TensorDict.load_memmap(tmp_path / "sample"), load_memmap(tmp_path / "sample", types=[Sample]))
+    assert_same(TensorDict.load_memmap(tmp_path / "stack"), load_memmap(tmp_path / "stack"))
+
+
+def test_a_file_that_is_longer_than_its_leaf_is_read_as_tensordict_reads_it(tmp_path):
+    TensorDict({"x": bits(100)}).memmap(tmp_path)
+    TensorDict({"x": bits(10)}).memmap(tmp_path)  # leaves the longer file
+    assert 400 == (tmp_path / "x.memmap").stat().st_size
+
+    assert_equal(bits(10), load_memmap(tmp_path)["x"])
+
+
+def test_a_first_write_copies_the_leaf_and_leaves_the_folder(tmp_path):
+    TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
+    before = contents(tmp_path / "a")
+
+    found = load_memmap(tmp_path / "a", offload_dir=tmp_path / "copies")
+    found["x"] += 1
+
+    assert_equal(bits(4) + 1, found["x"])
+    assert tmp_path / "copies" / "x.safetensors" == found["x"].offload_path
+    assert contents(tmp_path / "a") == before
+
+
+def test_leaves_go_to_other_processes_by_reference(tmp_path):
+    TensorDict({"x": bits(4)}).memmap(tmp_path)
+    found = load_memmap(tmp_path)
+    from multiprocessing.reduction import ForkingPickler
+
+    passed = bytes(ForkingPickler.dumps(found["x"]))
+    run_script(
+        """
+        import pickle, sys, torch, offload
+        x = pickle.loads(bytes.fromhex(sys.argv[1]))
+        assert offload.is_offloaded(x) and x.offload_path.suffix == ".memmap"
+        assert x.tolist() == eval(sys.argv[2]), x
+        """,
+        passed.hex(),
+        bits(4).tolist(),
+    )
+
+
+def test_to_meta_and_under_a_fake_mode_no_file_is_looked_at(tmp_path):
+    TensorDict({"x": bits(4, 2), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
+    (tmp_path / "x.memmap").unlink()
+
+    meta = load_memmap(tmp_path, device="meta")
+    with FakeTensorMode():
+        fake = load_memmap(tmp_path)
+
+    assert meta["x"].is_meta
+    assert (4, 2) == meta["x"].shape
+    assert "FakeTensor" == type(fake["deep", "y"]).__name__
+    assert torch.device("cpu") == fake["deep", "y"].device
+
+
+# What is wrong with a folder
+
+
+def test_an_unknown_tensorclass_is_an_error_with_the_way_out(tmp_path):
+    Sample(hidden=bits(2), batch_size=[2]).memmap(tmp_path)
+
+    with pytest.raises(UnknownTypeError, match=r"holds a Sample \(of .*test_tensordict\).*pass types=\[Sample\]"):
+        load_memmap(tmp_path, types=[Other])
+
+
+def test_a_class_that_a_folder_names_is_not_imported(tmp_path):
+    TensorDict({"x": bits(2)}).memmap(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta |= {"_type": "<class 'this.Antigravity'>", "_class": "this:Antigravity"}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+
+    with pytest.raises(UnknownTypeError, match=r"holds a Antigravity \(of this\)"):
+        load_memmap(tmp_path)
+
+    assert "this" not in sys.modules
+
+
+class Boom:
+    """Its pickle leaves a trace when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_pickled_data_is_not_opened_and_can_be_left_out(tmp_path, stacked):
+    trace = tmp_path / "trace"
+    value = NonTensorStack(Boom(trace), "b") if stacked else NonTensorData(Boom(trace), batch_size=[2])
+    deep = TensorDict({"y": bits(2)}, [2])
+    deep.set("bad", value)
+    TensorDict({"x": bits(2), "deep": deep}, [2]).memmap(tmp_path / "a")
+
+    with pytest.raises(CheckpointError, match=r"is a pickle, and is not opened.*without=\[\('deep', 'bad'\)\]"):
+        load_memmap(tmp_path / "a")
+    found = load_memmap(tmp_path / "a", without=[("deep", "bad")])
+
+    assert ["y"] == list(found["deep"].keys())
+    assert_equal(bits(2), found["deep", "y"])
+    assert not trace.exists()
+
+
+def test_leaving_out_what_is_not_there_is_an_error(tmp_path):
+    TensorDict({"x": bits(2)}).memmap(tmp_path)
+
+    with pytest.raises(KeyError, match=r"has no entry \('z',\) to leave out"):
+        load_memmap(tmp_path, without=["z"])
+
+
+def test_a_short_file_is_an_error_that_names_it(tmp_path):
+    TensorDict({"x": bits(4)}).memmap(tmp_path)
+    os.truncate(tmp_path / "x.memmap", 15)
+
+    with pytest.raises(
+        CorruptFileError, match=r"x\.memmap is cut off: 'x', torch.float32 \[4\], takes 16 bytes, and 15"
+    ):
+        load_memmap(tmp_path)
+
+
+def test_a_missing_file_or_folder_is_an_error_that_names_it(tmp_path):
+    TensorDict({"x": bits(4), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
+    (tmp_path / "deep" / "y.memmap").unlink()
+
+    with pytest.raises(MissingFileError, match=r"the file is missing.*deep/y\.memmap"):
+        load_memmap(tmp_path)
+    with pytest.raises(MissingFileError, match=r"not a folder that TensorDict.memmap wrote.*nowhere/meta\.json"):
+        load_memmap(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("not json", "is not JSON"),
+        ("[]", "does not say what the folder holds"),
+        ({"x": {"shape": [-1], "dtype": "torch.float32"}}, r"gives 'x' the shape \[-1\]"),
+        ({"x": {"shape": [4], "dtype": "torch.float33"}}, r"'x' is of torch.float33, which can't be read"),
+        ({"shape": [9]}, "does not fit what it names"),
+        ({"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>"}, "is a stack of TensorDicts, and has none"),
+    ],
+)
+def test_a_damaged_meta_json_is_an_error_of_its_folder(tmp_path, change, words):
+    TensorDict({"x": bits(4)}, [4]).memmap(tmp_path)
+    path = tmp_path / "meta.json"
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+
+    with pytest.raises(CorruptFileError, match=words):
+        load_memmap(tmp_path)
+
+
+def test_a_lazy_view_and_an_archive_say_what_to_do(tmp_path):
+    TensorDict({"x": bits(4)}, [4])._get_sub_tensordict(slice(0, 2)).memmap(tmp_path / "view")
+    TensorDict({"x": bits(4)}, [4]).memmap(tmp_path / "a.tdz")
+
+    with pytest.raises(UnknownTypeError, match=r"holds a _SubTensorDict.*save it as a TensorDict"):
+        load_memmap(tmp_path / "view")
+    with pytest.raises(CorruptFileError, match="unpack an archive first"):
+        load_memmap(tmp_path / "a.tdz")
+
+
+# Another process writes
+
+
+def test_what_another_process_wrote_is_an_error_until_the_folder_is_read_again(tmp_path):
+    TensorDict({"x": bits(4), "deep": TensorDict({"y": bits(2)})}).memmap(tmp_path)
+    os.utime(tmp_path / "x.memmap", ns=(1, 1))
+    found = load_memmap(tmp_path)
+    deep = found["deep"]
+    assert_equal(bits(4), found["x"])
+
+    assert in_fork(lambda: TensorDict.load_memmap(tmp_path)["x"].fill_(7))
+
+    with pytest.raises(ChangedFileError, match=r"x\.memmap has changed"):
+        found["x"] + 1
+    assert load_memmap_(found, tmp_path) is found
+    assert_equal(torch.full((4,), 7.0), found["x"])
+    assert found["deep"] is deep
+
+
+def test_entries_that_another_process_added_or_removed_are_taken_over(tmp_path):
+    TensorDict({"x": bits(4), "old": bits(1)}, []).memmap(tmp_path)
+    found = load_memmap(tmp_path).lock_()
+    TensorDict({"x": bits(4) + 1, "new": bits(2), "text": "t"}, []).memmap(tmp_path)
+
+    load_memmap_(found, tmp_path)
+
+    assert_same(TensorDict.load_memmap(tmp_path), found)
+
+
+def test_values_of_a_folder_go_into_tensors_that_are_there(tmp_path):
+    TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
+    here = TensorDict({"x": OffloadedTensor.empty((4,), name="x", offload_dir=tmp_path)})
+    x = here["x"]
+
+    here.update_(load_memmap(tmp_path / "a"))
+
+    assert here["x"] is x
+    assert_equal(bits(4), x)
+
+
+# A folder of ours, opened by tensordict
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+@pytest.mark.parametrize("where", ["plain", "offloaded"])
+def test_what_is_written_here_opens_there(tmp_path, where, threads):
+    td = rich()
+    td.memmap(tmp_path / "theirs")
+    source = td if where == "plain" else load_memmap(tmp_path / "theirs", types=[Sample])
+
+    result = save_memmap(source, tmp_path / "parents" / "ours", num_threads=threads)
+
+    expected = TensorDict.load_memmap(tmp_path / "theirs")
+    assert_same(expected, TensorDict.load_memmap(tmp_path / "parents" / "ours"))
+    assert_same(expected, result)
+    assert {tmp_path / "parents"} == {path for path in tmp_path.iterdir() if path.name != "theirs"}
+    assert ["ours"] == os.listdir(tmp_path / "parents")
+
+
+def test_the_files_are_those_that_tensordict_writes(tmp_path):
+    rich().memmap(tmp_path / "theirs")
+
+    save_memmap(rich(), tmp_path / "ours")
+
+    theirs = {name: data for name, (_, data) in contents(tmp_path / "theirs").items()}
+    ours = {name: data for name, (_, data) in contents(tmp_path / "ours").items()}
+    assert theirs.keys() == ours.keys() - {"offload.json"}
+    for name, data in theirs.items():
+        assert (
+            (json.loads(data), json.loads(ours[name]))[0] == json.loads(ours[name])
+            if name.endswith(".json")
+            else data == ours[name]
+        )
+
+
+def test_a_dict_is_written_too_and_views_and_strided_leaves_are(tmp_path):
+    whole = OffloadedTensor.from_original_tensor(bits(6, 4), "w")
+
+    save_memmap(
+        {"view": whole[1:3], "turned": bits(4, 3).t(), "part": whole.t(), "par": torch.nn.Parameter(bits(2))},
+        tmp_path / "a",
+    )
+
+    found = TensorDict.load_memmap(tmp_path / "a")
+    assert_equal(bits(6, 4)[1:3], found["view"])
+    assert_equal(bits(4, 3).t(), found["turned"])
+    assert_equal(bits(6, 4).t(), found["part"])
+    assert_equal(bits(2), found["par"])
+
+
+def test_a_nested_tensor_is_written_as_tensordict_writes_it(tmp_path):
+    parts = [bits(2, 3), bits(4, 3)]
+
+    save_memmap({"x": torch.nested.nested_tensor(parts)}, tmp_path / "a")
+
+    for expected, part in zip(parts, TensorDict.load_memmap(tmp_path / "a")["x"].unbind(0), strict=True):
+        assert_equal(expected, part)
+
+
+def test_saving_early_gives_a_future_of_the_result(tmp_path):
+    future = save_memmap({"x": bits(4)}, tmp_path / "a", return_early=True, num_threads=2)
+
+    assert_equal(bits(4), future.result(timeout=60)["x"])
+
+
+def test_an_error_of_saving_early_comes_with_the_result(tmp_path):
+    whole = OffloadedTensor.from_original_tensor(bits(6), "w", tmp_path)
+    whole.offload_path.unlink()
+
+    future = save_memmap({"x": whole}, tmp_path / "a", return_early=True)
+
+    with pytest.raises(MissingFileError, match="'w'"):
+        future.result(timeout=60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_ours_is_replaced_whole(tmp_path):
+    save_memmap({"x": bits(4), "old": bits(2)}, tmp_path / "a")
+
+    save_memmap({"x": bits(5)}, tmp_path / "a")
+
+    assert ["a"] == os.listdir(tmp_path)
+    assert ["meta.json", "offload.json", "x.memmap"] == sorted(os.listdir(tmp_path / "a"))
+    assert_equal(bits(5), TensorDict.load_memmap(tmp_path / "a")["x"])
+
+
+def test_a_folder_may_be_saved_over_itself(tmp_path):
+    td = save_memmap({"x": bits(4), "y": bits(2)}, tmp_path / "a")
+    td["x"] += 1
+
+    found = save_memmap(td, tmp_path / "a")
+
+    assert_equal(bits(4) + 1, found["x"])
+    assert_equal(bits(2), found["y"])
+    with pytest.raises(ChangedFileError):
+        td["y"] + 1
+
+
+def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypatch):
+    save_memmap({"x": bits(4)}, tmp_path / "a")
+    before = contents(tmp_path)
+    monkeypatch.setattr("offload.integrations.tensordict.writing.write_value", lambda *_: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        save_memmap({"x": bits(5), "y": bits(2)}, tmp_path / "a", num_threads=2)
+
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_is_replaced_also_where_folders_can_not_be_exchanged(tmp_path, monkeypatch, exchanges):
+    if not exchanges:
+        monkeypatch.setattr("offload.integrations.tensordict.writing._exchanged", lambda *_: False)
+    save_memmap({"x": bits(4)}, tmp_path / "a")
+
+    save_memmap({"x": bits(5)}, tmp_path / "a")
+
+    assert_equal(bits(5), load_memmap(tmp_path / "a")["x"])
+    assert ["a"] == os.listdir(tmp_path)
+
+
+def numbered(number: int) -> dict[str, object]:
+    """Data of which no two parts of two numbers fit."""
+    values = torch.full((number + 1,), float(number))
+    return {"a": values, "number": NonTensorData(number), "z": torch.tensor(number)}
+
+
+def assert_numbered(found: TensorDict) -> None:
+    number = found["number"]
+    assert (number + 1,) == tuple(found["a"].shape)
+    assert [float(number)] * (number + 1) + [number] == [*found["a"].tolist(), found["z"].item()]
+
+
+def test_a_reader_meanwhile_sees_one_folder_or_the_other(tmp_path):
+    save_memmap(numbered(0), tmp_path / "a")
+
+    def read() -> None:
+        last = 0
+        while last < 29:
+            found = load_memmap(tmp_path / "a")
+            assert found["number"] >= last
+            last = found["number"]
+            with suppress(ChangedFileError):  # it was replaced after it was opened
+                assert_numbered(found)
+
+    pid = os.fork()
+    if not pid:
+        os._exit(not in_fork(read))
+    for number in range(1, 30):
+        save_memmap(numbered(number), tmp_path / "a")
+    assert 0 == os.waitpid(pid, 0)[1]
+
+
+def test_a_folder_is_whole_after_each_kill(tmp_path):
+    save_memmap(numbered(0), tmp_path / "a")
+    number, left = 0, 0
+
+    def save_for_ever() -> None:
+        for later in itertools.count(number + 1):
+            save_memmap(numbered(later), tmp_path / "a")
+
+    for _ in range(15):
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                save_for_ever()
+            os._exit(1)
+        while load_memmap(tmp_path / "a")["number"] == number:
+            assert (0, 0) == os.waitpid(pid, os.WNOHANG)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+        found = load_memmap(tmp_path / "a")
+        assert_numbered(found)
+        number, left = found["number"], left + len(os.listdir(tmp_path)) - 1
+
+    assert left > 0  # else none was killed while it wrote
+    save_memmap(numbered(number + 1), tmp_path / "a")
+    assert ["a"] == os.listdir(tmp_path)
+
+
+def test_what_stands_there_and_is_not_ours_is_left(tmp_path):
+    TensorDict({"x": bits(4)}).memmap(tmp_path / "theirs")
+    save_memmap({"x": bits(4)}, tmp_path / "ours")
+    (tmp_path / "ours" / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match="theirs was not written by offload"):
+        save_memmap({"x": bits(5)}, tmp_path / "theirs")
+    with pytest.raises(ForeignFileError, match=r"notes\.txt was not written by offload: move it away"):
+        save_memmap({"x": bits(5)}, tmp_path / "ours")
+    (tmp_path / "ours" / "notes.txt").unlink()
+    with pytest.raises(ForeignFileError, match="existsok=True"):
+        save_memmap({"x": bits(5)}, tmp_path / "ours", existsok=False)
+
+    assert {name: before[name] for name in before if "notes" not in name} == contents(tmp_path)
+
+
+def test_a_second_copy_of_what_is_on_disk_can_be_refused(tmp_path):
+    TensorDict({"x": bits(4)}).memmap(tmp_path / "a")
+    temporary = OffloadedTensor.from_original_tensor(bits(4), "t")
+    named = OffloadedTensor.from_original_tensor(bits(4), "n", tmp_path)
+
+    for leaf in (load_memmap(tmp_path / "a")["x"], named, TensorDict.load_memmap(tmp_path / "a")["x"]):
+        with pytest.raises(UnsupportedOpError, match=r"'x' is in .* already: pass copy_existing=True"):
+            save_memmap({"x": leaf}, tmp_path / "b", copy_existing=False)
+    save_memmap({"x": temporary}, tmp_path / "b", copy_existing=False)
+
+    assert_equal(bits(4), load_memmap(tmp_path / "b")["x"])
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: {"a": {"x": torch.empty(2, device="meta")}}, UnsupportedOpError, r"\('a', 'x'\).*on the meta device"),
+        (lambda: {"x": torch.eye(2).to_sparse()}, UnsupportedOpError, "'x'.*is not a dense tensor"),
+        (lambda: {"shape": torch.ones(2)}, UnsupportedOpError, "'shape': tensordict's format takes this key"),
+        (lambda: TensorDict({"a": NonTensorData(object())}), UnknownTypeError, r"\('a',\) holds a object that JSON"),
+        (lambda: TensorDict({"a": NonTensorData({1: 2})}), UnknownTypeError, "that JSON has no form for"),
+        (lambda: [torch.ones(2)], TypeError, "a TensorDict, a tensorclass or a dict can be saved, not a list"),
+    ],
+)
+def test_what_has_no_form_is_refused_before_anything_is_written(tmp_path, make, kind, words):
+    with pytest.raises(kind, match=words):
+        save_memmap(make(), tmp_path / "a")
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tree_sends_a_tensordict_to_its_own_format(tmp_path):
+    with pytest.raises(UnknownTypeError, match=r"'td' is a tensordict.*tensordict\.save_memmap keeps such"):
+        offload.save_tree({"td": plain()}, tmp_path / "tree")
+
+
+def test_jagged_nested_tensors_are_refused_as_tensordict_does(tmp_path):
+    jagged = torch.nested.nested_tensor([bits(2, 3), bits(4, 3)], layout=torch.jagged)
+
+    with pytest.raises(
+        UnsupportedOpError, match=r"'x' is a nested tensor of the jagged layout.*values\(\) and offsets"
+    ):
+        save_memmap(TensorDict({"x": jagged}), tmp_path / "a")
+
+
+def test_a_folder_of_zeros_is_there_to_be_filled(tmp_path):
+    like = TensorDict(
+        {"x": torch.empty(1000, 10, device="meta"), "deep": TensorDict({"y": torch.empty(2, device="meta")})}
+    )
+
+    zeros = memmap_like(like, tmp_path / "a")
+    assert zeros["x"].eq(0).all()
+    zeros["x"][3] = 1.5
+
+    found = load_memmap(tmp_path / "a")
+    assert_equal(torch.zeros(2), found["deep", "y"])
+    assert found["x"][3].eq(1.5).all()
+    assert 15 == found["x"].sum()
+
+
+def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
+    """40 MiB of values, whole and as a part of a file; less than 12 MiB of anonymous memory."""
+    nbytes = run_script(
+        """
+        import sys, torch
+        from pathlib import Path
+        from offload import OffloadedTensor
+        from offload.integrations.tensordict import load_memmap, save_memmap
+        from tests.peak import Peak
+
+        folder = Path(sys.argv[1])
+        x = OffloadedTensor.empty((10 << 20,), name="x", offload_dir=folder)
+        save_memmap(save_memmap({"warm": x[:10]}, folder / "warm", num_threads=2), folder / "again")
+        with Peak() as peak:
+            save_memmap(save_memmap({"x": x, "part": x[5:]}, folder / "a", num_threads=2), folder / "b")
+        print(peak.nbytes)
+        """,
+        tmp_path,
+    )
+
+    assert int(nbytes) < 12 << 20
+
+
+# Leaves
+
+
+def offloaded(td: TensorDict) -> TensorDict:
+    numbers = iter(range(100))
+    return td.apply(lambda leaf: OffloadedTensor.from_original_tensor(leaf.clone(), f"leaf{next(numbers)}"))
+
+
+def plain() -> TensorDict:
+    deep = TensorDict({"y": torch.linspace(-1, 1, 16).reshape(4, 2, 2)}, [4])
+    return TensorDict({"x": torch.arange(12.0).reshape(4, 3), "n": torch.arange(4), "deep": deep}, [4])
+
+
+MASK = torch.tensor([True, False, True, False])
+STAY = {  # gives offloaded leaves, and reads nothing
+    "int": lambda td: td[1],
+    "negative": lambda td: td[-1],
+    "slice": lambda td: td[1:3],
+    "none": lambda td: td[None],
+    "ellipsis": lambda td: td[..., :2],
+    "unbind": lambda td: td.unbind(0)[2],
+    "split": lambda td: td.split(2)[1],
+    "chunk": lambda td: td.chunk(2)[0],
+    "reshape": lambda td: td.reshape(2, 2),
+    "view": lambda td: td.view(2, 2),
+    "permute": lambda td: td.reshape(2, 2).permute(1, 0),
+    "expand": lambda td: td[:1].expand(5),
+    "unsqueeze": lambda td: td.unsqueeze(0).squeeze(0),
+    "device": lambda td: td.to("cpu"),
+    "select": lambda td: td.select("x"),
+    "exclude": lambda td: td.exclude("x"),
+    "flatten_keys": lambda td: td.flatten_keys("."),
+    "shallow clone": lambda td: td.clone(recurse=False),
+    "detach": lambda td: td.detach(),
+    "lock": lambda td: td.lock_(),
+    "update_": lambda td: td.update_(plain() * 3),
+    "set_": lambda td: td.set_("x", torch.ones(4, 3)),
+    "item": lambda td: td.__setitem__(slice(1, 3), plain()[:2] * 5) or td,
+    "zero_": lambda td: td.zero_(),
+    "apply_": lambda td: td.apply_(lambda leaf: leaf.mul_(2)),
+    "add_": lambda td: td.add_(1),
+    "load_state_dict": lambda td: (td.load_state_dict((plain() * 2).state_dict()), td)[1],
+    "state_dict": lambda td: TensorDict({key: td.state_dict()[key] for key in ("x", "n")}),
+    "share_memory_": lambda td: td.share_memory_(),
+}
+COME = {  # gives plain leaves
+    "mask": lambda td: td[MASK],
+    "list": lambda td: td[[0, 2]],
+    "tensor": lambda td: td[torch.tensor([1, 1, 3])],
+    "range": lambda td: td[range(2)],
+    "stack": lambda td: torch.stack([td, td]),
+    "stack in": lambda td: torch.stack([td, td], 1),
+    "cat": lambda td: torch.cat([td, td]),
+    "dtype": lambda td: td.to(torch.float64),
+    "clone": lambda td: td.clone(),
+    "deepcopy": copy.deepcopy,
+    "apply": lambda td: td.apply(lambda leaf: leaf + leaf),
+    "gather": lambda td: td.gather(0, torch.tensor([1, 0, 1, 3])),
+    "repeat": lambda td: td.repeat(2),
+    "mul": lambda td: td * 2,
+    "sum": lambda td: td.sum(),
+    "eq": lambda td: td == plain(),
+    "where": lambda td: td.where(MASK, td * 0),
+    "masked_select": lambda td: td.masked_select(MASK),
+    "pickle": lambda td: pickle.loads(pickle.dumps(td)),
+    "consolidate": lambda td: td.consolidate(),
+    "pad": lambda td: tensordict.pad(td, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("act", STAY.values(), ids=STAY)
+def test_what_looks_at_or_changes_leaves_keeps_them_on_disk(act):
+    td = offloaded(plain())
+
+    found = act(td)
+
+    assert_same(act(plain()), found)
+    assert all(offload.is_offloaded(leaf) for leaf in leaves(found))
+
+
+@pytest.mark.parametrize("act", COME.values(), ids=COME)
+def test_what_computes_gives_what_it_gives_on_plain_leaves(act):
+    td = offloaded(plain())
+
+    found = act(td)
+
+    assert_same(act(plain()), found)
+    assert not any(offload.is_offloaded(leaf) for leaf in leaves(found))
+
+
+def test_numpy_and_comparison_of_all():
+    td = offloaded(plain())
+
+    assert (td == plain()).all()
+    assert plain()["x"].tolist() == td.numpy()["x"].tolist()
+
+
+def test_a_lazy_stack_of_offloaded_rows_is_stacked_when_it_is_asked_for():
+    td = offloaded(plain())
+
+    stacked = LazyStackedTensorDict.lazy_stack([td[0], td[2]])
+
+    assert offload.is_offloaded(stacked.tensordicts[0]["x"])
+    assert_equal(plain()["x"][[0, 2]], stacked["x"])
+
+
+def test_offloaded_parameters_stand_in_for_those_of_a_module():
+    module, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    weights = TensorDict({"weight": torch.randn(2, 3), "bias": torch.randn(2)}, [])
+
+    with offloaded(weights).to_module(module):
+        found = module(inputs)
+
+    with weights.to_module(module):
+        assert torch.equal(module(inputs), found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_takes_offloaded_leaves(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda td: (td * 2)["x"] + td["deep", "y"].sum(), backend=backend)
+
+    assert torch.equal((plain() * 2)["x"] + plain()["deep", "y"].sum(), compiled(offloaded(plain())))
+
+
+SAVES = {  # as tensordict's page on saving shows them
+    "memmap": lambda td, path: TensorDict.load_memmap((td.memmap(path), path)[1]),
+    "memmap_": lambda td, path: TensorDict.load_memmap((td.memmap_(path), path)[1]),
+    "threads": lambda td, path: TensorDict.load_memmap((td.memmap(path, num_threads=4), path)[1]),
+    "early": lambda td, path: td.memmap(path, num_threads=4, return_early=True).result(),
+    "save": lambda td, path: TensorDict.load((td.save(path), path)[1]),
+    "dumps": lambda td, path: TensorDict.load((td.dumps(path), path)[1]),
+    "memmap_like": lambda td, path: td.memmap_like(path).update_(td),
+    "consolidate": lambda td, path: TensorDict.from_consolidated((td.consolidate(path), path)[1]),
+    "torch.save": lambda td, path: torch.load((torch.save(td, path), path)[1], weights_only=False),
+    "load_memmap_": lambda td, path: (td.memmap(path), (plain() * 0).load_memmap_(path))[1],
+}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_tensordicts_own_ways_to_save_take_offloaded_leaves(tmp_path, save):
+    found = save(offloaded(plain()), tmp_path / "a")
+
+    assert (found == plain()).all()

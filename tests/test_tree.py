@@ -1,0 +1,660 @@
+"""Nested data in a folder: what comes back is what was saved, or an error that says where."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+import offload
+from offload import OffloadedTensor, load_tree, save_tree
+from offload.errors import (
+    ChangedFileError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    UnknownTypeError,
+    UnsupportedOpError,
+    WriteError,
+)
+from offload.storage.dtypes import TORCH_DTYPES
+from tests.conftest import contents
+from tests.processes import in_fork, run_script
+
+KILLS = int(os.environ.get("OFFLOAD_TEST_KILLS", "40"))  # 520 take some minutes
+
+
+class Point(NamedTuple):
+    """A named tuple with any fields."""
+
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass
+class Batch:
+    """A dataclass with a field that is computed."""
+
+    ids: Any
+    mask: Any = None
+    total: Any = dataclasses.field(init=False, default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A dataclass that can't be changed."""
+
+    value: Any
+    computed: Any = dataclasses.field(init=False, default=None)
+
+
+class Colour(enum.Enum):
+    """An enum."""
+
+    RED = "r"
+
+
+def same(expected: Any, found: Any) -> bool:
+    """Equal in structure, types and values, bit for bit; tensors on disk count as what they hold."""
+    if isinstance(expected, torch.Tensor):
+        plain, there = offload.materialize(expected.detach()), offload.materialize(found.detach())
+        return (plain.dtype, plain.shape) == (there.dtype, there.shape) and torch.equal(
+            bytes_of(plain), bytes_of(there)
+        )
+    if type(expected) is not type(found):
+        return False
+    if dataclasses.is_dataclass(expected):
+        names = [field.name for field in dataclasses.fields(expected)]
+        return all(same(getattr(expected, name), getattr(found, name)) for name in names)
+    if isinstance(expected, dict):
+        return list(expected) == list(found) and all(same(expected[key], found[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(expected) == len(found) and all(map(same, expected, found))
+    return expected == found or (expected != expected and found != found)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# What comes back
+
+NESTS = {
+    "a tensor": torch.arange(3.0),
+    "nothing": None,
+    "text": "some\n\udcff text",
+    "numbers": [0, -1, 10**30, 2.5, -0.0, math.inf, -math.inf, math.nan, 1j, complex(math.nan, -math.inf), True, False],
+    "bytes": [b"", b"\x00\xff"],
+    "torch's": [torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 3]), torch.Size([])],
+    "empty": [{}, [], (), OrderedDict()],
+    "in each other": {"a": [({"b": torch.ones(2)},), [[torch.zeros(1)]]]},
+    "keys": {1: "int", "1": "text", 2.5: "float", None: "none", (1, ("a", b"b")): 0, Colour.RED: torch.ones(1)},
+    "an ordered dict": OrderedDict([("b", 1), ("a", torch.ones(1)), (3, 2)]),
+    "a named tuple": Point(torch.ones(2), [Point(None)]),
+    "a dataclass": Batch(torch.arange(3), {"x": Batch(None)}),
+    "an enum": [Colour.RED],
+    "like nodes": {"tensor": "w", "list": [{"dict": {}}], "float": "nan"},
+    "names that read the same": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a.b~2": torch.ones(2)},
+    "odd names": {"": torch.ones(2), "/..": torch.ones(3), "é" * 300: torch.ones(4), "A": torch.ones(5)},
+    "of the format": {"__metadata__": torch.ones(1), "offload": torch.ones(2)},
+    "shapes": [torch.tensor(2.5), torch.empty(0), torch.empty(2, 0, 3), torch.ones(2, 1, 3)],
+    "strides": [torch.arange(6.0).reshape(2, 3).t(), torch.arange(12.0)[::2], torch.ones(1).expand(3)],
+    "a conjugate": torch.ones(2, dtype=torch.cfloat).conj(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", NESTS.values(), ids=NESTS)
+def test_what_is_saved_comes_back(tmp_path, tree):
+    manifest = save_tree(tree, tmp_path / "parents" / "tree")
+
+    assert tmp_path / "parents" / "tree" / "tree.json" == manifest
+    assert same(tree, load_tree(manifest.parent, types=[Point, Batch, Colour]))
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", sorted({*TORCH_DTYPES.values(), torch.complex128, torch.complex32}, key=str), ids=str)
+def test_every_dtype_comes_back(tmp_path, dtype):
+    tree = {"x": torch.arange(48, dtype=torch.uint8).remainder(2).view(dtype)}
+
+    save_tree(tree, tmp_path)
+
+    assert same(tree, load_tree(tmp_path))
+
+
+def test_tensors_come_back_as_offloaded_ones_over_readable_files(tmp_path):
+    save_tree({"model": [{"weight": torch.ones(2)}], 3: torch.zeros(1)}, tmp_path)
+
+    tree = load_tree(tmp_path)
+
+    weight = tree["model"][0]["weight"]
+    assert offload.is_offloaded(weight)
+    assert tmp_path / "1" / "model.0.weight.safetensors" == weight.offload_path
+    assert ["1/3.safetensors", "1/model.0.weight.safetensors", "tree.json"] == files_in(tmp_path)
+    assert torch.equal(torch.ones(2), load_file(weight.offload_path)["model.0.weight"])
+
+
+def test_strides_are_kept(tmp_path):
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+
+    save_tree(image, tmp_path)
+
+    assert image.stride() == load_tree(tmp_path).stride()
+
+
+def test_parameters_and_what_requires_grad_stay_so(tmp_path):
+    parameters = [torch.nn.Parameter(torch.ones(1), requires_grad) for requires_grad in (True, False)]
+
+    save_tree([*parameters, torch.ones(1, requires_grad=True), torch.ones(1)], tmp_path)
+
+    found = load_tree(tmp_path)
+    assert [True, True, False, False] == [isinstance(tensor, torch.nn.Parameter) for tensor in found]
+    assert [True, False, True, False] == [tensor.requires_grad for tensor in found]
+
+
+def test_a_result_of_autograd_is_saved_as_a_value_that_requires_grad(tmp_path):
+    save_tree(torch.ones(2, requires_grad=True) * 2, tmp_path)
+
+    found = load_tree(tmp_path)
+    assert found.requires_grad
+    assert found.is_leaf
+
+
+def test_a_shared_tensor_is_stored_once_and_is_one_again(tmp_path):
+    weight = torch.nn.Parameter(torch.randn(3, 2))
+
+    save_tree({"a": weight, "b": [weight, weight.detach()], "other": weight.clone()}, tmp_path)
+
+    tree = load_tree(tmp_path)
+    assert ["1/a.safetensors", "1/other.safetensors", "tree.json"] == files_in(tmp_path)
+    assert tree["a"] is tree["b"][0]
+    assert tree["a"].untyped_storage().data_ptr() == tree["b"][1].untyped_storage().data_ptr()
+    tree["b"][1].fill_(7)
+    assert tree["a"].eq(7).all()
+
+
+def test_views_of_offloaded_tensors_and_wrapped_ones_are_saved(tmp_path):
+    whole = OffloadedTensor.from_original_tensor(torch.arange(12.0).reshape(4, 3), "w")
+    tree = {"whole": whole, "row": whole[1], "turned": whole.t(), "part": whole[:, 1:], "conj": (whole + 1j).conj()}
+
+    save_tree(tree, tmp_path)
+
+    assert same(tree, load_tree(tmp_path))
+
+
+def test_quantized_weights_are_kept(tmp_path):
+    pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    linear = torch.nn.Linear(64, 32)
+    quantize_(linear, Int8WeightOnlyConfig())
+    offloaded = OffloadedTensor.from_original_tensor(linear.weight.detach(), "w")
+
+    save_tree({"plain": linear.weight.detach(), "offloaded": offloaded}, tmp_path)
+
+    tree, inputs = load_tree(tmp_path), torch.randn(2, 64)
+    expected = torch.nn.functional.linear(inputs, linear.weight)
+    for weight in tree.values():
+        assert torch.equal(expected, torch.nn.functional.linear(inputs, weight))
+
+
+def test_the_outputs_of_transformers_are_dataclasses(tmp_path):
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    output = CausalLMOutputWithPast(logits=torch.ones(2, 3), hidden_states=(torch.zeros(1), torch.ones(1)))
+
+    save_tree(output, tmp_path)
+
+    found = load_tree(tmp_path, types=[CausalLMOutputWithPast])
+    assert type(output) is type(found)
+    assert same(dict(output), dict(found))
+    assert found.loss is None
+
+
+def test_a_device_is_where_ops_run(tmp_path):
+    save_tree([torch.ones(2)], tmp_path)
+
+    assert torch.device("meta") == load_tree(tmp_path, device="meta")[0].device
+
+
+# Classes
+
+
+def test_a_class_that_was_not_given_is_an_error_with_the_way_out(tmp_path):
+    save_tree({"p": Point(1)}, tmp_path)
+
+    with pytest.raises(UnknownTypeError, match=r"holds a Point \(of .*test_tree\).*pass types=\[Point\]"):
+        load_tree(tmp_path, types=[Batch])
+
+
+def test_a_registered_class_needs_not_be_given(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.storage.subclasses._REGISTERED", {})
+    save_tree(Point(1, 2), tmp_path)
+
+    offload.register_subclass(Point)
+
+    assert Point(1, 2) == load_tree(tmp_path)
+
+
+def test_a_class_of_the_same_name_that_moved_is_taken_if_it_is_the_only_one(tmp_path):
+    save_tree(Point(1, 2), tmp_path)
+    moved = type("Point", (Point,), {"__module__": "elsewhere", "__qualname__": "Point"})
+
+    assert moved is type(load_tree(tmp_path, types=[moved]))
+    assert Point is type(load_tree(tmp_path, types=[moved, Point]))
+
+
+@pytest.mark.parametrize("word", ["this:Point", "os:system", "builtins:eval"])
+def test_no_class_is_imported_or_called_by_the_name_in_a_file(tmp_path, word):
+    import sys
+
+    save_tree(Point(1), tmp_path)
+    manifest = tmp_path / "tree.json"
+    manifest.write_text(manifest.read_text().replace(f"{Point.__module__}:Point", word))
+    assert word in manifest.read_text()
+
+    with pytest.raises(UnknownTypeError):
+        load_tree(tmp_path)
+    assert "this" not in sys.modules
+
+
+def test_a_class_of_another_kind_is_not_called(tmp_path):
+    save_tree(Point(1), tmp_path)
+
+    class Other:
+        def __init__(self, **_: object) -> None:
+            raise AssertionError
+
+    Other.__qualname__ = "Point"
+    with pytest.raises(UnknownTypeError, match="no such class was given"):
+        load_tree(tmp_path, types=[Other])
+
+
+def test_fields_that_are_computed_come_back_as_they_were(tmp_path):
+    batch, frozen = Batch(1), Frozen(2)
+    batch.total = 5
+    object.__setattr__(frozen, "computed", torch.ones(2))
+
+    save_tree([batch, frozen], tmp_path)
+
+    assert same([batch, frozen], load_tree(tmp_path, types=[Batch, Frozen]))
+
+
+def test_a_class_whose_fields_have_changed_is_an_error_that_names_them(tmp_path):
+    save_tree([Batch(1)], tmp_path)
+    changed = dataclasses.make_dataclass("Batch", ["other"])
+
+    with pytest.raises(
+        UnknownTypeError, match=r"a Batch can't be made of the fields \['ids', 'mask', 'total'\] that were saved"
+    ):
+        load_tree(tmp_path, types=[changed])
+
+
+# What has no form
+
+
+def cyclic() -> list[Any]:
+    ring: list[Any] = [1]
+    ring.append({"again": ring})
+    return ring
+
+
+def deep() -> list[Any]:
+    nest: list[Any] = []
+    for _ in range(5000):
+        nest = [nest]
+    return nest
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: {"a": [{1, 2}]}, UnknownTypeError, r"'a\.0' is a builtins:set, which has no form in a tree: make it"),
+        (lambda: object(), UnknownTypeError, "the tree itself is a builtins:object"),
+        (lambda: {"m": torch.nn.Linear(1, 1)}, UnknownTypeError, r"'m' is a torch.*:Linear.*save its state_dict\(\)"),
+        (lambda: [torch.ones(1).numpy()], UnknownTypeError, r"'0' is a numpy:ndarray.*torch\.from_numpy"),
+        (lambda: {"f": print}, UnknownTypeError, "'f' is a builtins:builtin_function_or_method"),
+        (lambda: {"c": Point}, UnknownTypeError, "'c' is a builtins:type"),
+        (lambda: {torch.ones(1): 1}, UnknownTypeError, "a dict in the tree itself has a tensor as a key"),
+        (lambda: {"c": DynamicCache()}, UnknownTypeError, "'c' is a transformers.cache_utils:DynamicCache"),
+        (cyclic, UnknownTypeError, r"'1\.again' is a list that it is itself in"),
+        (deep, UnknownTypeError, "containers in each other, more than 200"),
+        (lambda: {"w": torch.ones(2, device="meta")}, UnsupportedOpError, "'w' is on the meta device"),
+        (lambda: {"w": [torch.eye(2).to_sparse()]}, UnsupportedOpError, r"'w\.0' is not a dense tensor"),
+    ],
+)
+def test_what_has_no_form_is_refused_by_its_place_before_anything_is_written(tmp_path, make, kind, words):
+    with pytest.raises(kind, match=words):
+        save_tree(make(), tmp_path / "tree")
+
+    assert not list(tmp_path.iterdir())
+
+
+# Saving again
+
+
+def test_a_second_save_replaces_the_tree_and_keeps_what_it_shares(tmp_path):
+    save_tree({"a": torch.zeros(2), "b": torch.ones(2), "c": torch.ones(3)}, tmp_path)
+    tree = load_tree(tmp_path)
+    tree["a"] += 5
+    del tree["c"]
+    kept = tree["b"].offload_path.stat()
+
+    save_tree({"moved": tree["b"], **tree}, tmp_path)
+
+    assert same({"moved": torch.ones(2), "a": torch.full((2,), 5.0), "b": torch.ones(2)}, load_tree(tmp_path))
+    assert ["1/b.safetensors", "2/a.safetensors", "tree.json"] == files_in(tmp_path)
+    assert (kept.st_ino, kept.st_mtime_ns) == ((now := tree["b"].offload_path.stat()).st_ino, now.st_mtime_ns)
+
+
+def test_a_write_to_a_loaded_tensor_leaves_the_saved_tree(tmp_path):
+    save_tree([torch.zeros(2)], tmp_path / "tree")
+    before = contents(tmp_path / "tree")
+
+    tree = load_tree(tmp_path / "tree", offload_dir=tmp_path / "copies")
+    tree[0] += 1
+
+    assert before == contents(tmp_path / "tree")
+    assert tmp_path / "copies" / "0.safetensors" == tree[0].offload_path
+
+
+def test_a_view_of_a_loaded_tensor_is_written_anew(tmp_path):
+    save_tree(torch.arange(4.0).reshape(2, 2), tmp_path)
+    old = load_tree(tmp_path)
+
+    save_tree([old[0], old.t(), (old + 0j).conj()], tmp_path)
+
+    whole = torch.arange(4.0).reshape(2, 2)
+    assert same([whole[0], whole.t(), (whole + 0j).conj()], load_tree(tmp_path))
+
+
+def test_a_tensor_over_the_old_tree_is_an_error_once_it_is_replaced(tmp_path):
+    save_tree([torch.zeros(2)], tmp_path)
+    old = load_tree(tmp_path)[0]
+
+    save_tree([torch.ones(2)], tmp_path)
+
+    with pytest.raises(MissingFileError, match=r"tensor '0'"):
+        old + 1
+
+
+def test_a_leaf_whose_file_has_changed_is_not_kept(tmp_path):
+    save_tree([torch.zeros(2)], tmp_path)
+    old = load_tree(tmp_path)
+    os.utime(old[0].offload_path, ns=(1, 1))
+
+    with pytest.raises(ChangedFileError, match="has changed since it was opened"):
+        save_tree(old, tmp_path)
+
+
+def test_trees_of_other_folders_are_copied(tmp_path):
+    save_tree([torch.ones(2)], tmp_path / "a")
+
+    save_tree(load_tree(tmp_path / "a"), tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+
+    assert same([torch.ones(2)], load_tree(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("where", ["write_file", "write_text", "os.rename", "os.replace"])
+def test_a_failure_leaves_the_old_tree_and_nothing_else(tmp_path, monkeypatch, where):
+    save_tree({"a": torch.zeros(2)}, tmp_path)
+    before = contents(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"offload.tree.saved.{where}", fail)
+    with pytest.raises(WriteError, match=r"No space left.*nothing was changed"):
+        save_tree({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path)
+    monkeypatch.undo()
+
+    assert before == contents(tmp_path)
+
+
+def test_what_is_not_of_a_tree_is_left(tmp_path):
+    mine = OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path / "1")
+    (tmp_path / "3").mkdir()
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "notes.safetensors").write_text("mine")
+    before = contents(tmp_path)
+
+    save_tree([torch.zeros(1)], tmp_path)
+    save_tree([torch.zeros(2)], tmp_path)
+
+    assert same([torch.zeros(2)], load_tree(tmp_path))
+    assert before == {name: data for name, data in contents(tmp_path).items() if name in before}
+    assert (tmp_path / "3").is_dir()
+    assert mine.eq(1).all()
+
+
+def test_another_programs_tree_json_is_left(tmp_path):
+    (tmp_path / "tree.json").write_text('{"children": []}')
+    before = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match=r"tree\.json is not a tree that offload saved: it is left as it is"):
+        save_tree([1], tmp_path)
+    with pytest.raises(ForeignFileError, match="not a tree that offload saved"):
+        load_tree(tmp_path)
+    assert before == contents(tmp_path)
+
+
+def test_two_savers_at_a_time_are_an_error_for_the_second(tmp_path, monkeypatch):
+    refused = []
+
+    def meanwhile(_: Path) -> None:
+        with pytest.raises(WriteError, match="by another process, or thread: wait for it"):
+            save_tree([1], tmp_path)
+        refused.append(True)
+
+    monkeypatch.setattr("offload.tree.saved.sync_folder", meanwhile)
+    save_tree([2], tmp_path)
+
+    assert refused
+    assert [2] == load_tree(tmp_path)
+
+
+# What is wrong with a folder
+
+
+def test_no_tree_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(MissingFileError, match=r"there is no tree here: save_tree writes this file"):
+        load_tree(tmp_path / "nowhere")
+
+
+def test_a_missing_or_cut_file_is_an_error_that_names_it(tmp_path):
+    save_tree({"a": torch.ones(2)}, tmp_path)
+    path = tmp_path / "1" / "a.safetensors"
+    os.truncate(path, 4099)
+
+    with pytest.raises(CorruptFileError, match=r"a\.safetensors can't be used: it is cut off"):
+        load_tree(tmp_path)
+    path.unlink()
+    with pytest.raises(MissingFileError, match=r"the file is missing.*a\.safetensors"):
+        load_tree(tmp_path)
+
+
+def edited(folder: Path, edit: Any) -> None:
+    path = folder / "tree.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda m: m["offload"].update(tree=2), "is of version 2 of the format, and this offload reads 1"),
+        (lambda m: m.pop("tensors"), "names no tensors, or no structure"),
+        (lambda m: m["tensors"]["a"].update(file="../a.safetensors"), "names no file of its own for 'a'"),
+        (lambda m: m["tensors"]["a"].update(file="/1/a.safetensors"), "names no file of its own for 'a'"),
+        (lambda m: m["tensors"]["a"].update(file=["1"]), "names no file of its own for 'a'"),
+        (lambda m: m["tensors"]["a"].update(shape=[3]), r"says that 'a' is \['float32', \[3\]\], but"),
+        (lambda m: m["tensors"]["a"].update(dtype="int32"), "says that 'a' is"),
+        (lambda m: m["tensors"].clear(), "its structure is malformed"),
+        (lambda m: m.update(structure=[1]), "its structure is malformed"),
+        (lambda m: m.update(structure={"made up": 1}), "its structure is malformed"),
+        (lambda m: m.update(structure={"list": 3}), "its structure is malformed"),
+        (lambda m: m.update(structure={"bytes": "%"}), "its structure is malformed"),
+        (lambda m: m.update(structure={"dtype": "float99"}), "this torch has no dtype 'float99'"),
+        (lambda m: m.update(structure={"list": [], "dict": {}}), "its structure is malformed"),
+    ],
+)
+def test_a_damaged_manifest_is_an_error_that_says_how(tmp_path, edit, words):
+    save_tree({"a": torch.ones(2)}, tmp_path)
+    edited(tmp_path, edit)
+
+    with pytest.raises(CorruptFileError, match=words):
+        load_tree(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "\xff"])
+def test_a_manifest_that_is_not_json_is_not_a_tree(tmp_path, text):
+    (tmp_path / "tree.json").write_text(text, encoding="latin-1")
+
+    with pytest.raises(ForeignFileError, match="not a tree that offload saved"):
+        load_tree(tmp_path)
+
+
+# Crashes, readers, memory
+
+DRIVER = """
+    import json, mmap, os, random, signal, struct, sys, time, torch
+    from offload import load_tree, save_tree
+
+    torch.set_num_threads(1)
+    folder, kills = sys.argv[1], int(sys.argv[2])
+    random.seed(int(sys.argv[3]))
+    board = mmap.mmap(-1, 16)  # the number that is about to be saved, and the last one that was
+
+    def tree_of(number, before):
+        tree = {"number": number, "new": [torch.full((size,), float(number)) for size in (1, 100_000)]}
+        return {**tree, "kept": [before["kept"][0], torch.tensor(number)]}
+
+    def save_for_ever():
+        tree, number = load_tree(folder), struct.unpack("qq", board[:])[1]
+        while True:
+            number += 1
+            board[:8] = struct.pack("q", number)
+            save_tree(tree_of(number, tree), folder)
+            board[8:] = struct.pack("q", number)
+
+    def forked(act):
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            act()
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        os._exit(1)
+
+    board[:] = struct.pack("qq", 0, 0)
+    save_tree(tree_of(0, {"kept": [torch.full((50_000,), -1.0)]}), folder)
+    began = time.monotonic()
+    save_tree(tree_of(0, load_tree(folder)), folder)
+    one = time.monotonic() - began
+    found = dict(old=0, new=0, left=0)
+    for _ in range(kills):
+        pid = forked(save_for_ever)
+        before = board[8:]
+        while board[8:] == before:  # each saves once, at least
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it failed"
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 1.5 * one))
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        tried, done = struct.unpack("qq", board[:])
+        tree = load_tree(folder)
+        number = tree["number"]
+        assert number in (tried, done), (number, tried, done)
+        assert all(leaf.eq(number).all() for leaf in [*tree["new"], tree["kept"][1]]), "a mix"
+        assert tree["kept"][0].eq(-1).all() and len(tree["kept"][0]) == 50_000
+        found["new" if number == tried != done else "old"] += 1
+        found["left"] += len(os.listdir(folder)) > 3  # beside the manifest and two numbered folders
+        board[:] = struct.pack("qq", number, number)
+    save_tree(load_tree(folder), folder)
+    found["files"] = sum(len(files) for _, _, files in os.walk(folder))
+    found["temporary"] = [name for name in os.listdir(folder) if name.startswith(".")]
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("start", range(0, KILLS, 40))
+def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(tmp_path, start):
+    kills = min(40, KILLS - start)
+
+    found = json.loads(run_script(DRIVER, tmp_path, kills, start))
+
+    assert kills == found["old"] + found["new"]
+    assert found["left"] > 0  # else none was killed while it wrote
+    assert 5 == found["files"]  # what killed processes left is gone: the manifest and four tensors are there
+    assert not found["temporary"]
+
+
+def test_a_reader_meanwhile_sees_one_tree_or_the_other(tmp_path):
+    def tree(number: int) -> dict[str, Any]:
+        return {"number": number, "leaves": [torch.full((100,), float(number)) for _ in range(4)]}
+
+    save_tree(tree(0), tmp_path)
+
+    def save() -> None:
+        for number in range(1, 40):
+            save_tree(tree(number), tmp_path)
+
+    def read() -> None:
+        last = 0
+        while last < 39:
+            found = load_tree(tmp_path)
+            assert found["number"] >= last
+            last = found["number"]
+            try:
+                values = {value for leaf in found["leaves"] for value in leaf.tolist()}
+            except MissingFileError:  # it was replaced after it was opened
+                continue
+            assert {float(last)} == values
+
+    pid = os.fork()
+    if not pid:
+        os._exit(not in_fork(read))
+    save()
+    assert 0 == os.waitpid(pid, 0)[1]
+
+
+def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
+    """40 MiB of values, whole and as a part of a file; less than 12 MiB of anonymous memory."""
+    nbytes = run_script(
+        """
+        import sys, torch
+        from pathlib import Path
+        from offload import OffloadedTensor, load_tree, save_tree
+        from tests.peak import Peak
+
+        folder = Path(sys.argv[1])
+        x = OffloadedTensor.empty((10 << 20,), name="x", offload_dir=folder)
+        save_tree([x[:10]], folder / "warm")
+        with Peak() as peak:
+            save_tree({"x": x, "part": x[5:]}, folder / "a")
+            save_tree(load_tree(folder / "a"), folder / "b")
+        print(peak.nbytes)
+        """,
+        tmp_path,
+    )
+
+    assert int(nbytes) < 12 << 20
