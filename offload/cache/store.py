@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.cache.columns import FixedColumn
@@ -236,9 +237,10 @@ class Store:
         places = self.places(columns)
         for _ in range(_LOOKS):
             before = self._states.of(rows, places)
-            if not cells_filled(before).all() and self.flush_own():
-                before = self._states.of(rows, places)
             filled = cells_filled(before)
+            if not filled.all() and self.flush_own():
+                before = self._states.of(rows, places)
+                filled = cells_filled(before)
             if missing == "error" and not filled.all():
                 self._refuse_missing(rows[~filled.all(axis=1)])
             try:
@@ -247,12 +249,16 @@ class Store:
                     for name, has in zip((self._names[place] for place in places), filled.T, strict=True)
                 }
             except CorruptFileError:  # or what was read of it was half another's
-                if np.array_equal(before[filled], self._states.of(rows, places)[filled]):
+                if self._are_still(rows, places, before, filled):
                     raise
                 continue
-            if np.array_equal(before[filled], self._states.of(rows, places)[filled]):
+            if self._are_still(rows, places, before, filled):
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
+
+    def _are_still(self, rows: Numbers, places: list[int], before: Bytes, filled: npt.NDArray[np.bool_]) -> bool:
+        """Whether nobody has begun to write what was filled."""
+        return not ((self._states.of(rows, places) != before) & filled).any()
 
     def _refuse_missing(self, rows: Numbers) -> None:
         some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
