@@ -271,13 +271,15 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
     """Remove what a killed process left, and the files of ours in numbered folders that are not among `files`."""
     sweep_folders(folder)
     for place in _numbered(folder):
-        unused = [path for path in place.glob("*.safetensors") if f"{place.name}/{path.name}" not in files]
-        ours = [path for path in unused if _is_ours(path)]
-        for path in ours:
-            path.unlink()
-        if ours:
-            with suppress(OSError):  # it is not empty
-                place.rmdir()
+        there = list(place.iterdir())
+        unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
+        if unused and len(unused) == len(there):
+            aside = temporary_for(place)  # an empty folder, left by one that was killed here, would look like a user's
+            os.rename(place, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            for path in unused:
+                path.unlink()
 
 
 def _numbered(folder: Path) -> list[Path]:
