@@ -55,6 +55,11 @@ class Recording:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="offload-report", daemon=True)
 
+    @property
+    def peak(self) -> int:
+        """The most anonymous memory that was seen, in bytes."""
+        return max(look.anonymous for look in self.looks)
+
     def mark(self) -> None:
         """Say that a token, or a step, is done."""
         self.marks.append(self._look())
@@ -76,14 +81,25 @@ class Recording:
                 del self.looks[1::2]
                 self._every *= 2
 
-    def _begin(self) -> None:
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Watch while the block runs."""
         self.looks.append(self._look())
         self._thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            self._thread.join()
+            self.looks.append(self._look())
 
-    def _end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.looks.append(self._look())
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """As `plot_memory`, without a page."""
+    seen = Recording()
+    with seen.going_on():
+        yield seen
 
 
 @contextmanager
@@ -115,15 +131,14 @@ def plot_memory(
     target = Path(os.path.abspath(path))
     _refuse_other(target)
     layers = {} if model is None else _waits(model)
-    recording = Recording()
-    recording._begin()
+    seen = Recording()
     try:
-        yield recording
+        with seen.going_on():
+            yield seen
     finally:
-        recording._end()
         now = {} if model is None else _waits(model)
         waits = [(name, seconds - layers.get(name, 0.0)) for name, seconds in now.items()]
-        _write(target, _page(recording, waits, title))
+        _write(target, _page(seen, waits, title))
 
 
 def _page(recording: Recording, waits: list[tuple[str, float]], title: str) -> str:
@@ -178,7 +193,7 @@ def _facts(recording: Recording) -> list[tuple[str, str]]:
     last = recording.looks[-1]
     facts = [
         ("time", _in_seconds(last.second)),
-        ("peak anonymous memory", _in_bytes(max(look.anonymous for look in recording.looks))),
+        ("peak anonymous memory", _in_bytes(recording.peak)),
         ("read from disk", _in_bytes(last.read)),
         ("waited for the disk", _in_seconds(last.waited)),
     ]

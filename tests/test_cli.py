@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest
     assert "has no tokenizer" in capsys.readouterr().err
 
 
-def _tokenizer(folder: Path) -> object:
+def _tokenizer(folder: Path) -> Any:
     """A tokenizer of 96 words, saved beside the model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -292,3 +293,123 @@ def test_what_a_killed_conversion_left_is_swept(tmp_path: Path) -> None:
 def test_convert_to_no_floating_point_dtype_is_a_wrong_command_line(dtype: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["convert", "a", "b", "--dtype", dtype])
+
+
+# What machines read
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The JSON on standard output: one line."""
+    [line] = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.zeros(20, 10), "b": torch.zeros(5, dtype=torch.int8)}, tmp_path / "x.safetensors")
+
+    assert 0 == cli.main(["inspect", str(tmp_path), "--json"])
+
+    said = _said(capsys)
+    assert 805 == said["nbytes"]
+    assert {
+        "name": "a",
+        "dtype": "float32",
+        "shape": [20, 10],
+        "nbytes": 800,
+        "file": "x.safetensors",
+    } in said["tensors"]
+
+
+def test_verify_as_json_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.zeros(20)}, tmp_path / "x.safetensors")
+    os.truncate(tmp_path / "x.safetensors", 80)
+
+    assert 1 == cli.main(["verify", str(tmp_path), "--json"])
+
+    said = _said(capsys)
+    assert said["is_whole"] is False
+    [finding] = said["findings"]
+    assert (str(tmp_path / "x.safetensors"), True) == (finding["path"], finding["is_error"])
+    assert "cut off" in finding["what"]
+
+
+def test_doctor_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == cli.main(["doctor", str(tmp_path), "--json"])
+
+    said = _said(capsys)
+    assert torch.__version__ == said["versions"]["torch"]
+    assert str(tmp_path) == said["disk"]["folder"]
+
+
+def test_generate_as_json_gives_text_and_tokens(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    tokenizer = _tokenizer(folder)
+
+    assert 0 == cli.main(["generate", str(folder), "--prompt", "w3 w5", "--max-new-tokens", "4", "--json"])
+
+    said = _said(capsys)
+    assert 4 == len(said["tokens"])
+    assert tokenizer.decode(said["tokens"], skip_special_tokens=True) == said["text"]
+
+
+def test_bench_tells_times_and_bytes(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == cli.main(["bench", str(llama_folder), "--prompt-tokens", "3", "--new-tokens", "4", "--json"])
+
+    said = _said(capsys)
+    assert {"load_seconds", "first_token_seconds", "token_seconds", "anonymous_bytes"} < said.keys()
+    assert said["load_seconds"] > 0
+    assert said["token_seconds"] > 0
+
+    assert 0 == cli.main(["bench", str(llama_folder), "--new-tokens", "1"])
+
+    printed = capsys.readouterr().out
+    assert "first token read" in printed
+    assert any(line.split() == ["token", "-"] for line in printed.splitlines())
+
+
+def test_a_budget_for_the_model_is_kept(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == cli.main(["bench", str(llama_folder), "--max-memory", "much"])
+
+    assert "offload: 'much' is not an amount of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_traceback_may_be_asked_for_before_or_behind_the_command(tmp_path: Path, where: int) -> None:
+    command = ["inspect", str(tmp_path / "nowhere")]
+    command.insert(where, "--traceback")
+
+    with pytest.raises(FileNotFoundError):
+        cli.main(command)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_completion_script_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--print-completion", shell])
+
+    script = capsys.readouterr().out
+    for word in ("generate", "bench", "convert", "inspect", "verify", "cache", "doctor", "--max-memory"):
+        assert word in script
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    """`offload inspect ... | head -1`."""
+    save_file({f"layer.{number}": torch.zeros(1) for number in range(5000)}, tmp_path / "x.safetensors")
+    command = f"{sys.executable} -m offload.cli inspect {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"
+
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["generate"], ["bench"], ["convert"], ["inspect"], ["cache", "export"], ["doctor"]]
+)
+def test_the_help_of_each_command_fits_a_screen(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words, "--help"])
+
+    assert len(capsys.readouterr().out.splitlines()) <= 40

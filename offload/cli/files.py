@@ -1,0 +1,122 @@
+"""`offload inspect`, `convert` and `verify`: files of tensors."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.output import allow_json, console, print_json, table
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.checkpoint import StoredValue
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to a command line."""
+    import shtab
+
+    command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
+    source = command.add_argument(
+        "source", type=Path, help="a checkpoint's file, index or folder, or an offload folder"
+    )
+    command.add_argument("target", type=Path, help="the new folder").complete = shtab.DIRECTORY
+    command.add_argument("--dtype", type=_dtype, help="of the floating-point values: bf16, fp16, fp32, float64...")
+    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)")
+    command.add_argument("--to", choices=["safetensors", "offload"], default="safetensors", help="(safetensors)")
+    command.set_defaults(run=convert)
+
+    looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
+    about = "a .safetensors or .bin file, an index, a checkpoint's folder, an offload folder"
+    inspected = looking.add_argument("path", type=Path, help=about)
+    looking.set_defaults(run=inspect)
+
+    checking = commands.add_parser("verify", help="look whether a checkpoint is whole", description=verify.__doc__)
+    verified = checking.add_argument("path", type=Path, help="as for inspect; of a folder, all that is in it")
+    checking.set_defaults(run=verify)
+    allow_json(looking, checking)
+    for path in (source, inspected, verified):
+        path.complete = shtab.FILE
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write a checkpoint anew: in another dtype, in other shards, as safetensors, or as an offload folder."""
+    from offload.conversion import convert_checkpoint
+
+    convert_checkpoint(
+        options.source,
+        options.target,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        to_offload_folder=options.to == "offload",
+    )
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print the tensors of a checkpoint or an offload folder as a table."""
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    from offload.checkpoint import open_checkpoint
+
+    source = open_checkpoint(options.path)
+    rows = [(name, *_kind_and_shape(value), value.nbytes, value.file.path.name) for name, value in source.items()]
+    if options.json:
+        names = ("name", "dtype", "shape", "nbytes", "file")
+        print_json({"tensors": [dict(zip(names, row, strict=True)) for row in rows], "nbytes": source.nbytes})
+        return
+    made = table("name", "dtype", "shape", "size", "file", footer=True)
+    made.columns[0].footer, made.columns[3].footer = f"{len(source)} tensors", decimal(source.nbytes)
+    made.columns[3].justify = "right"
+    for name, dtype, shape, nbytes, file in rows:
+        made.add_row(Text(name), Text(dtype), "" if shape is None else str(shape), decimal(nbytes), Text(file))
+    console().print(made)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Look whether a checkpoint, or an offload folder, is whole; print what is wrong as a table."""
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    from offload.verify import verify as verified
+
+    verdict = verified(options.path)
+    code = 0 if verdict.is_whole else 1
+    counts = {"files": len(verdict.files), "tensors": verdict.tensors, "nbytes": verdict.nbytes}
+    if options.json:
+        print_json({"path": options.path, "is_whole": verdict.is_whole, **counts, "findings": verdict.findings})
+        return code
+    if verdict.findings:
+        made = table("", "file", "what")
+        for finding in verdict.findings:
+            word = Text("error", style="red") if finding.is_error else Text("warning", style="yellow")
+            made.add_row(word, Text(finding.path.name), Text(finding.what))
+        console().print(made)
+    errors = sum(finding.is_error for finding in verdict.findings)
+    state = "whole" if verdict.is_whole else f"{errors} error{'s' * (errors > 1)}"
+    print(f"{options.path}: {state} ({len(verdict.files)} files, {verdict.tensors} tensors, {decimal(verdict.nbytes)})")
+    return code
+
+
+def _kind_and_shape(value: StoredValue) -> tuple[str, list[int] | None]:
+    from offload.storage.subclasses import layout_from
+
+    if value.layout is not None:
+        return str(value.layout.dtype).removeprefix("torch."), list(value.layout.shape)
+    if value.key in value.file.header.unreadable:
+        return value.file.header.unreadable[value.key], None
+    recipe = value.file.notes["subclass"]
+    return str(recipe.get("class")), list(layout_from(recipe).shape)
+
+
+def _dtype(text: str) -> torch.dtype:
+    from offload.storage.dtypes import dtype_named
+
+    found = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
+    if found is None or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype: bf16, fp16, fp32, float64...")
+    return found

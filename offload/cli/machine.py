@@ -1,0 +1,56 @@
+"""`offload doctor`: what a machine can do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.output import allow_json, print_json, print_pairs
+
+if TYPE_CHECKING:
+    from offload.doctor import Diagnosis
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to a command line."""
+    import shtab
+
+    command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
+    folder = command.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), help="where values would be kept (here)"
+    )
+    folder.complete = shtab.DIRECTORY
+    allow_json(command)
+    command.set_defaults(run=doctor)
+
+
+def doctor(options: argparse.Namespace) -> None:
+    """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
+    from rich.filesize import decimal
+
+    from offload.doctor import diagnose
+
+    found = diagnose(options.folder)
+    if options.json:
+        print_json(found)
+        return
+    print_pairs(_lines(found, decimal).items())
+
+
+def _lines(found: Diagnosis, decimal: Callable[[int], str]) -> dict[str, str]:
+    disk = found.disk
+    rates = {"write, synced": disk.writes, "read, cold": disk.reads, "read with O_DIRECT": disk.reads_direct}
+    written = {name: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for name, rate in rates.items()}
+    return {
+        **found.versions,
+        **{device: decimal(size) for device, size in found.devices.items()},
+        "memory": decimal(found.memory),
+        "available now": decimal(found.available),
+        **({} if found.limit is None else {"left in the control group": decimal(found.limit)}),
+        "may stay in memory (max_memory)": decimal(found.budget),
+        "read ahead": decimal(found.read_ahead),
+        f"free in {disk.folder}": decimal(disk.free),
+        **written,
+    }

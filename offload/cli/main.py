@@ -1,0 +1,68 @@
+"""The command line as a whole.
+
+Always true:
+- what was asked for goes to standard output, everything else to standard error
+- exit codes: 0 done; 1 an error that a user can mend, in one line, or something that `verify` found; 2 a wrong command
+  line; 130 interrupted
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from offload.cli import files, machine, models, rows
+from offload.cli.output import complain
+from offload.errors import OffloadError
+
+_CODES = "exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; gives the exit code."""
+    options = parser().parse_args(argv)
+    try:
+        code: int | None = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has enough
+        with suppress(OSError):
+            sys.stdout.close()
+        return 0
+    except (OffloadError, RuntimeError, ValueError, OSError) as error:
+        if options.traceback:
+            raise
+        complain(error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code or 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    made = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.", epilog=_CODES)
+    made.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    _add_completion(made)
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    for room in (models, files, rows, machine):
+        room.add_to(commands)
+    _allow_traceback_everywhere(commands)
+    return made
+
+
+def _add_completion(made: argparse.ArgumentParser) -> None:
+    import shtab
+
+    about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
+    shtab.add_argument_to(made, ["--print-completion"], help=about)
+
+
+def _allow_traceback_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Whoever meets an error adds it at the end of the line."""
+    for command in commands.choices.values():
+        command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        for action in command._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                _allow_traceback_everywhere(action)

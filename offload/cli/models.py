@@ -1,0 +1,206 @@
+"""`offload generate` and `bench`: language models on disk."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.output import allow_json, print_json, print_pairs
+from offload.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.report import Recording
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to a command line."""
+    import shtab
+
+    command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
+    _add_model_options(command)
+    command.add_argument("--prompt", required=True)
+    command.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="64 if not given")
+    command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
+    command.set_defaults(run=generate)
+
+    timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
+    _add_model_options(timing)
+    timing.add_argument("--prompt-tokens", type=_positive, default=16, metavar="N", help="16 if not given")
+    timing.add_argument("--new-tokens", type=_positive, default=16, metavar="N", help="16 if not given")
+    timing.set_defaults(run=bench)
+    allow_json(command, timing)
+    for made in (command, timing):
+        made.add_argument("--report", type=Path, metavar="FILE", help="write a page with memory, reads and time")
+        model = next(action for action in made._actions if action.dest == "model")
+        model.complete = shtab.DIRECTORY
+
+
+def _add_model_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", help="a folder with a checkpoint, or a model on the hub")
+    command.add_argument("--device", help="where to compute: cpu, cuda, cuda:1... (the accelerator, if there is one)")
+    command.add_argument("--dtype", help="convert the weights to it, on disk (bfloat16, float32...)")
+    command.add_argument("--max-memory", metavar="SIZE", help="what may stay in memory, as 8GiB (what is free)")
+    command.add_argument("--offload-dir", type=Path, help="folder for converted weights (a temporary one)")
+    command.add_argument("--revision", help="branch, tag or commit on the hub")
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Print what a language model on disk makes of a prompt, token by token."""
+    import torch
+
+    folder = _folder(options)
+    tokenizer = _tokenizer(folder)
+    model = _model(folder, options)
+    inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
+    with _watched(options, model) as recording, torch.inference_mode():
+        tokens = model.generate(
+            **inputs,
+            max_new_tokens=options.max_new_tokens,
+            do_sample=options.sample,
+            streamer=None if options.json else _printing(tokenizer, recording.mark if recording else _nothing),
+        )
+    if options.json:
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist()})
+
+
+def bench(options: argparse.Namespace) -> None:
+    """Time a language model on disk: loading it, its first token, the following ones, and what they read."""
+    import torch
+    from rich.filesize import decimal
+
+    from offload.memory import anonymous_bytes
+    from offload.report import recording
+
+    folder = _folder(options)
+    before, started = anonymous_bytes(), time.perf_counter()
+    model = _model(folder, options)
+    load = time.perf_counter() - started
+    prompt = torch.arange(options.prompt_tokens).remainder(model.config.get_text_config().vocab_size)[None]
+    with _watched(options, model) if options.report else recording() as seen, torch.inference_mode():
+        model.generate(
+            prompt.to(model.device),
+            attention_mask=torch.ones_like(prompt).to(model.device),
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+            do_sample=False,
+            streamer=_marking(seen.mark),
+        )
+    figures = {"load_seconds": load, **_figures(seen), "anonymous_bytes": seen.peak - before}
+    if options.json:
+        print_json(figures)
+        return
+    print_pairs(
+        (name.rpartition("_")[0].replace("_", " "), _written(name, value, decimal)) for name, value in figures.items()
+    )
+
+
+def _figures(seen: Recording) -> dict[str, float | None]:
+    """Of the first token, and the medians of the others."""
+    first, pairs = seen.marks[0], list(pairwise(seen.marks))
+    return {
+        "first_token_seconds": first.second,
+        "token_seconds": median(now.second - last.second for last, now in pairs) if pairs else None,
+        "first_token_read_bytes": first.read,
+        "token_read_bytes": median(now.read - last.read for last, now in pairs) if pairs else None,
+        "waited_seconds": seen.looks[-1].waited,
+    }
+
+
+def _written(name: str, value: float | None, decimal: Callable[[int], str]) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_seconds"):
+        return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return decimal(int(value))
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    from transformers.utils.logging import disable_progress_bar
+
+    from offload.integrations.hub import folder_of
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    return folder_of(options.model, revision=options.revision) if options.revision else folder_of(options.model)
+
+
+def _model(folder: Path, options: argparse.Namespace) -> Any:
+    from offload.device_map import ON_DISK
+    from offload.integrations.transformers import from_pretrained
+
+    device_map = f"{ON_DISK}:{options.device}" if options.device else ON_DISK
+    chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
+    return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
+
+
+def _watched(options: argparse.Namespace, model: Any) -> Any:
+    """A recording that becomes a page, if one is asked for."""
+    from offload.report import plot_memory
+
+    if not options.report:
+        return nullcontext()
+    return plot_memory(options.report, model, title=f"offload {options.model}")
+
+
+def _nothing() -> None:
+    """Nobody wants to know of a token."""
+
+
+def _printing(tokenizer: Any, mark: Callable[[], None]) -> Any:
+    """Prints tokens as they come, and marks each."""
+    from transformers import TextStreamer
+
+    class Printing(TextStreamer):  # type: ignore[misc]
+        def put(self, value: torch.Tensor) -> None:
+            is_prompt = self.next_tokens_are_prompt
+            super().put(value)
+            if not is_prompt:
+                mark()
+
+    return Printing(tokenizer, skip_prompt=True)
+
+
+def _marking(mark: Callable[[], None]) -> Any:
+    """Marks each token."""
+    from transformers.generation.streamers import BaseStreamer
+
+    class Marking(BaseStreamer):  # type: ignore[misc]
+        is_prompt = True
+
+        def put(self, _: torch.Tensor) -> None:
+            if not self.is_prompt:
+                mark()
+            self.is_prompt = False
+
+        def end(self) -> None:
+            pass
+
+    return Marking()
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer that transformers can load: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number

@@ -1,0 +1,80 @@
+"""What commands print.
+
+Always true:
+- where nobody looks on, there are no colours and no lines that are cut
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    from rich.console import Console
+    from rich.table import Table
+
+
+def console() -> Console:
+    """Of lines that are not cut, where nobody looks on."""
+    from rich.console import Console
+
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=10_000)
+
+
+def table(*names: str, footer: bool = False, header: bool = True) -> Table:
+    """An empty one with these columns."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, show_footer=footer, show_header=header)
+    for name in names:
+        made.add_column(name, overflow="fold")
+    return made
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """A line a pair."""
+    from rich.text import Text
+
+    made = table("", "", header=False)
+    for label, value in pairs:
+        made.add_row(Text(label), Text(value))
+    console().print(made)
+
+
+def print_json(said: Any) -> None:
+    """One JSON value, on one line."""
+    print(json.dumps(plain(said), ensure_ascii=False))
+
+
+def plain(said: Any) -> Any:
+    """What JSON can say: dataclasses as objects, paths as text."""
+    if is_dataclass(said) and not isinstance(said, type):
+        return plain(asdict(said))
+    if isinstance(said, Mapping):
+        return {str(key): plain(value) for key, value in said.items()}
+    if isinstance(said, (list, tuple)):
+        return [plain(value) for value in said]
+    return str(said) if isinstance(said, Path) else said
+
+
+def complain(error: BaseException) -> None:
+    """An error in one line."""
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text("offload: ", style="bold red")
+    line.append(" ".join(str(error).split()) or type(error).__name__, style="not bold default")
+    Console(stderr=True, soft_wrap=True).print(line)
+
+
+def allow_json(*commands: ArgumentParser) -> None:
+    """Have commands take `--json`."""
+    for command in commands:
+        command.add_argument("--json", action="store_true", help="print it as JSON, for machines")

@@ -1,0 +1,102 @@
+"""`offload cache`: caches of rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.output import allow_json, console, print_json, table
+
+if TYPE_CHECKING:
+    from offload.cache.table import TensorCache
+
+_EXPORTS = ("safetensors", "parquet", "npy")
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to a command line."""
+    import shtab
+
+    about = "what a cache of rows holds, whether it is whole, and as files of other kinds"
+    group = commands.add_parser("cache", help="look at a cache of rows, or export it", description=about)
+    kinds = group.add_subparsers(required=True, metavar="COMMAND")
+    made = {}
+    for name, act in {"info": info, "verify": verify, "export": export}.items():
+        made[name] = kinds.add_parser(name, help=act.__doc__, description=act.__doc__)
+        path = made[name].add_argument("path", type=Path, help="a cache's folder, or a file of TensorCache.to_disk")
+        path.complete = shtab.FILE
+        made[name].set_defaults(run=act)
+    allow_json(made["info"], made["verify"])
+    command = made["export"]
+    command.add_argument("target", type=Path, help="the new file; a folder for npy, which has a file a column")
+    command.add_argument("--to", choices=_EXPORTS, help="(told by the target's suffix)")
+    command.add_argument("--columns", nargs="+", metavar="NAME", help="some of the columns")
+
+
+def info(options: argparse.Namespace) -> None:
+    """Print what a cache of rows holds."""
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    cache = _opened(options.path)
+    if options.json:
+        print_json(_as_json(cache, options.path))
+        return
+    made = table("column", "kind", "dtype", "a row", "filled")
+    for name, column in cache.columns.items():
+        dtype = str(column.dtype).removeprefix("torch.") if column.kind in ("tensor", "ragged") else ""
+        filled = len(cache) - len(cache.missing_rows([name]))
+        made.add_row(Text(name), column.kind, dtype, column.shape_text if dtype else "", str(filled))
+    console().print(made)
+    for key, value in cache.metadata.items():
+        print(f"{key}: {json.dumps(value, ensure_ascii=False)}")
+    print(f"{options.path}: {len(cache)} rows, {cache.num_filled} filled, {decimal(cache.nbytes)}")
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Look whether a cache of rows is whole; rows that are not filled are no error."""
+    from rich.text import Text
+
+    from offload.cache.verify import row_findings
+
+    cache = _opened(options.path)
+    found = row_findings(cache)
+    if options.json:
+        said = [{"column": finding.column, "row": finding.row, "what": finding.what} for finding in found]
+        print_json({**_as_json(cache, options.path), "is_whole": not found, "findings": said})
+        return 1 if found else 0
+    if found:
+        made = table("column", "row", "what")
+        for finding in found:
+            made.add_row(Text(finding.column), str(finding.row), Text(finding.what))
+        console().print(made)
+    state = f"{len(found)} error{'s' * (len(found) > 1)}" if found else "whole"
+    print(f"{options.path}: {state} ({len(cache)} rows, {cache.num_filled} filled)")
+    return 1 if found else 0
+
+
+def export(options: argparse.Namespace) -> None:
+    """Write a cache of rows as safetensors, Parquet or .npy files."""
+    from offload.integrations.export import export as exported
+
+    form = options.to or options.target.suffix.removeprefix(".") or "npy"
+    if form not in _EXPORTS:
+        raise ValueError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
+    exported(_opened(options.path), options.target, form, options.columns)
+
+
+def _opened(path: Path) -> TensorCache:
+    from offload.cache.table import TensorCache
+
+    return TensorCache.from_disk(path)
+
+
+def _as_json(cache: TensorCache, path: Path) -> dict[str, Any]:
+    columns = {
+        name: {**column.to_json(), "filled": len(cache) - len(cache.missing_rows([name]))}
+        for name, column in cache.columns.items()
+    }
+    counts = {"rows": len(cache), "filled": cache.num_filled, "nbytes": cache.nbytes}
+    return {"path": str(path), **counts, "columns": columns, "metadata": dict(cache.metadata)}
