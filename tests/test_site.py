@@ -18,7 +18,7 @@ import pytest
 
 import offload
 from offload import errors
-from offload.cli import parser
+from offload.cli.main import parser
 from tests.processes import ROOT
 
 pytest.importorskip("mkdocs", reason="the site's packages are not installed: make docs")

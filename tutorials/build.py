@@ -23,7 +23,7 @@ from rich.filesize import decimal
 
 import offload
 from offload.charts import Line, bar_chart, line_chart
-from offload.cli import parser
+from offload.cli.main import parser
 
 
 class Docstrings(griffe.Extension):
