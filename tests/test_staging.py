@@ -131,6 +131,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return guest
 
     monkeypatch.setattr(offload.tensor.wrapper, "sent_to", send)
+    monkeypatch.setattr(offload.tensor.cuts, "sent_to", send)
     monkeypatch.setattr(accelerated, "sent_to", send)
     monkeypatch.setattr(accelerated, "settle", lambda device: None)
     monkeypatch.setattr(accelerated, "lend", lambda values, device: None)
