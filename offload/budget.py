@@ -76,6 +76,10 @@ def set_read_ahead(window: Amount | bool) -> Setting:
             much as by default (64 MiB). A value that is larger than the window is read ahead alone.
 
     Returns, raises: as `set_max_memory`.
+
+    Example:
+        >>> with set_read_ahead("256MiB"):
+        ...     pass  # run the model
     """
     before = POOL.window
     POOL.window = _window_of(window)
@@ -118,6 +122,9 @@ def evict(*what: Any) -> None:
 
     Args:
         what: as `keep_resident`.
+
+    Example:
+        >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
     values = _values_in(what)
     with changing() as leaving:

@@ -127,6 +127,13 @@ def load_checkpoint_and_dispatch(
         MissingFileError, CorruptFileError, CheckpointError, DeviceMapError
         ValueError: `dtype` is no floating-point one.
         MetaTensorError: tensors are left without data; the message names them.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, "model.safetensors")
+        >>> model = nn.Linear(2, 3, device="meta")
+        >>> load_checkpoint_and_dispatch(model, "model.safetensors")(torch.ones(2)).tolist()
+        [2.0, 2.0, 2.0]
     """
     dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
@@ -168,6 +175,13 @@ def load_checkpoint_in_model(
 
     Returns:
         What did not match.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"weight": torch.ones(3, 2), "other": torch.zeros(3)}, "some.safetensors")
+        >>> report = load_checkpoint_in_model(nn.Linear(2, 3), "some.safetensors")
+        >>> report.missing_keys, report.unexpected_keys
+        (['bias'], ['other'])
     """
     dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]
@@ -204,6 +218,11 @@ def disk_offload(
         MetaTensorError: some parameters have no data.
         WriteError, ForeignFileError, NameInUseError
         MissingFileError, CorruptFileError, ShapeMismatchError: of what accelerate's hooks hold.
+
+    Example:
+        >>> model = disk_offload(nn.Linear(2, 3))
+        >>> type(model.weight.data).__name__
+        'OffloadedTensor'
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
@@ -235,6 +254,12 @@ def load_file(
 
     Raises:
         MissingFileError, CorruptFileError, CheckpointError
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"w": torch.ones(3, 2)}, "file.safetensors")
+        >>> load_file("file.safetensors")["w"].shape
+        torch.Size([3, 2])
     """
     target = checked_device(device)
     source = open_checkpoint(path)

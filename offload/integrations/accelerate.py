@@ -11,7 +11,15 @@ from typing import Any
 
 
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
-    """accelerate's context: a model that is built inside has parameters on the meta device, which take no memory."""
+    """accelerate's context: a model that is built inside has parameters on the meta device, which take no memory.
+
+    Example:
+        >>> from torch import nn
+        >>> with init_empty_weights():
+        ...     model = nn.Linear(10_000, 10_000)
+        >>> model.weight.device
+        device(type='meta')
+    """
     from accelerate import init_empty_weights as context
 
     entered: AbstractContextManager[Any] = context(include_buffers=include_buffers)

@@ -82,6 +82,14 @@ def from_pretrained(
         CheckpointError: no checkpoint there, one of another model, or weights are to be quantized on the way.
         TypeError: an option of transformers that has another name here, or no meaning.
         MissingFileError, CorruptFileError, DeviceMapError
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+        >>> model = from_pretrained("llama")
+        >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape
+        torch.Size([1, 5])
     """
     import transformers
 

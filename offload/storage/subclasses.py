@@ -60,6 +60,10 @@ def register_subclass(*classes: type) -> None:
 
     A tensor subclass needs `__tensor_flatten__` and `__tensor_unflatten__`. Enums, dataclasses and named tuples may
     stand in its context.
+
+    Example:
+        >>> from torch.testing._internal.two_tensor import TwoTensor
+        >>> register_subclass(TwoTensor)
     """
     for cls in classes:
         _REGISTERED[_word(cls)] = cls
