@@ -162,6 +162,22 @@ def test_a_checkpoint_that_tensors_are_over_stays(tmp_path):
     assert torch.equal(network()[0].weight, model[0].weight)
 
 
+def test_what_is_small_is_in_memory_again_and_needs_no_checkpoint(tmp_path):
+    model = network()
+    optimizer = offload.offload_optimizer(torch.optim.AdamW(model.parameters()), min_bytes=512)
+    train(model, optimizer)
+    first = offload.save_training(tmp_path, model, optimizer)
+    kept = {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
+    offload.load_training(tmp_path, model, optimizer)
+    offload.save_training(tmp_path, model)
+
+    assert {"step": False, "exp_avg": False, "exp_avg_sq": False} == kept
+    assert kept == {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
+    assert is_offloaded(optimizer.state[model[3].weight]["exp_avg"])
+    assert not first.exists()
+    train(model, optimizer)
+
+
 def test_somebody_elses_files_are_not_replaced(tmp_path):
     (tmp_path / "latest.json").write_text('{"mine": 1}')
     before = contents(tmp_path)
