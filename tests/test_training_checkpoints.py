@@ -226,6 +226,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         offload.load_training(tmp_path, network(), scaler=torch.amp.GradScaler("cpu"))
 
 
+def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
+    offload.save_training(tmp_path, network(), adamw(network(), False))
+    model, deeper = network(), nn.Sequential(*network(), nn.Linear(8, 8))
+    groups = torch.optim.AdamW([{"params": part.parameters()} for part in model if list(part.parameters())], lr=0.5)
+    other = nn.Sequential(*network()[:3], nn.Linear(16, 4))
+    for each in (model, deeper, other):
+        nn.init.zeros_(each[0].weight)
+
+    with pytest.raises(CheckpointError, match=r"another optimizer: its groups have \[6\] parameters, not \[2, 2, 2\]"):
+        offload.load_training(tmp_path, model, groups)
+    with pytest.raises(CheckpointError, match=r"another model, which differs in 4\.bias, 4\.weight"):
+        offload.load_training(tmp_path, deeper)
+    with pytest.raises(CheckpointError, match=r"size mismatch.*'3\.weight' is \(4, 16\), and \(8, 16\)"):
+        offload.load_training(tmp_path, other)
+
+    assert not any(each[0].weight.any() for each in (model, deeper, other))
+    assert 0.5 == groups.param_groups[0]["lr"]
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])
 def test_a_checkpoint_that_is_cut_is_refused(text, tmp_path):
     made = offload.save_training(tmp_path, network())

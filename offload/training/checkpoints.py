@@ -122,9 +122,12 @@ def load_training(
     missing = stateful.keys() - parts["stateful"].keys()
     if missing or (optimizer is not None and parts["optimizer"] is None):
         raise CheckpointError(f"{checkpoint} has no state of {', '.join(sorted(missing)) or 'an optimizer'}")
-    _load_model(model, parts["model"], set(parts["left_out"]), checkpoint)
+    state = parts["optimizer"]
+    _refuse_other_model(model.state_dict(), parts["model"], set(parts["left_out"]), checkpoint)
     if optimizer is not None:
-        state = parts["optimizer"]
+        _refuse_other_optimizer(optimizer, state, checkpoint)
+    model.load_state_dict(parts["model"], strict=False)
+    if optimizer is not None:
         optimizer.load_state_dict(state if is_on_disk(optimizer) else materialize(state))
     for name, thing in stateful.items():
         thing.load_state_dict(materialize(parts["stateful"].pop(name)))
@@ -173,20 +176,32 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _load_model(model: nn.Module, saved: dict[str, Any], left_out: set[str], checkpoint: Path) -> None:
-    for name, value in model.state_dict().items():
+def _refuse_other_model(
+    values: Mapping[str, Any], saved: Mapping[str, Any], left_out: set[str], checkpoint: Path
+) -> None:
+    """Before anything is changed."""
+    wrong = sorted((values.keys() ^ saved.keys()) - left_out)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is of another model, which differs in {', '.join(wrong[:5])}...")
+    for name, value in values.items():
         other = saved.get(name)
-        if isinstance(other, torch.Tensor) and other.dtype != value.dtype:
+        if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+            continue
+        if other.dtype != value.dtype:
             raise DtypeMismatchError(
                 f"{name!r} is of {value.dtype}, and of {other.dtype} in {checkpoint}: make the model as it was saved"
             )
-    try:
-        missing, unexpected = model.load_state_dict(saved, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint} is of another model: {error}") from error
-    wrong = sorted({*missing, *unexpected} - left_out)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model, which differs in {', '.join(wrong[:5])}...")
+        if other.shape != value.shape:
+            raise CheckpointError(
+                f"{checkpoint} is of another model (size mismatch): {name!r} is {tuple(value.shape)}, and "
+                f"{tuple(other.shape)} there"
+            )
+
+
+def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], checkpoint: Path) -> None:
+    there, here = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
+    if there != here:
+        raise CheckpointError(f"{checkpoint} is of another optimizer: its groups have {there} parameters, not {here}")
 
 
 # Folders
