@@ -29,8 +29,7 @@ from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError
 from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
-from offload.storage.process import is_dead
-from offload.storage.write import TEMPORARY, explained, remove, sweep, sync_folder, temporary_for
+from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
 from offload.training.optimizer import is_on_disk
@@ -86,7 +85,7 @@ def save_training(
     tree = _tree(apart, model, optimizer, extra, frozen=frozen)
     with explained(folder, 0, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        sweep_folders(folder)  # what killed processes left of checkpoints that they were writing
         made = _written(folder, apart, tree)
         _put_json(latest, {"checkpoint": made.name})
         sync_folder(folder)
@@ -231,14 +230,6 @@ def _latest(folder: Path) -> Path:
     return folder / name
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left of checkpoints that they were writing."""
-    sweep(folder)
-    for path in folder.glob(f"{TEMPORARY}*"):
-        if is_dead(path.name.removeprefix(TEMPORARY).rpartition("-")[0]):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _remove_others(folder: Path, latest: Path, saved: Iterable[torch.Tensor]) -> None:
     """Remove the earlier checkpoints, but for one that tensors are over."""
     in_use = {file.parent for tensor in saved if (file := file_of(tensor))}
@@ -252,15 +243,7 @@ def _remove_others(folder: Path, latest: Path, saved: Iterable[torch.Tensor]) ->
 
 
 def _put_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = temporary_for(path)
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump({MARK: {"version": VERSION}, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        remove(temporary)
+    put_file(path, json.dumps({MARK: {"version": VERSION}, **content}).encode())
 
 
 def _marked(path: Path) -> dict[str, Any] | None:
