@@ -86,7 +86,8 @@ def map_values(
             they need. What it returns becomes the value: a tensor, plain or offloaded, or a tensor subclass; the very
             tensor that it was given leaves the value alone. It runs without gradients. To be resumed it must not write
             to the tensor in place.
-        model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors.
+        model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors. Of
+            a model give the model: through its `state_dict`, another shape or dtype does not reach it.
         select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
             several of these, or a function of name and tensor. Of a tied value one name is enough. None for all.
         workers: threads; each holds the working set of one value.
