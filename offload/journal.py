@@ -10,7 +10,6 @@ Always true:
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from typing import Any
 
 from offload.errors import JournalError
 from offload.storage.file import TensorFile
-from offload.storage.write import explained, remove, sync_folder, temporary_for
+from offload.storage.write import put_file
 
 NAME = ".offload-journal"  # no value's file begins with a dot
 RUNS = "runs"  # the note in a value's file
@@ -88,19 +87,7 @@ class Journal:
         Raises:
             WriteError
         """
-        text = json.dumps({"version": _VERSION, "runs": [asdict(run) for run in self.runs]}).encode()
-        temporary = temporary_for(self.path)
-        with explained(self.path, len(text)):
-            try:
-                with open(temporary, "xb") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path)
-            except BaseException:
-                remove(temporary)
-                raise
-        sync_folder(self.path.parent)
+        put_file(self.path, json.dumps({"version": _VERSION, "runs": [asdict(run) for run in self.runs]}).encode())
         self._written = time.monotonic()
 
     def write_at_times(self) -> None:

@@ -98,7 +98,7 @@ class GroupedInt4Tensor(torch.Tensor):
             return return_and_correct_aliasing(func, args, kwargs, same)
         if func is _aten._to_copy.default and kwargs.get("dtype", args[0].dtype) in _DTYPES:
             return args[0]._sent(**kwargs)
-        if func._schema.is_mutable:
+        if _is_written_to(func, args, kwargs):
             raise UnsupportedOpError(
                 f"{func} would write to a GroupedInt4Tensor {tuple(args[0].shape)}: change its dequantize(), and "
                 "quantize that"
@@ -225,6 +225,14 @@ def _packed(codes: torch.Tensor) -> torch.Tensor:
     """Codes (rows, columns), two to a byte."""
     halves = torch.nn.functional.pad(codes.sub(_LEAST).to(torch.uint8), (0, codes.shape[-1] % 2))
     return halves[:, ::2] | halves[:, 1::2] << 4
+
+
+def _is_written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op writes to a quantized tensor, not only to what is plain."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = (given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
+    flat = (part for value in written for part in (value if isinstance(value, (list, tuple)) else [value]))
+    return any(isinstance(part, GroupedInt4Tensor) for part in flat)
 
 
 def _dequantized(values: tuple[Any, ...]) -> list[Any]:

@@ -86,7 +86,8 @@ def map_values(
             they need. What it returns becomes the value: a tensor, plain or offloaded, or a tensor subclass; the very
             tensor that it was given leaves the value alone. It runs without gradients. To be resumed it must not write
             to the tensor in place.
-        model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors.
+        model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors. Of
+            a model give the model: through its `state_dict`, another shape or dtype does not reach it.
         select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
             several of these, or a function of name and tensor. Of a tied value one name is enough. None for all.
         workers: threads; each holds the working set of one value.
@@ -231,9 +232,18 @@ class _Value:
             become(tensor, wrap_handle(handle, tensor._target))
             self._follow(tensor)
         else:
-            self.slot.fill(new.detach())
+            self._fill(_own(new.detach()))
             if marks:
                 setattr(self.tensor, _MARKS, tuple(marks))
+
+    def _fill(self, new: torch.Tensor) -> None:
+        """Have a value in memory become `new`; parameters stay the objects that an optimizer knows, where they can."""
+        tensors = [self.tensor, *self.others]
+        if all(isinstance(tensor, nn.Parameter) and _can_hold(tensor, new) for tensor in tensors):
+            for tensor in tensors:
+                tensor.data = new
+        else:
+            self.slot.fill(new)
 
     def adopt(self, key: str) -> None:
         """Go on from what the run of this key has stored already, if this is still as it was before."""
@@ -282,6 +292,17 @@ def _values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[_
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data, {empty[0]!r} is one: load them first")
     return list(values.values())
+
+
+def _own(new: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own: what a function returned may be the function's, or another value."""
+    return new.clone() if type(new) is torch.Tensor else new
+
+
+def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether torch lets a tensor become another without being another object."""
+    is_plain = type(parameter) is nn.Parameter and type(new) is torch.Tensor and parameter.device == new.device
+    return is_plain and not (parameter.requires_grad and not (new.is_floating_point() or new.is_complex()))
 
 
 def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import json
+import signal
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload
 from offload import OffloadedTensor, is_offloaded, materialize
 from offload.errors import ForeignFileError, WriteError
+from offload.offloading import context
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
 from tests.storage.test_pickled import repacked
@@ -421,6 +423,44 @@ def test_another_process_adds_to_a_folder_and_overwrites_nothing(tmp_path):
     assert before.items() < after.items()
 
 
+def test_a_process_that_is_forked_inside_overwrites_nothing(tmp_path):
+    def act() -> None:
+        assert torch.equal(torch.full((64, 64), 7.0), torch.full((64, 64), 7.0).materialize())
+
+    with offload.offloading(tmp_path, min_bytes=SMALL):
+        torch.ones(64, 64)
+        assert in_fork(act)
+        ours = torch.full((64, 64), 3.0)
+        before = contents(tmp_path)
+        assert in_fork(act)
+
+    assert [3] == ours.unique().tolist()
+    assert before.items() < contents(tmp_path).items()
+
+
+def test_a_process_that_is_forked_while_a_thread_enters_may_enter_too():
+    def act() -> None:
+        signal.alarm(20)  # ends one that waits for that thread
+        with offload.offloading(min_bytes=SMALL):
+            assert is_offloaded(torch.ones(64, 64))
+
+    holds, done = threading.Event(), threading.Event()
+
+    def enter() -> None:
+        with context._LOCK:
+            holds.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    holds.wait(20)
+
+    ended_well = in_fork(act)
+    done.set()
+    thread.join()
+    assert ended_well
+
+
 def test_a_private_file_goes_with_its_tensor():
     with offload.offloading(min_bytes=SMALL):
         made = torch.ones(64, 64)
@@ -712,12 +752,12 @@ def test_a_model_takes_what_was_loaded_as_it_is(tmp_path):
 
 def test_a_file_that_is_not_of_offload_is_never_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr("secrets.token_hex", lambda _: "0")  # every context gives the same names
-    (tmp_path / "ones.0.1.safetensors").write_text("mine")
+    (tmp_path / "ones.1.0.safetensors").write_text("mine")
 
     with offload.offloading(tmp_path, min_bytes=SMALL), pytest.raises(ForeignFileError):
         torch.ones(64, 64)
 
-    assert "mine" == (tmp_path / "ones.0.1.safetensors").read_text()
+    assert "mine" == (tmp_path / "ones.1.0.safetensors").read_text()
 
 
 # Memory

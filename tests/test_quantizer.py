@@ -196,6 +196,21 @@ def test_it_is_not_written_to_in_place() -> None:
         weight.add_(1)
 
 
+def test_it_may_be_written_from() -> None:
+    """In place it can't be changed; what is plain can, by it."""
+    weight = quantize_int4(values(6, 40), 16)
+    plain = weight.dequantize()
+    layer = nn.Linear(40, 6, bias=False)
+
+    layer.load_state_dict({"weight": weight})
+
+    assert torch.equal(plain, layer.weight)
+    assert torch.equal(plain * 2, plain.clone().add_(weight))
+    assert torch.equal(plain * 2, torch.add(weight, weight, out=torch.empty(6, 40)))
+    with pytest.raises(UnsupportedOpError, match="change its dequantize"):
+        torch.add(plain, plain, out=weight)
+
+
 # On disk
 
 

@@ -162,6 +162,22 @@ def test_a_checkpoint_that_tensors_are_over_stays(tmp_path):
     assert torch.equal(network()[0].weight, model[0].weight)
 
 
+def test_what_is_small_is_in_memory_again_and_needs_no_checkpoint(tmp_path):
+    model = network()
+    optimizer = offload.offload_optimizer(torch.optim.AdamW(model.parameters()), min_bytes=512)
+    train(model, optimizer)
+    first = offload.save_training(tmp_path, model, optimizer)
+    kept = {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
+    offload.load_training(tmp_path, model, optimizer)
+    offload.save_training(tmp_path, model)
+
+    assert {"step": False, "exp_avg": False, "exp_avg_sq": False} == kept
+    assert kept == {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
+    assert is_offloaded(optimizer.state[model[3].weight]["exp_avg"])
+    assert not first.exists()
+    train(model, optimizer)
+
+
 def test_somebody_elses_files_are_not_replaced(tmp_path):
     (tmp_path / "latest.json").write_text('{"mine": 1}')
     before = contents(tmp_path)
@@ -208,6 +224,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         offload.load_training(tmp_path, network(), adamw(network(), False))
     with pytest.raises(CheckpointError, match="scaler"):
         offload.load_training(tmp_path, network(), scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
+    offload.save_training(tmp_path, network(), adamw(network(), False))
+    model, deeper = network(), nn.Sequential(*network(), nn.Linear(8, 8))
+    groups = torch.optim.AdamW([{"params": part.parameters()} for part in model if list(part.parameters())], lr=0.5)
+    other = nn.Sequential(*network()[:3], nn.Linear(16, 4))
+    for each in (model, deeper, other):
+        nn.init.zeros_(each[0].weight)
+
+    with pytest.raises(CheckpointError, match=r"another optimizer: its groups have \[6\] parameters, not \[2, 2, 2\]"):
+        offload.load_training(tmp_path, model, groups)
+    with pytest.raises(CheckpointError, match=r"another model, which differs in 4\.bias, 4\.weight"):
+        offload.load_training(tmp_path, deeper)
+    with pytest.raises(CheckpointError, match=r"size mismatch.*'3\.weight' is \(4, 16\), and \(8, 16\)"):
+        offload.load_training(tmp_path, other)
+
+    assert not any(each[0].weight.any() for each in (model, deeper, other))
+    assert 0.5 == groups.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])

@@ -174,6 +174,32 @@ def test_plain_values_are_replaced_where_they_stand(plain):
     assert model.layer.weight.requires_grad
 
 
+def test_a_plain_parameter_stays_the_one_that_its_optimizer_knows(plain):
+    """The same object with another value, as after `module.half()`."""
+    before, tied = dict(plain.named_parameters()), torch.nn.Parameter(plain.layer.bias.detach())
+    plain.other = nn.Module()
+    plain.other.bias = tied  # over the same memory, and an object of its own
+
+    map_values(double, plain)
+
+    assert all(before[name] is parameter for name, parameter in plain.named_parameters() if name in before)
+    assert plain.other.bias is tied
+    assert tied.data_ptr() == plain.layer.bias.data_ptr()
+
+
+def test_what_the_function_returns_stays_the_functions(plain):
+    """It may give one tensor twice, or another model's: who writes to a value later writes to no other."""
+    donor, tensors = torch.ones(3), {"a": torch.zeros(3), "b": torch.zeros(3)}
+    layers = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
+    map_values(lambda name, tensor: donor.view_as(tensor), tensors)
+    map_values(lambda name, tensor: donor.view_as(tensor), layers)
+
+    tensors["a"].zero_()
+    layers[0].weight.data.zero_()
+
+    assert [1, 1, 1] == donor.tolist() == tensors["b"].tolist() == layers[1].weight[0].tolist()
+
+
 def test_a_dictionary_gets_the_new_values_and_its_ties_stay(tmp_path):
     shared, on_disk = torch.ones(3), OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
     tensors = {"a": shared, "b": shared, "w": on_disk, "view": on_disk.detach(), "step": 7}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from offload.offloading.made import made_on_disk
 from offload.offloading.opened import as_opened, rebuilt, record_of
 from offload.offloading.place import Place, bytes_inside, over_mappings
 from offload.storage.folders import named_folder
+from offload.storage.locks import ForkSafeLock
 from offload.storage.modes import plain_world
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.rules import decompose, is_composite, tensors_in
@@ -245,6 +245,6 @@ _WATCHED = {
 }
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
-_LOCK = threading.RLock()
+_LOCK = ForkSafeLock()
 _NOTES: dict[str, deque[bool]] = {}
 _watching = False

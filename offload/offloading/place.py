@@ -35,12 +35,11 @@ class Place:
 
     folder: Path | None
     min_bytes: int
-    _tag: str = field(default_factory=lambda: secrets.token_hex(8))
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def name(self, what: str) -> str:
-        """A name that nothing in the folder has."""
-        return f"{what}.{self._tag}.{next(self._numbers)}"
+        """A name that nothing in the folder has, also if this process was forked in the context, as others were."""
+        return f"{what}.{next(self._numbers)}.{secrets.token_hex(8)}"
 
     def takes(self, tensor: object) -> bool:
         """Whether this is a large plain tensor that can be stored just as it is."""

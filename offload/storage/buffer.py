@@ -69,11 +69,12 @@ class Buffer:
         Raises:
             WriteError: some can't, and have their old values.
         """
-        is_ours, self._is_open = self.is_open, False
-        if not is_ours:
-            return
-        handles = list(self._waiting.values())
-        self._waiting.clear()
+        with self._lock:
+            is_ours, self._is_open = self.is_open, False
+            if not is_ours:
+                return
+            handles = list(self._waiting.values())
+            self._waiting.clear()
         failed: list[tuple[str, BaseException]] = []
         for handle in handles:
             try:
@@ -84,9 +85,11 @@ class Buffer:
             _raise(failed, len(handles))
 
     def _one_too_many(self) -> Handle | None:
+        """The oldest, if too many wait; of those that came when the block was left already, any is one too many."""
         with self._lock:
             total = sum(handle.waiting_bytes for handle in self._waiting.values())
-            return self._waiting.pop(next(iter(self._waiting))) if total > self._most else None
+            is_one = total > self._most if self._is_open else bool(self._waiting)
+            return self._waiting.pop(next(iter(self._waiting))) if is_one else None
 
 
 def current_buffer() -> Buffer | None:
@@ -100,8 +103,9 @@ def write_buffer(max_bytes: int | float | str = "1GiB") -> Iterator[None]:
     """In the block, repeated updates of a value are put into its file once, when the block is left.
 
     `update_values` waits for the disk each time. Here the new value is written beside the old one and not waited for; a
-    later one takes its place. In this process everybody reads the newest; the file, and other processes, have the old
-    value until the block is left. Values in private folders are not waited for in any case, and don't wait.
+    later one takes its place. In this process all tensors over the value read the newest; the file, and whoever opens
+    it, has the old value until the block is left. Values in private folders are not waited for in any case, and don't
+    wait.
 
     It is left with an exception in the same way: what was updated goes to its place. If that fails the value is the old
     one again, and the error names it. The values of a block within another one wait until the outer one is left. It is

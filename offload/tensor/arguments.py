@@ -38,6 +38,15 @@ def refuse_unstorable(tensor: object, name: str) -> None:
         )
 
 
+def refuse_without_grad(stored: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """Refuse a new value of a dtype that has no gradients, for a tensor that requires them; torch says it so, too."""
+    if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
+        raise RuntimeError(
+            f"{name!r}: data set to a tensor that requires gradients must be floating point or complex dtype, "
+            f"not {values.dtype}: call requires_grad_(False) on it first"
+        )
+
+
 def refuse_other_kind(
     stored: torch.Tensor, values: torch.Tensor, name: str, *, strict_shape: bool, strict_dtype: bool
 ) -> None:

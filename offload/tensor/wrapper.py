@@ -29,7 +29,7 @@ from offload.storage.header import Layout, contiguous_stride
 from offload.storage.modes import plain_world
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
-from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable
+from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable, refuse_without_grad
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
@@ -396,8 +396,7 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
 def _refuse_for(stored: OffloadedTensor, values: torch.Tensor) -> None:
     """Refuse what can't become the value of `stored`, before anything is written."""
     refuse_unstorable(values, stored._file_handle().name)
-    if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
-        raise RuntimeError("data set to a tensor that requires gradients must be floating point or complex dtype")
+    refuse_without_grad(stored, values, stored._file_handle().name)
 
 
 # Guests: what ops compute with

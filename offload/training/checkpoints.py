@@ -29,8 +29,7 @@ from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError
 from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
-from offload.storage.process import is_dead
-from offload.storage.write import TEMPORARY, explained, remove, sweep, sync_folder, temporary_for
+from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
 from offload.training.optimizer import is_on_disk
@@ -86,7 +85,7 @@ def save_training(
     tree = _tree(apart, model, optimizer, extra, frozen=frozen)
     with explained(folder, 0, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        sweep_folders(folder)  # what killed processes left of checkpoints that they were writing
         made = _written(folder, apart, tree)
         _put_json(latest, {"checkpoint": made.name})
         sync_folder(folder)
@@ -122,9 +121,12 @@ def load_training(
     missing = stateful.keys() - parts["stateful"].keys()
     if missing or (optimizer is not None and parts["optimizer"] is None):
         raise CheckpointError(f"{checkpoint} has no state of {', '.join(sorted(missing)) or 'an optimizer'}")
-    _load_model(model, parts["model"], set(parts["left_out"]), checkpoint)
+    state = parts["optimizer"]
+    _refuse_other_model(model.state_dict(), parts["model"], set(parts["left_out"]), checkpoint)
     if optimizer is not None:
-        state = parts["optimizer"]
+        _refuse_other_optimizer(optimizer, state, checkpoint)
+    model.load_state_dict(parts["model"], strict=False)
+    if optimizer is not None:
         optimizer.load_state_dict(state if is_on_disk(optimizer) else materialize(state))
     for name, thing in stateful.items():
         thing.load_state_dict(materialize(parts["stateful"].pop(name)))
@@ -173,20 +175,32 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _load_model(model: nn.Module, saved: dict[str, Any], left_out: set[str], checkpoint: Path) -> None:
-    for name, value in model.state_dict().items():
+def _refuse_other_model(
+    values: Mapping[str, Any], saved: Mapping[str, Any], left_out: set[str], checkpoint: Path
+) -> None:
+    """Before anything is changed."""
+    wrong = sorted((values.keys() ^ saved.keys()) - left_out)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is of another model, which differs in {', '.join(wrong[:5])}...")
+    for name, value in values.items():
         other = saved.get(name)
-        if isinstance(other, torch.Tensor) and other.dtype != value.dtype:
+        if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+            continue
+        if other.dtype != value.dtype:
             raise DtypeMismatchError(
                 f"{name!r} is of {value.dtype}, and of {other.dtype} in {checkpoint}: make the model as it was saved"
             )
-    try:
-        missing, unexpected = model.load_state_dict(saved, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{checkpoint} is of another model: {error}") from error
-    wrong = sorted({*missing, *unexpected} - left_out)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model, which differs in {', '.join(wrong[:5])}...")
+        if other.shape != value.shape:
+            raise CheckpointError(
+                f"{checkpoint} is of another model (size mismatch): {name!r} is {tuple(value.shape)}, and "
+                f"{tuple(other.shape)} there"
+            )
+
+
+def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], checkpoint: Path) -> None:
+    there, here = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
+    if there != here:
+        raise CheckpointError(f"{checkpoint} is of another optimizer: its groups have {there} parameters, not {here}")
 
 
 # Folders
@@ -216,14 +230,6 @@ def _latest(folder: Path) -> Path:
     return folder / name
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left of checkpoints that they were writing."""
-    sweep(folder)
-    for path in folder.glob(f"{TEMPORARY}*"):
-        if is_dead(path.name.removeprefix(TEMPORARY).rpartition("-")[0]):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _remove_others(folder: Path, latest: Path, saved: Iterable[torch.Tensor]) -> None:
     """Remove the earlier checkpoints, but for one that tensors are over."""
     in_use = {file.parent for tensor in saved if (file := file_of(tensor))}
@@ -237,15 +243,7 @@ def _remove_others(folder: Path, latest: Path, saved: Iterable[torch.Tensor]) ->
 
 
 def _put_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = temporary_for(path)
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump({MARK: {"version": VERSION}, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        remove(temporary)
+    put_file(path, json.dumps({MARK: {"version": VERSION}, **content}).encode())
 
 
 def _marked(path: Path) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from offload.errors import UnsupportedOpError
 from offload.memory import as_bytes, count_freed
 from offload.storage.handle import Handle
+from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -53,8 +54,9 @@ def offload_optimizer(
         folder: for the files, which then stay; None for a private folder.
         model: whose names the files bear: `<name>.exp_avg`. Without it, the names that the optimizer was given
             (`AdamW(model.named_parameters())`), or those of parameters on disk, or group and place.
-        gradients: whether gradients, too, go to disk as soon as they are accumulated. Without that all of them are
-            in memory between backward and `zero_grad`, as large as what is trained.
+        gradients: whether gradients, too, go to disk as soon as they are accumulated: those of parameters that require
+            grad now. Without that all of them are in memory between backward and `zero_grad`, as large as what is
+            trained.
         min_bytes: what is smaller stays in memory.
         step_bytes: of parameters that are stepped at a time, at least one; None for all at once.
 
@@ -140,7 +142,10 @@ class _Place:
         """Have the state of a parameter on disk; what was there `before` is replaced."""
         for key, value in state.items():
             old: Any = before.get(key)
-            if value is old or not _belongs_on_disk(value, self.min_bytes):
+            if value is old:
+                continue
+            if not _belongs_on_disk(value, self.min_bytes):
+                state[key] = materialize(value)
                 continue
             if is_offloaded(old) and old.shape == value.shape and old.dtype == value.dtype:
                 old.update_values(value)

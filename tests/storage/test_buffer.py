@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import offload
 from offload import OffloadedTensor, write_buffer
 from offload.errors import StaleViewError, WriteError
+from offload.storage.buffer import current_buffer
 from tests.processes import in_fork
 
 
@@ -266,6 +267,18 @@ def test_a_thread_that_did_not_enter_writes_at_once_and_nothing_older_comes_afte
 
     assert ["w.safetensors"] == replaced
     assert [2] * 4 == in_file(weight)
+    assert [] == left_over(tmp_path)
+
+
+def test_an_update_that_found_the_block_open_and_comes_after_it_does_not_wait(weight, tmp_path, monkeypatch):
+    """As of a thread that runs in a copy of the context, and that the block does not wait for."""
+    with write_buffer():
+        buffer = current_buffer()
+    monkeypatch.setattr("offload.storage.handle.current_buffer", lambda: buffer)
+
+    weight.update_values(value(1))
+
+    assert [1] * 4 == in_file(weight)
     assert [] == left_over(tmp_path)
 
 
