@@ -21,12 +21,12 @@ import torch
 from offload.cache.indexing import Numbers, span_of
 from offload.errors import CorruptFileError, MissingFileError
 from offload.memory import available_bytes
-from offload.storage.pages import bring_in, cached_bytes
+from offload.storage.pages import cached_bytes
 from offload.storage.write import write_all
 
 _MOST_PARTS = 1024  # that the system takes in one call
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
-_READ_AGAIN = 8  # a file is mapped when a part of it has been read that is one in so many
+_READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 Memory: TypeAlias = "npt.NDArray[np.uint8]"
@@ -49,7 +49,7 @@ class RowFile:
         if _CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
         self._mapped: Memory | None = None
-        self._warm_bytes = 0
+        self._until_mapped = 0  # bytes that are to be read from memory before
 
     def write(self, rows: Numbers, data: memoryview) -> None:
         """Write rows whose numbers ascend; `data` has them one behind the other.
@@ -109,28 +109,25 @@ class RowFile:
         return True
 
     def _hot_mapping(self, rows: Numbers, is_cached: bool) -> Memory | None:
-        """(rows that the file holds, bytes of a row), if the whole file is in memory and has been read often.
+        """(rows that the file holds, bytes of a row), if the whole file is in memory.
 
-        To map a page costs more than to copy it: it pays for those that are read again.
+        To look at a whole file takes time: it is done at the first batch that is in memory, and not soon again.
         """
-        mapped = self._mapped
-        if not is_cached or (mapped is not None and len(mapped) <= int(rows.max())):
-            self._mapped = mapped = None
-        self._warm_bytes = self._warm_bytes + len(rows) * self._size if is_cached else 0
-        if mapped is None and is_cached and self._warm_bytes * _READ_AGAIN > os.fstat(self.fd).st_size:
-            self._warm_bytes = 0
-            mapped = self._mapped = self._map()
-        return mapped
+        if not is_cached or (self._mapped is not None and len(self._mapped) <= int(rows.max())):
+            self._mapped = None
+        self._until_mapped -= len(rows) * self._size
+        if not is_cached or (self._mapped is None and self._until_mapped < 0):
+            self._mapped = self._map() if is_cached else None
+            self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
+        return self._mapped
 
     def _map(self) -> Memory | None:
         size = os.fstat(self.fd).st_size
         if size > available_bytes() // 2:
             return None
-        memory = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        flat: Memory = np.frombuffer(memory, dtype=np.uint8)
+        flat: Memory = np.frombuffer(mmap.mmap(self.fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
         if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:
             return None
-        bring_in(flat.ctypes.data, size)
         count = (size - self._start) // self._size
         return flat[self._start : self._start + count * self._size].reshape(count, self._size)
 
