@@ -21,13 +21,14 @@ import torch
 from offload.cache.indexing import Numbers, span_of
 from offload.errors import CorruptFileError, MissingFileError
 from offload.memory import available_bytes
-from offload.storage.pages import cached_bytes
+from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.write import write_all
 
 _MOST_PARTS = 1024  # that the system takes in one call
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
+_WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 Memory: TypeAlias = "npt.NDArray[np.uint8]"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
@@ -49,6 +50,7 @@ class RowFile:
         if _CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
         self._mapped: Memory | None = None
+        self._behind = range(0)  # bytes behind each other that were written and not given to the disk
         self._until_mapped = 0  # bytes that are to be read from memory before
 
     def write(self, rows: Numbers, data: memoryview) -> None:
@@ -58,7 +60,8 @@ class RowFile:
             OSError
         """
         for begin, end in [(0, len(rows))] if span_of(rows) else runs(rows):
-            write_all(self.fd, data[begin * self._size : end * self._size], self._at(rows[begin]))
+            at = self._at(rows[begin])
+            self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
     def read(self, rows: Numbers, into: torch.Tensor) -> None:
         """Read rows, in any order, to a plain (rows, bytes of a row) tensor of uint8.
@@ -75,6 +78,15 @@ class RowFile:
                 self._read_scattered(rows, into)
         except OSError as error:
             raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
+
+    def _give_to_disk(self, at: int, nbytes: int) -> None:
+        """In large parts, whole pages; what is left waits for the next sync."""
+        behind = range(self._behind.start if at == self._behind.stop else at, at + nbytes)
+        if len(behind) >= _WRITTEN_OUT:
+            end = behind.stop // PAGE * PAGE
+            begin_to_write_out(self.fd, behind.start, end - behind.start)
+            behind = range(end, behind.stop)
+        self._behind = behind
 
     def close(self) -> None:
         self._mapped = None
