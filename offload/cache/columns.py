@@ -47,7 +47,7 @@ class FixedColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, room: int) -> None:
-        """A file whose rows read as zeros; takes the disk space of its header.
+        """A file whose rows read as zeros; takes the disk space of its header. On the disk that is with the first row.
 
         Raises:
             ForeignFileError: a file that offload did not write stands there.
@@ -55,7 +55,7 @@ class FixedColumn:
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
-        put_file(path, _head(column, room), _size(column, room))
+        put_file(path, _head(column, room), _size(column, room), durable=False)
 
     def check(self, room: int) -> None:
         """

@@ -431,8 +431,7 @@ class Store:
     def _give_room_back(self) -> None:
         """Under the lock, by the only writer."""
         rows = self._forget_unfilled()
-        if rows < self._states.room:
-            self._states.shrink()
+        self._states.shrink()
         for file in self._files.values():
             file.fit(self._states.room)
         if rows > self.manifest.num_rows:
