@@ -24,7 +24,8 @@ from offload.memory import available_bytes
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.write import write_all
 
-_MOST_PARTS = 1024  # that the system takes in one call
+_MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
+_CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
@@ -157,6 +158,8 @@ def read_parts(
 ) -> None:
     """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
 
+    What lies between parts that are close to each other is read with them.
+
     Raises:
         CorruptFileError: the file ends before.
         OSError
@@ -164,8 +167,9 @@ def read_parts(
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
     starts, sizes, places = starts[order], sizes[order], places[order]
-    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
-    runs = list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True)) if len(order) else []
+    gaps = starts[1:] - starts[:-1] - sizes[:-1]
+    breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
+    runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
     if announce and _CAN_ADVISE:
         for begin, end in runs:
             start = int(starts[begin])
@@ -173,7 +177,17 @@ def read_parts(
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
-            read_run(fd, path, int(starts[at]), slices[at : min(at + _MOST_PARTS, end)])
+            parts = slices[at : min(at + _MOST_PARTS, end)]
+            if gaps[at : at + len(parts) - 1].any():
+                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
+            read_run(fd, path, int(starts[at]), parts)
+
+
+def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
+    """Parts, and memory for what is between them, which nobody reads."""
+    nowhere = memoryview(bytearray(max(gaps)))
+    both = zip(parts, [*gaps, 0], strict=True)
+    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
 
 
 def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:

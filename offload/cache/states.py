@@ -7,7 +7,7 @@ Always true:
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
 
 The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, room that is being
-made), then the bytes, row by row. While it grows it is longer than that: each sync of its length would wait for the rows.
+made), then the bytes, row by row. While it grows it is longer than that: a sync of its length waits for rows.
 """
 
 from __future__ import annotations

@@ -103,3 +103,17 @@ def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_p
     assert len(rows) == len(calls["preadv"])  # looks
     cache[rows]
     assert len(rows) + 4 == len(calls["preadv"])
+
+
+def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(gather, "available_bytes", lambda: 0)  # nothing is mapped
+    with TensorCache.create(tmp_path, {"x": (torch.int16, (40,))}, 2000) as cache:
+        cache[:] = {"x": torch.arange(2000, dtype=torch.int16)[:, None].expand(-1, 40)}
+    cache = TensorCache.open(tmp_path)
+    rows = torch.cat([torch.arange(0, 1000, 3), torch.arange(1900, 1700, -2), torch.tensor([1300, 1300, 1301, 1999])])
+
+    batch = cache[rows]
+
+    assert torch.equal(rows.short()[:, None].expand(-1, 40), batch["x"])
+    looks = -(-len(rows) // -(-len(rows) // 16))
+    assert looks + 6 >= len(calls["preadv"])
