@@ -170,17 +170,17 @@ def read_parts(
     gaps = starts[1:] - starts[:-1] - sizes[:-1]
     breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
     runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
+    first, behind = starts.tolist(), (starts + sizes).tolist()
     if announce and _CAN_ADVISE:
         for begin, end in runs:
-            start = int(starts[begin])
-            os.posix_fadvise(fd, start, int(starts[end - 1] + sizes[end - 1]) - start, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
             parts = slices[at : min(at + _MOST_PARTS, end)]
-            if gaps[at : at + len(parts) - 1].any():
+            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
                 parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
-            read_run(fd, path, int(starts[at]), parts)
+            read_run(fd, path, first[at], parts)
 
 
 def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
