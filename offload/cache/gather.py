@@ -126,17 +126,16 @@ class RowFile:
 
         To look at a whole file takes time: it is done at the first batch that is in memory, and not soon again.
         """
-        if not is_cached or (self._mapped is not None and len(self._mapped) <= int(rows.max())):
-            self._mapped = None
+        mapped, last = self._mapped, int(rows.max())  # another thread may be at it too
         self._until_mapped -= len(rows) * self._size
-        if not is_cached or (self._mapped is None and self._until_mapped < 0):
-            self._mapped = self._map() if is_cached else None
+        if not is_cached or ((mapped is None or len(mapped) <= last) and self._until_mapped < 0):
+            mapped = self._mapped = self._map() if is_cached else None
             self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
-        return self._mapped
+        return mapped if mapped is not None and len(mapped) > last else None
 
     def _map(self) -> Memory | None:
         size = os.fstat(self.fd).st_size
-        if size > available_bytes() // 2:
+        if not self._start < size <= available_bytes() // 2:
             return None
         flat: Memory = np.frombuffer(mmap.mmap(self.fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
         if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:

@@ -10,6 +10,7 @@ import torch
 from offload import TensorCache
 from offload.cache import gather
 from offload.cache.states import FILE, PAGE
+from offload.errors import CorruptFileError
 
 COLUMNS = {"x": (torch.int64, (1024,))}  # rows of 8 KiB
 
@@ -117,3 +118,14 @@ def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls,
     assert torch.equal(rows.short()[:, None].expand(-1, 40), batch["x"])
     looks = -(-len(rows) // -(-len(rows) // 16))
     assert looks + 6 >= len(calls["preadv"])
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE, PAGE + 8192 * 32])
+def test_rows_of_a_file_that_was_cut_are_never_others(tmp_path, size):
+    cache = filled_cache(tmp_path)
+    os.truncate(tmp_path / "x.safetensors", size)
+
+    with pytest.raises(CorruptFileError, match="was cut"):
+        cache[torch.tensor([40, 3])]
+    if size > PAGE:
+        assert [5, 3] == cache[torch.tensor([5, 3])]["x"][:, 7].tolist()
