@@ -13,7 +13,7 @@ import os
 import struct
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from offload.storage.names import file_name
 from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
 
 _HUGE = 4 << 20
+Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _MOST = 2**63 - 1  # bytes that torch can count
 
 
@@ -46,7 +47,7 @@ class FixedColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, room: int) -> None:
-        """A file whose rows read as zeros; takes the disk space of its header.
+        """A file whose rows read as zeros; takes the disk space of its header. On the disk that is with the first row.
 
         Raises:
             ForeignFileError: a file that offload did not write stands there.
@@ -54,7 +55,7 @@ class FixedColumn:
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
-        put_file(path, _head(column, room), _size(column, room))
+        put_file(path, _head(column, room), _size(column, room), durable=False)
 
     def check(self, room: int) -> None:
         """
@@ -109,9 +110,9 @@ class FixedColumn:
         return self.nbytes(len(rows))
 
     def read(
-        self, rows: Numbers, filled: npt.NDArray[np.bool_], out: torch.Tensor | None = None, *, pinned: bool = False
+        self, rows: Numbers, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> torch.Tensor:
-        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not filled.
+        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled`: None where all are.
 
         Raises:
             CorruptFileError
@@ -127,7 +128,7 @@ class FixedColumn:
             )
         flat = self._as_bytes(out)
         self._file.read(rows, flat)
-        if not filled.all():
+        if filled is not None:
             flat[torch.from_numpy(~filled)] = 0
         return out
 

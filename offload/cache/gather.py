@@ -21,13 +21,15 @@ import torch
 from offload.cache.indexing import Numbers, span_of
 from offload.errors import CorruptFileError, MissingFileError
 from offload.memory import available_bytes
-from offload.storage.pages import bring_in, cached_bytes
+from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.write import write_all
 
-_MOST_PARTS = 1024  # that the system takes in one call
+_MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
+_CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
-_READ_AGAIN = 8  # a file is mapped when a part of it has been read that is one in so many
+_READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
+_WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 Memory: TypeAlias = "npt.NDArray[np.uint8]"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
@@ -49,7 +51,8 @@ class RowFile:
         if _CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
         self._mapped: Memory | None = None
-        self._warm_bytes = 0
+        self._behind = range(0)  # bytes behind each other that were written and not given to the disk
+        self._until_mapped = 0  # bytes that are to be read from memory before
 
     def write(self, rows: Numbers, data: memoryview) -> None:
         """Write rows whose numbers ascend; `data` has them one behind the other.
@@ -58,7 +61,8 @@ class RowFile:
             OSError
         """
         for begin, end in [(0, len(rows))] if span_of(rows) else runs(rows):
-            write_all(self.fd, data[begin * self._size : end * self._size], self._at(rows[begin]))
+            at = self._at(rows[begin])
+            self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
     def read(self, rows: Numbers, into: torch.Tensor) -> None:
         """Read rows, in any order, to a plain (rows, bytes of a row) tensor of uint8.
@@ -75,6 +79,15 @@ class RowFile:
                 self._read_scattered(rows, into)
         except OSError as error:
             raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
+
+    def _give_to_disk(self, at: int, nbytes: int) -> None:
+        """In large parts, whole pages; what is left waits for the next sync."""
+        behind = range(self._behind.start if at == self._behind.stop else at, at + nbytes)
+        if len(behind) >= _WRITTEN_OUT:
+            end = behind.stop // PAGE * PAGE
+            begin_to_write_out(self.fd, behind.start, end - behind.start)
+            behind = range(end, behind.stop)
+        self._behind = behind
 
     def close(self) -> None:
         self._mapped = None
@@ -109,28 +122,24 @@ class RowFile:
         return True
 
     def _hot_mapping(self, rows: Numbers, is_cached: bool) -> Memory | None:
-        """(rows that the file holds, bytes of a row), if the whole file is in memory and has been read often.
+        """(rows that the file holds, bytes of a row), if the whole file is in memory.
 
-        To map a page costs more than to copy it: it pays for those that are read again.
+        To look at a whole file takes time: it is done at the first batch that is in memory, and not soon again.
         """
-        mapped = self._mapped
-        if not is_cached or (mapped is not None and len(mapped) <= int(rows.max())):
-            self._mapped = mapped = None
-        self._warm_bytes = self._warm_bytes + len(rows) * self._size if is_cached else 0
-        if mapped is None and is_cached and self._warm_bytes * _READ_AGAIN > os.fstat(self.fd).st_size:
-            self._warm_bytes = 0
-            mapped = self._mapped = self._map()
-        return mapped
+        mapped, last = self._mapped, int(rows.max())  # another thread may be at it too
+        self._until_mapped -= len(rows) * self._size
+        if not is_cached or ((mapped is None or len(mapped) <= last) and self._until_mapped < 0):
+            mapped = self._mapped = self._map() if is_cached else None
+            self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
+        return mapped if mapped is not None and len(mapped) > last else None
 
     def _map(self) -> Memory | None:
         size = os.fstat(self.fd).st_size
-        if size > available_bytes() // 2:
+        if not self._start < size <= available_bytes() // 2:
             return None
-        memory = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        flat: Memory = np.frombuffer(memory, dtype=np.uint8)
+        flat: Memory = np.frombuffer(mmap.mmap(self.fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
         if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:
             return None
-        bring_in(flat.ctypes.data, size)
         count = (size - self._start) // self._size
         return flat[self._start : self._start + count * self._size].reshape(count, self._size)
 
@@ -148,6 +157,8 @@ def read_parts(
 ) -> None:
     """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
 
+    What lies between parts that are close to each other is read with them.
+
     Raises:
         CorruptFileError: the file ends before.
         OSError
@@ -155,16 +166,27 @@ def read_parts(
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
     starts, sizes, places = starts[order], sizes[order], places[order]
-    breaks = np.flatnonzero(starts[1:] != starts[:-1] + sizes[:-1]) + 1
-    runs = list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(order)], strict=True)) if len(order) else []
+    gaps = starts[1:] - starts[:-1] - sizes[:-1]
+    breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
+    runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
+    first, behind = starts.tolist(), (starts + sizes).tolist()
     if announce and _CAN_ADVISE:
         for begin, end in runs:
-            start = int(starts[begin])
-            os.posix_fadvise(fd, start, int(starts[end - 1] + sizes[end - 1]) - start, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
-            read_run(fd, path, int(starts[at]), slices[at : min(at + _MOST_PARTS, end)])
+            parts = slices[at : min(at + _MOST_PARTS, end)]
+            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
+                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
+            read_run(fd, path, first[at], parts)
+
+
+def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
+    """Parts, and memory for what is between them, which nobody reads."""
+    nowhere = memoryview(bytearray(max(gaps)))
+    both = zip(parts, [*gaps, 0], strict=True)
+    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
 
 
 def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.columns import FixedColumn, as_tensor, row_bytes
+from offload.cache.columns import Filled, FixedColumn, as_tensor, row_bytes
 from offload.cache.gather import opened, read_parts
 from offload.cache.indexing import Numbers
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
@@ -119,12 +119,12 @@ class HeapColumn:
             rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)).view(torch.uint8)
         )
 
-    def lengths(self, rows: Numbers, filled: Any) -> Numbers:
+    def lengths(self, rows: Numbers, filled: Filled) -> Numbers:
         counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]
         return counts
 
     def read(
-        self, rows: Numbers, filled: Any, out: torch.Tensor | None = None, *, pinned: bool = False
+        self, rows: Numbers, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> list[Any] | Ragged:
         """The rows; of those that are not filled, no values.
 

@@ -7,7 +7,7 @@ Always true:
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
 
 The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, room that is being
-made), then the bytes, row by row.
+made), then the bytes, row by row. While it grows it is longer than that: a sync of its length waits for rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ MAGIC = b"offload rows".ljust(16, b"\0")
 VERSION = 1
 EMPTY = 0
 _CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
+_AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+_SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range(256)])
 
 
 class States:
@@ -48,6 +50,7 @@ class States:
         self._writes = writes
         self._pid = os.getpid()
         self._reserved: set[int] = set()
+        self._durable = 0  # bytes that the file has, also after a power cut
         try:
             self.fd = os.open(self.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -94,9 +97,13 @@ class States:
 
     def arrive(self) -> None:
         """The columns have the room that was aimed at, for good."""
-        with explained(self.path, self.goal * self._columns, "folder"):
-            os.ftruncate(self.fd, PAGE + self.goal * self._columns)
-            os.fsync(self.fd)
+        needed = self.goal * self._columns
+        if PAGE + needed > self._durable:
+            with explained(self.path, needed, "folder"):
+                size = max(PAGE + needed * _AHEAD, os.fstat(self.fd).st_size)
+                os.ftruncate(self.fd, size)
+                os.fsync(self.fd)
+            self._durable = size
         self._counts[3] = self.goal
         self._map()
 
@@ -148,10 +155,14 @@ class States:
         Raises:
             WriteError
         """
+        size = PAGE + self.num_rows * self._columns
+        if os.fstat(self.fd).st_size == size:
+            return
         self._counts[3] = self._counts[4] = self.num_rows
         self.sync()
         with explained(self.path, 0, "folder"):
-            os.ftruncate(self.fd, PAGE + self.room * self._columns)
+            os.ftruncate(self.fd, size)
+        self._durable = 0
         self._map()
 
     def sync(self) -> None:
@@ -220,6 +231,7 @@ class States:
         self._check(size)
         flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=self.room * self._columns)
         self._bytes = flat.reshape(self.room, self._columns)
+        self._durable = max(self._durable, PAGE + flat.nbytes)
 
     def _check(self, size: int) -> None:
         version, columns, rows, room = map(int, self._counts[:4])
@@ -251,5 +263,5 @@ class States:
 
 def cells_filled(cells: Bytes) -> npt.NDArray[np.bool_]:
     """Which of these bytes say that they stand for something filled."""
-    filled: npt.NDArray[np.bool_] = (cells & 1 == 0) & (cells != EMPTY)
+    filled: npt.NDArray[np.bool_] = _SAYS_FILLED[cells]
     return filled

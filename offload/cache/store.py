@@ -238,15 +238,19 @@ class Store:
         for _ in range(_LOOKS):
             before = self._states.of(rows, places)
             filled = cells_filled(before)
-            if not filled.all() and self.flush_own():
+            is_whole = bool(filled.all())
+            if not is_whole and self.flush_own():
                 before = self._states.of(rows, places)
                 filled = cells_filled(before)
-            if missing == "error" and not filled.all():
+                is_whole = bool(filled.all())
+            if missing == "error" and not is_whole:
                 self._refuse_missing(rows[~filled.all(axis=1)])
             try:
                 found = {
-                    name: self._files[name].read(rows, has, (out or {}).get(name), pinned=pinned)
-                    for name, has in zip((self._names[place] for place in places), filled.T, strict=True)
+                    name: self._files[name].read(
+                        rows, None if is_whole else filled[:, at], (out or {}).get(name), pinned=pinned
+                    )
+                    for at, name in enumerate(self._names[place] for place in places)
                 }
             except CorruptFileError:  # or what was read of it was half another's
                 if self._are_still(rows, places, before, filled):
@@ -258,7 +262,8 @@ class Store:
 
     def _are_still(self, rows: Numbers, places: list[int], before: Bytes, filled: npt.NDArray[np.bool_]) -> bool:
         """Whether nobody has begun to write what was filled."""
-        return not ((self._states.of(rows, places) != before) & filled).any()
+        now = self._states.of(rows, places)
+        return now.tobytes() == before.tobytes() or not ((now != before) & filled).any()
 
     def _refuse_missing(self, rows: Numbers) -> None:
         some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
@@ -426,8 +431,7 @@ class Store:
     def _give_room_back(self) -> None:
         """Under the lock, by the only writer."""
         rows = self._forget_unfilled()
-        if rows < self._states.room:
-            self._states.shrink()
+        self._states.shrink()
         for file in self._files.values():
             file.fit(self._states.room)
         if rows > self.manifest.num_rows:

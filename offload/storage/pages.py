@@ -238,6 +238,12 @@ def write_out(fd: int, start: int, nbytes: int) -> bool:
     return _libc is None or _libc.sync_file_range(fd, start, nbytes, 7) == 0  # wait for what is under way, write, wait
 
 
+def begin_to_write_out(fd: int, start: int, nbytes: int) -> None:
+    """Have the system begin to write what is dirty of a range of a file. An error is left for who waits for it."""
+    if _libc is not None:
+        _libc.sync_file_range(fd, start, nbytes, 2)  # write what is not under way
+
+
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
     """The pages that a range touches: address and length."""
     first = address // PAGE * PAGE

@@ -168,8 +168,10 @@ def _write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
         at += write_all(fd, bytes_of(block), at)
 
 
-def put_file(path: Path, data: bytes, size: int | None = None) -> None:
+def put_file(path: Path, data: bytes, size: int | None = None, *, durable: bool = True) -> None:
     """Put a small file of ours in place, for good; of `size` bytes if that is more: zeros, that take no room.
+
+    One that is not `durable` may be torn by a power cut, until it is synced.
 
     Raises:
         WriteError: the disk is full, the folder is read-only...
@@ -181,12 +183,14 @@ def put_file(path: Path, data: bytes, size: int | None = None) -> None:
                 file.write(data)
                 file.truncate(size)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             remove(temporary)
             raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sweep(folder: Path) -> None:

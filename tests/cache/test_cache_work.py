@@ -1,0 +1,131 @@
+"""What a cache asks of the system: few calls, early ones, and none that waits in vain."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from offload import TensorCache
+from offload.cache import gather
+from offload.cache.states import FILE, PAGE
+from offload.errors import CorruptFileError
+
+COLUMNS = {"x": (torch.int64, (1024,))}  # rows of 8 KiB
+
+
+def values(rows):
+    return {"x": torch.arange(rows.start, rows.stop)[:, None].expand(-1, 1024)}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Descriptors by the name of the call that they were given to."""
+    made = {"fsync": [], "preadv": []}
+
+    def watch(name):
+        real = getattr(os, name)
+
+        def watched(fd, *args):
+            made[name].append(fd)
+            return real(fd, *args)
+
+        monkeypatch.setattr(os, name, watched)
+
+    for name in made:
+        watch(name)
+    return made
+
+
+def filled_cache(folder, rows=64):
+    with TensorCache.create(folder, COLUMNS, rows) as cache:
+        cache[:] = values(range(rows))
+    return TensorCache.open(folder)
+
+
+def test_a_cache_that_grows_seldom_waits_for_the_length_of_its_states(tmp_path, calls):
+    cache = TensorCache.create(tmp_path, {"x": (torch.int8, ())})
+    cache._store._make_room(1024)
+    room, _ = cache._store._states.room, calls["fsync"].clear()
+
+    for _ in range(4):
+        cache._store._make_room(cache._store._states.room + 1)
+
+    assert room * 16 == cache._store._states.room
+    assert [] == calls["fsync"]
+    cache._store._make_room(room * 16 + 1)
+    assert [cache._store._states.fd] == calls["fsync"]
+
+
+def test_the_length_that_a_killed_writer_left_is_waited_for_before_it_is_counted_on(tmp_path, calls):
+    TensorCache.create(tmp_path, COLUMNS).close()
+    os.truncate(tmp_path / FILE, 1 << 20)
+    cache = TensorCache.open(tmp_path, "r+")
+    calls["fsync"].clear()
+
+    cache.append(values(range(10)))
+
+    assert [cache._store._states.fd] == calls["fsync"]
+
+
+def test_a_closed_cache_has_states_of_its_rows_and_no_more(tmp_path):
+    with TensorCache.create(tmp_path, COLUMNS) as cache:
+        cache.append(values(range(10)))
+        assert PAGE + 10 < (tmp_path / FILE).stat().st_size
+
+    assert PAGE + 10 == (tmp_path / FILE).stat().st_size
+    os.truncate(tmp_path / FILE, 1 << 20)  # as a killed writer leaves it
+    TensorCache.open(tmp_path, "r+").close()
+    assert PAGE + 10 == (tmp_path / FILE).stat().st_size
+    assert torch.equal(values(range(10))["x"], TensorCache.open(tmp_path)[:]["x"])
+
+
+def test_rows_behind_each_other_are_given_to_the_disk_once_in_whole_pages(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(gather, "begin_to_write_out", lambda fd, start, nbytes: given.append((start, start + nbytes)))
+    cache = TensorCache.create(tmp_path, {"x": (torch.uint8, (3000,))}, 8000)
+
+    for start in range(0, 8000, 500):
+        cache[start : start + 500] = {"x": torch.zeros(500, 3000, dtype=torch.uint8)}
+    cache[torch.arange(0, 8000, 2)] = {"x": torch.zeros(4000, 3000, dtype=torch.uint8)}
+
+    assert 2 == len(given)
+    assert given[0][1] == given[1][0]
+    assert all(end - start > (8 << 20) - PAGE and end % PAGE == 0 for start, end in given)
+
+
+def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_path, calls):
+    cache, rows = filled_cache(tmp_path), torch.tensor([40, 3, 63, 3, 0, 17, 20, 33])
+
+    batch = cache[rows]
+
+    assert torch.equal(rows, batch["x"][:, 7])
+    assert len(rows) == len(calls["preadv"])  # looks
+    cache[rows]
+    assert len(rows) + 4 == len(calls["preadv"])
+
+
+def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(gather, "available_bytes", lambda: 0)  # nothing is mapped
+    with TensorCache.create(tmp_path, {"x": (torch.int16, (40,))}, 2000) as cache:
+        cache[:] = {"x": torch.arange(2000, dtype=torch.int16)[:, None].expand(-1, 40)}
+    cache = TensorCache.open(tmp_path)
+    rows = torch.cat([torch.arange(0, 1000, 3), torch.arange(1900, 1700, -2), torch.tensor([1300, 1300, 1301, 1999])])
+
+    batch = cache[rows]
+
+    assert torch.equal(rows.short()[:, None].expand(-1, 40), batch["x"])
+    looks = -(-len(rows) // -(-len(rows) // 16))
+    assert looks + 6 >= len(calls["preadv"])
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE, PAGE + 8192 * 32])
+def test_rows_of_a_file_that_was_cut_are_never_others(tmp_path, size):
+    cache = filled_cache(tmp_path)
+    os.truncate(tmp_path / "x.safetensors", size)
+
+    with pytest.raises(CorruptFileError, match="was cut"):
+        cache[torch.tensor([40, 3])]
+    if size > PAGE:
+        assert [5, 3] == cache[torch.tensor([5, 3])]["x"][:, 7].tolist()
