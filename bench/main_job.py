@@ -26,6 +26,7 @@ from bench.models import cache_folder, llama, minilm
 from bench.page_cache import files_in, warm
 from bench.peers import IN_MEMORY, OURS
 from bench.report import draw_memory
+from bench.rounds import Trace
 
 SENTENCES = (
     "A cat sleeps on the warm windowsill.",
@@ -66,9 +67,15 @@ def main() -> int:
     report(folder, trials)
     traces = {trial.arm: trial.trace for trial in trials}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.with_suffix(".json").write_text(json.dumps(traces) + "\n")
+    points = {arm: [(round(second, 3), used) for second, used in _thinned(trace)] for arm, trace in traces.items()}
+    chosen.out.with_suffix(".json").write_text(json.dumps(points) + "\n")
     console.print(f"memory over time: {draw_memory(traces, 'Load, then decode', chosen.out)}")
     return 0
+
+
+def _thinned(trace: Trace, most: int = 300) -> Trace:
+    """Some of the points, for a picture."""
+    return trace[:: max(len(trace) // most, 1)]
 
 
 def embed() -> None:
