@@ -98,6 +98,7 @@ def keep_resident(*what: Any) -> None:
 
     Raises:
         BudgetError: they do not fit in the budget; nothing is changed.
+        TypeError: something else was given.
 
     Example:
         >>> w = OffloadedTensor.zeros((2, 2), name="w")
@@ -122,6 +123,9 @@ def evict(*what: Any) -> None:
 
     Args:
         what: as `keep_resident`.
+
+    Raises:
+        TypeError: something else.
 
     Example:
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
@@ -266,6 +270,8 @@ def _values_in(what: Iterable[Any]) -> list[Value]:
 def _handles_in(what: Iterable[Any]) -> set[Handle]:
     parts: list[Any] = []
     for leaf in tree_leaves(what):
+        if not isinstance(leaf, nn.Module | torch.Tensor | None):
+            raise TypeError(f"{leaf!r} is no tensor and no module: nothing of it can stay in memory, or be dropped")
         parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
     return {tensor._file_handle() for tensor in parts if type(tensor) is OffloadedTensor}
 

@@ -156,7 +156,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
     strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
     if strangers:
         warnings.warn(
-            f"the device map has places for what this model has not: {', '.join(strangers)}. They place nothing.",
+            f"the device map names what this model has not, which places nothing: {', '.join(strangers)}",
             stacklevel=4,
         )
 

@@ -32,7 +32,7 @@ from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
-from offload.tensor.arguments import refuse_unstorable
+from offload.tensor.arguments import floating_dtype, refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, subclass_value, write_value
 
 PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
@@ -48,7 +48,7 @@ def save_checkpoint(
     folder: PathLike,
     max_shard_size: int | str = "5GB",
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> list[Path]:
     """Write `model.safetensors`, or shards with an index, as `save_pretrained` does, in bounded memory.
 
@@ -58,7 +58,8 @@ def save_checkpoint(
         model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.
         folder: is made if need be. An earlier checkpoint in it is replaced if this function wrote it.
         max_shard_size: bytes of the values in a file: "5GB", "500MiB", 4096. A value that is larger has its own file.
-        dtype: to convert floating-point values to, piece by piece; those of 8 bits and less stay as they are.
+        dtype: to convert floating-point values to, piece by piece, by itself or by its name; those of 8 bits and less
+            stay as they are.
 
     Returns:
         The files, the index last.
@@ -68,13 +69,13 @@ def save_checkpoint(
         UnsupportedOpError: a value has no form in a safetensors file.
         UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
         WriteError: the disk is full, the folder is read-only...
+        ValueError: `dtype` is no floating-point one, or `max_shard_size` no amount.
 
     Example:
         >>> [path.name for path in save_checkpoint({"w": torch.ones(2)}, "saved")]
         ['model.safetensors']
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} is not a floating-point one: only such values are converted")
+    dtype = None if dtype is None else floating_dtype(dtype)
     plan = _plan(model_or_state_dict, dtype)
     files = _shards(plan, _positive(max_shard_size))
     folder = Path(os.path.abspath(folder))

@@ -419,7 +419,7 @@ def _name_of_run(fn: Function, resume: bool | str) -> str:
     if resume and (not isinstance(fn, FunctionType) or fn.__closure__ or "<lambda>" in name):
         raise JournalError(
             f"resume=True names a run after its function, and others may be called {name!r} too (it is a lambda, a "
-            f"closure or an object): give a name, as resume={name!r}"
+            f"closure or an object): give the run a name of its own, as resume='first pass'"
         )
     return name
 

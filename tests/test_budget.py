@@ -305,3 +305,10 @@ def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
 
     for left, right in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(left.grad, right.grad)
+
+
+@pytest.mark.parametrize("act", [offload.keep_resident, offload.evict])
+def test_a_name_is_not_taken_for_a_module(act):
+    """It would be left out without a word."""
+    with pytest.raises(TypeError, match=r"'layers\.0' is no tensor and no module"):
+        act(nn.Linear(2, 2, bias=False), None, ["layers.0"])

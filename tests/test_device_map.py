@@ -197,7 +197,7 @@ def test_names_that_the_model_has_not_are_told_with_what_is_near() -> None:
     device_map = {"": "cpu", "model.layer.0": "disk", "model.drop": "cpu", "model.w": "disk", "zzz": "cpu"}
 
     with pytest.warns(
-        UserWarning, match=r"has not: 'model\.layer\.0', did you mean 'model\.layers\.0'\?, 'zzz'\. They"
+        UserWarning, match=r"places nothing: 'model\.layer\.0', did you mean 'model\.layers\.0'\?, 'zzz'$"
     ):
         warn_of_strangers(device_map, ["", "model", "model.layers", "model.layers.0", "model.drop"], ["model.w"])
 

@@ -189,8 +189,11 @@ def test_only_floating_point_values_of_more_than_a_byte_are_converted(tmp_path: 
     assert_same(expected, loaded(tmp_path / "plain"))
     assert_same(expected, loaded(tmp_path / "stored"))
     assert all(value.dtype == values[name].dtype for name, value in stored.items())
-    with pytest.raises(ValueError, match="floating-point"):
-        save_checkpoint(values, tmp_path / "ints", dtype=torch.int8)
+    for other in (torch.int8, "flot16"):
+        with pytest.raises(ValueError, match="floating-point"):
+            save_checkpoint(values, tmp_path / "ints", dtype=other)
+    save_checkpoint(values, tmp_path / "by name", dtype="bfloat16")
+    assert_same(expected, loaded(tmp_path / "by name"))
 
 
 def test_what_an_op_wrote_and_no_flush_has_reached_is_saved(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ def test_the_key_may_be_left_out_where_there_is_one(checkpoint: Path) -> None:
 def test_a_tensor_is_allocated_on_disk(make: Any, expected: torch.Tensor) -> None:
     """And holds what torch's function of that name gives."""
     assert_equal(expected, make((2, 3), dtype=torch.int16, name="w"))
+    with pytest.raises(TypeError, match="dtype"):
+        make((2, 3), dtype="int16", name="x")
 
 
 @pytest.mark.parametrize("number", [True, 3, 2.5, 1j])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from offload import errors
 from tests.pages import PageError, fences
 from tests.processes import ROOT, run_script
 from tests.test_house import MODULES, dotted
@@ -59,6 +60,12 @@ def test_the_readme_runs(tmp_path):
     done = run_page(ROOT / "README.md", tmp_path, README_SETUP)
 
     assert not done.returncode, done.stderr
+
+
+def test_the_page_of_errors_has_them_all():
+    page = (ROOT / "tutorials/learn/10-errors.md").read_text()
+
+    assert not [name for name in vars(errors) if name.endswith("Error") and f"| `{name}` |" not in page]
 
 
 def test_every_page_is_in_the_table_of_contents():

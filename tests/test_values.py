@@ -485,7 +485,7 @@ def test_a_run_is_not_named_after_a_function_that_others_are_called_like(tmp_pat
     factor = 3
 
     for fn in (lambda name, tensor: tensor, lambda name, tensor: tensor * factor, StopAt(), partial(double)):
-        with pytest.raises(JournalError, match=r"resume=True names a run after its function.*as resume='"):
+        with pytest.raises(JournalError, match=r"resume=True names a run after its function.*as resume='first pass'"):
             map_values(fn, tensors, resume=True)
 
     assert [1] == tensors["w"].tolist()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,11 @@ class HeapColumn:
         Raises:
             ShapeMismatchError, DtypeMismatchError
         """
+        if isinstance(value, str | bytes | bytearray | Mapping):
+            raise ShapeMismatchError(
+                f"column {self.column.name!r} ({self.path}): one {type(value).__name__} is given for {count} rows: "
+                "give a list, with a value for each row"
+            )
         rows = list(value.unbind()) if isinstance(value, torch.Tensor) else list(value)
         if len(rows) != count:
             raise ShapeMismatchError(f"column {self.column.name!r} ({self.path}): {count} rows, {len(rows)} values")

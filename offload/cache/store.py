@@ -301,7 +301,7 @@ class Store:
         lacking = [name for name in self._names if name not in values]
         if lacking:
             raise ColumnError(f"rows are appended whole: {', '.join(lacking)} not given for the cache in {self.folder}")
-        counts = {name: len(value) for name, value in values.items()}
+        counts = {name: self._count(name, value) for name, value in values.items()}
         if len(set(counts.values())) > 1:
             raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
         count = next(iter(counts.values()))
@@ -315,6 +315,15 @@ class Store:
                 self._put(np.arange(first, first + count), places, prepared)
         self._flush_if_due()
         return range(first, first + count)
+
+    def _count(self, name: str, value: Any) -> int:
+        try:
+            return len(value)
+        except TypeError:
+            raise ShapeMismatchError(
+                f"column {name!r} of the cache in {self.folder}: one value is given, and no rows: "
+                "give a list, or a tensor whose first dimension is the rows"
+            ) from None
 
     def _put(self, numbers: Numbers, places: list[int], prepared: Mapping[str, Any]) -> None:
         """Write rows whose numbers ascend. Under the lock."""

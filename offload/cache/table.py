@@ -201,7 +201,7 @@ class TensorCache(ReadByIndex):
             metadata, device: as for `create`.
 
         Raises:
-            CacheError: a record does not fit; nothing is left in `folder`. Also what `create` raises.
+            CacheError: a record does not fit, nothing is left in `folder`; else as `create`.
 
         Example:
             >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": None}]

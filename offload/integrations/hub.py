@@ -27,11 +27,13 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
         hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
 
     Raises:
-        CheckpointError: neither a folder nor a model that the hub, or its cache, has.
+        CheckpointError: a file, or neither a folder nor a model that the hub, or its cache, has.
     """
     folder = Path(name_or_path)
     if folder.is_dir():
         return folder.absolute()
+    if folder.is_file():
+        raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.parent}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -44,7 +46,8 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     except HFValidationError as error:
         raise CheckpointError(f"{name_or_path} is neither a folder nor a name on the hub ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
         raise CheckpointError(
-            f"{name_or_path} is not a folder here, and the hub did not give it: {str(error).splitlines()[0]}. "
+            f"{name_or_path} is not a folder here, and the hub did not give it: {reason}. "
             "Check the name, the network and your token, or give a folder."
         ) from error

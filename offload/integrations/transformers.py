@@ -96,6 +96,11 @@ def from_pretrained(
     _refuse_options(options)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
+    if config is None and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is no model of transformers: pass config=, or fill a model of "
+            "your own with offload.load_checkpoint_and_dispatch"
+        )
     if not isinstance(config, transformers.PreTrainedConfig):
         config, options = transformers.AutoConfig.from_pretrained(
             config or folder, return_unused_kwargs=True, **options

@@ -121,8 +121,8 @@ class TensorFile:
         if key in self.header.unreadable:
             raise CorruptFileError(f"{key!r} in {self.path} {self.header.unreadable[key]}")
         if key not in self.entries:
-            some = ", ".join(sorted(self.header.keys)[:5])
-            raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}...")
+            some, more = ", ".join(sorted(self.header.keys)[:5]), "..." if len(self.header.keys) > 5 else ""
+            raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
         return self.entries[key]
 
     def check(self) -> None:

@@ -139,7 +139,8 @@ class OffloadedTensor(SeenFromOutside):
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
         """
         sizes = tuple(operator.index(size) for size in shape)
-        layout = Layout(dtype or torch.get_default_dtype(), sizes, contiguous_stride(sizes))
+        dtype = torch.empty(0, dtype=dtype, device="meta").dtype
+        layout = Layout(dtype, sizes, contiguous_stride(sizes))
         return wrap_handle(Handle.allocate(layout, name, offload_dir), checked_device(device))
 
     zeros = empty

@@ -296,10 +296,26 @@ def test_rows_are_appended_whole(tmp_path):
         cache.append({"a": [1]})
     with pytest.raises(ShapeMismatchError, match=r"columns of different lengths .*\{'a': 2, 'b': 1\}"):
         cache.append({"a": [1, 2], "b": ["x"]})
+    with pytest.raises(ShapeMismatchError, match=r"column 'a' of .*: one value is given, and no rows"):
+        cache.append({"a": torch.tensor(1), "b": ["x"]})
     assert 0 == len(cache)
     assert range(2) == cache.append({"a": [1, 2], "b": ["x", "y"]})
     assert range(2, 3) == cache.append({"a": [3], "b": ["z"]})
     assert ["x", "y", "z"] == cache[:]["b"]
+
+
+@pytest.mark.parametrize("value", ["xy", {"user": "x", "bot": "y"}], ids=lambda value: type(value).__name__)
+def test_one_text_or_dict_is_not_taken_apart_into_rows(tmp_path, value):
+    cache = cache_of(tmp_path, {"chat": "json"}, num_rows=2)
+    said = rf"column 'chat' \(.*\): one {type(value).__name__} is given for 2 rows: give a list"
+
+    for write in (lambda: cache.append({"chat": value}), lambda: cache.__setitem__(slice(2), {"chat": value})):
+        with pytest.raises(ShapeMismatchError, match=said):
+            write()
+    cache[0] = {"chat": value}
+
+    assert value == cache[0]["chat"]
+    assert 2 == len(cache)
 
 
 RAGGED = [torch.arange(n, dtype=torch.int32) for n in (3, 0, 7, 1)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload.errors import CheckpointError
 from offload.integrations.hub import folder_of
 
 BESIDE = ["config.json", "tokenizer.json", "vocab.txt"]
@@ -46,3 +47,20 @@ def test_bin_files_are_fetched_where_there_are_no_safetensors(fetch: Any) -> Non
 
 def test_bin_files_are_not_fetched_where_there_are_safetensors(fetch: Any) -> None:
     assert sorted([*BESIDE, "model.safetensors"]) == fetch(*BESIDE, "model.safetensors", "pytorch_model.bin", *NEVER)
+
+
+def test_a_file_is_refused_with_the_folder_that_it_is_in(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+
+    with pytest.raises(CheckpointError, match=rf"is a file, and a model is a folder: give {tmp_path}$"):
+        folder_of(tmp_path / "model.safetensors")
+
+
+def test_what_the_hub_says_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **options: Any) -> str:
+        raise OSError("It is not there.\nLook at it.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+
+    with pytest.raises(CheckpointError, match=r"did not give it: It is not there\. Check the name"):
+        folder_of("org/model")

@@ -146,6 +146,13 @@ def test_a_checkpoint_of_another_model_is_refused(llama_folder: Path, tmp_path: 
         offload.from_pretrained(tmp_path)
 
 
+def test_a_folder_without_a_configuration_is_told(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path} has no config.json"):
+        offload.from_pretrained(tmp_path)
+
+
 def test_a_missing_shard_is_named(llama_folder: Path, tmp_path: Path) -> None:
     import shutil
 
