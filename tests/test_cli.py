@@ -413,3 +413,22 @@ def test_the_help_of_each_command_fits_a_screen(words: list[str], capsys: pytest
         cli.main([*words, "--help"])
 
     assert len(capsys.readouterr().out.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "cache info"])
+def test_a_path_that_is_not_there_is_told_without_a_number(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == cli.main([*command.split(), str(tmp_path / "nowhere")])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert f"offload: {tmp_path / 'nowhere'}" in captured.err
+    assert "Errno" not in captured.err
+
+
+def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--max-shard-size", "much"])
+
+    assert "'much' is no size" in capsys.readouterr().err

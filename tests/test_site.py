@@ -102,12 +102,6 @@ def test_every_option_of_the_command_line_is_in_the_reference(site: Path) -> Non
             assert option in text
 
 
-def test_every_error_is_explained() -> None:
-    text = (ROOT / "tutorials" / "learn" / "10-errors.md").read_text()
-
-    assert [] == [name for name in errors.__all__ if f"| `{name}` |" not in text]
-
-
 def _actions(command: object) -> Iterator[object]:
     for action in command._actions:  # type: ignore[attr-defined]
         if action.choices and isinstance(action.choices, dict):

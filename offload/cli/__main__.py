@@ -1,7 +1,12 @@
-"""`python -m offload.cli`."""
+"""`python -m offload.cli`.
+
+Always true:
+- it is the command `offload`
+"""
 
 import sys
 
 from offload.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,18 @@
-"""`offload inspect`, `convert` and `verify`: files of tensors."""
+"""`offload inspect`, `convert` and `verify`: files of tensors.
+
+Always true:
+- only `convert` writes, and only to its target
+"""
 
 from __future__ import annotations
 
 import argparse
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import allow_json, console, print_json, table
+from offload.cli.output import allow_json, console, counted, print_json, table
+from offload.errors import MissingFileError
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +32,12 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument("target", type=Path, help="the new folder").complete = shtab.DIRECTORY
     command.add_argument("--dtype", type=_dtype, help="of the floating-point values: bf16, fp16, fp32, float64...")
-    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)")
-    command.add_argument("--to", choices=["safetensors", "offload"], default="safetensors", help="(safetensors)")
+    command.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)"
+    )
+    command.add_argument(
+        "--to", choices=["safetensors", "offload"], default="safetensors", help="what to write (safetensors)"
+    )
     command.set_defaults(run=convert)
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
@@ -70,7 +80,7 @@ def inspect(options: argparse.Namespace) -> None:
         print_json({"tensors": [dict(zip(names, row, strict=True)) for row in rows], "nbytes": source.nbytes})
         return
     made = table("name", "dtype", "shape", "size", "file", footer=True)
-    made.columns[0].footer, made.columns[3].footer = f"{len(source)} tensors", decimal(source.nbytes)
+    made.columns[0].footer, made.columns[3].footer = counted(len(source), "tensor"), decimal(source.nbytes)
     made.columns[3].justify = "right"
     for name, dtype, shape, nbytes, file in rows:
         made.add_row(Text(name), Text(dtype), "" if shape is None else str(shape), decimal(nbytes), Text(file))
@@ -84,6 +94,8 @@ def verify(options: argparse.Namespace) -> int:
 
     from offload.verify import verify as verified
 
+    if not options.path.exists():
+        raise MissingFileError(errno.ENOENT, "there is no such file or folder", str(options.path))
     verdict = verified(options.path)
     code = 0 if verdict.is_whole else 1
     counts = {"files": len(verdict.files), "tensors": verdict.tensors, "nbytes": verdict.nbytes}
@@ -97,8 +109,9 @@ def verify(options: argparse.Namespace) -> int:
             made.add_row(word, Text(finding.path.name), Text(finding.what))
         console().print(made)
     errors = sum(finding.is_error for finding in verdict.findings)
-    state = "whole" if verdict.is_whole else f"{errors} error{'s' * (errors > 1)}"
-    print(f"{options.path}: {state} ({len(verdict.files)} files, {verdict.tensors} tensors, {decimal(verdict.nbytes)})")
+    state = "whole" if verdict.is_whole else counted(errors, "error")
+    held = f"{counted(len(verdict.files), 'file')}, {counted(verdict.tensors, 'tensor')}, {decimal(verdict.nbytes)}"
+    print(f"{options.path}: {state} ({held})")
     return code
 
 
@@ -120,3 +133,13 @@ def _dtype(text: str) -> torch.dtype:
     if found is None or not found.is_floating_point:
         raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype: bf16, fp16, fp32, float64...")
     return found
+
+
+def _size(text: str) -> str:
+    from offload.memory import as_bytes
+
+    try:
+        as_bytes(text, 0)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: 500MB, 5GB, 4096...") from error
+    return text

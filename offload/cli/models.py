@@ -1,4 +1,8 @@
-"""`offload generate` and `bench`: language models on disk."""
+"""`offload generate` and `bench`: language models on disk.
+
+Always true:
+- a token is printed as soon as it is there
+"""
 
 from __future__ import annotations
 
@@ -195,7 +199,8 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{folder} has no tokenizer that transformers can load: {str(error).splitlines()[0]}"
+            f"{folder} has no tokenizer that transformers can load: put the one of the model there (tokenizer.json and "
+            "tokenizer_config.json)"
         ) from error
 
 

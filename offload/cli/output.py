@@ -70,8 +70,20 @@ def complain(error: BaseException) -> None:
     from rich.text import Text
 
     line = Text("offload: ", style="bold red")
-    line.append(" ".join(str(error).split()) or type(error).__name__, style="not bold default")
+    line.append(" ".join(_said(error).split()) or type(error).__name__, style="not bold default")
     Console(stderr=True, soft_wrap=True).print(line)
+
+
+def _said(error: BaseException) -> str:
+    """Without the system's number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def counted(number: int, what: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def allow_json(*commands: ArgumentParser) -> None:

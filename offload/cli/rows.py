@@ -1,4 +1,8 @@
-"""`offload cache`: caches of rows."""
+"""`offload cache`: caches of rows.
+
+Always true:
+- a cache is only read
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.output import allow_json, console, print_json, table
+from offload.cli.output import allow_json, console, counted, print_json, table
 
 if TYPE_CHECKING:
     from offload.cache.table import TensorCache
@@ -19,7 +23,7 @@ def add_to(commands: Any) -> None:
     """Add these commands to a command line."""
     import shtab
 
-    about = "what a cache of rows holds, whether it is whole, and as files of other kinds"
+    about = "What a cache of rows holds, whether it is whole, and as files of other kinds"
     group = commands.add_parser("cache", help="look at a cache of rows, or export it", description=about)
     kinds = group.add_subparsers(required=True, metavar="COMMAND")
     made = {}
@@ -72,7 +76,7 @@ def verify(options: argparse.Namespace) -> int:
         for finding in found:
             made.add_row(Text(finding.column), str(finding.row), Text(finding.what))
         console().print(made)
-    state = f"{len(found)} error{'s' * (len(found) > 1)}" if found else "whole"
+    state = counted(len(found), "error") if found else "whole"
     print(f"{options.path}: {state} ({len(cache)} rows, {cache.num_filled} filled)")
     return 1 if found else 0
 
