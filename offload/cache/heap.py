@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,11 @@ class HeapColumn:
         Raises:
             ShapeMismatchError, DtypeMismatchError
         """
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+            raise ShapeMismatchError(
+                f"column {self.column.name!r} ({self.path}): give a list with a value for each of {count} rows, not a "
+                f"single {type(value).__name__}"
+            )
         rows = list(value.unbind()) if isinstance(value, torch.Tensor) else list(value)
         if len(rows) != count:
             raise ShapeMismatchError(f"column {self.column.name!r} ({self.path}): {count} rows, {len(rows)} values")
@@ -137,12 +142,13 @@ class HeapColumn:
             )
         index = self._index.read(rows, filled).numpy()
         starts, counts = index[:, 0], index[:, 1]
-        sizes = counts * self._each
         end = os.fstat(self._fd).st_size
-        if len(rows) and ((index < 0).any() or int((starts + sizes).max()) > end):
+        most = (end - starts) // self._each if self._each else counts
+        if (index < 0).any() or (counts > most).any():
             raise CorruptFileError(
                 f"{self.path} has {end} bytes, and its rows take more: it was cut. Get it again, whole."
             )
+        sizes = counts * self._each
         flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         places = np.cumsum(sizes) - sizes
         read_parts(self._fd, self.path, starts, sizes, places, flat.numpy().data)
@@ -198,7 +204,7 @@ class HeapColumn:
             return part
         try:
             return json.loads(part) if part else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptFileError(
                 f"{self.path} holds a row that is not JSON: {error}. Get it again, whole."
             ) from error

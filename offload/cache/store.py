@@ -296,7 +296,7 @@ class Store:
         lacking = [name for name in self._names if name not in values]
         if lacking:
             raise ColumnError(f"rows are appended whole: {', '.join(lacking)} not given for the cache in {self.folder}")
-        counts = {name: len(value) for name, value in values.items()}
+        counts = {name: _length(name, value) for name, value in values.items()}
         if len(set(counts.values())) > 1:
             raise ShapeMismatchError(f"columns of different lengths were given to the cache in {self.folder}: {counts}")
         count = next(iter(counts.values()))
@@ -413,12 +413,12 @@ class Store:
             states.arrive()
 
     def _forget_unfilled(self) -> int:
-        """Rows that were appended and not filled are none, behind the last that is. Under the lock, by the only writer.
+        """Rows that were appended and never filled are none, behind the last that was. Under the lock, by the only one.
 
         Returns:
             How many rows there are.
         """
-        rows = max(self.manifest.num_rows, self._states.used())
+        rows = max(self.manifest.num_rows, self._states.known())
         if rows < self.num_rows:
             self._states.forget(rows)
         return rows
@@ -441,6 +441,15 @@ class Store:
 
 def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
     return FixedColumn if column.kind == TENSOR else HeapColumn
+
+
+def _length(name: str, value: Any) -> int:
+    try:
+        return len(value)
+    except TypeError as error:
+        raise ShapeMismatchError(
+            f"column {name!r}: rows are appended as a list or tensor of them, not as one"
+        ) from error
 
 
 def _one(value: Any) -> Any:
