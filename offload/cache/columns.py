@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
 
 _HUGE = 4 << 20
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
+_SHAPE = b'"shape": ['  # of a column; within a name the quotes would have slashes before them
+_ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
 _MOST = 2**63 - 1  # bytes that torch can count
 
 
@@ -44,6 +47,11 @@ class FixedColumn:
         self.path = folder / file_name(column.name)
         self._row_bytes = row_bytes(column)
         self._file = RowFile(self.path, _start(column), self._row_bytes, writes=writes)
+        try:
+            self._refuse_another()
+        except BaseException:
+            self._file.close()
+            raise
 
     @staticmethod
     def create(folder: Path, column: Column, room: int) -> None:
@@ -56,6 +64,20 @@ class FixedColumn:
         path = folder / file_name(column.name)
         refuse_foreign(path)
         put_file(path, _head(column, room), _size(column, room), durable=False)
+
+    def _refuse_another(self) -> None:
+        """A crash may have torn a header behind the number of rows: what stands before is always the same."""
+        wanted = _head(self.column, 0)
+        found = os.pread(self._file.fd, len(wanted), 0)
+        if len(found) < len(wanted) or not any(found):
+            return  # `check` says that it was cut; a power cut has left nothing of it, and no row either
+        rows = wanted.index(_SHAPE) + len(_SHAPE)
+        [expected, said] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
+        if found[:rows] != wanted[:rows] or (expected and said and expected[1] != said[1]):
+            raise CorruptFileError(
+                f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
+                f"{self.column.dtype}, and is left as it is. Get the folder again, whole."
+            )
 
     def check(self, room: int) -> None:
         """
@@ -162,10 +184,16 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
     Raises:
         DtypeMismatchError: it is of another one; lists and numbers become what the column holds.
     """
-    if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
-        value = torch.stack([torch.as_tensor(part) for part in value])
-    is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
-    tensor = torch.as_tensor(value, dtype=None if is_typed else column.dtype).detach()
+    try:
+        if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
+            value = torch.stack([torch.as_tensor(part) for part in value])
+        is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
+        tensor = torch.as_tensor(value, dtype=None if is_typed else column.dtype).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DtypeMismatchError(
+            f"column {column.name!r} ({path}) holds {column.shape_text} {column.dtype}, and no tensor of that can be "
+            f"made of the {type(value).__name__} that was given: {error}"
+        ) from error
     if tensor.dtype != column.dtype:
         raise DtypeMismatchError(
             f"column {column.name!r} ({path}) holds {column.dtype}, the values are {tensor.dtype}: "

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, span_of
-from offload.errors import CorruptFileError, MissingFileError
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
 from offload.memory import available_bytes
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.write import write_all
@@ -31,6 +32,7 @@ _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many o
 _ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 Memory: TypeAlias = "npt.NDArray[np.uint8]"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
 
@@ -211,15 +213,20 @@ def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
 
 
 def opened(path: Path, flags: int) -> int:
-    """A descriptor of a file of a cache.
+    """A descriptor of a file of a cache; a link is followed to read, and never to write.
 
     Raises:
-        MissingFileError, CorruptFileError
+        MissingFileError, CorruptFileError, ForeignFileError
     """
     try:
-        return os.open(path, flags | os.O_CLOEXEC)
+        return os.open(path, flags | os.O_CLOEXEC | (_NO_LINK if flags & os.O_RDWR else 0))
     except FileNotFoundError as error:
         reason = "a file of the cache is missing: get the folder again, whole"
         raise MissingFileError(error.errno, reason, str(path)) from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ForeignFileError(
+                f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
+                "or open the cache with mode='r'"
+            ) from error
         raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error

@@ -93,7 +93,7 @@ class HeapColumn:
         Raises:
             ShapeMismatchError, DtypeMismatchError
         """
-        if isinstance(value, str | bytes | bytearray | Mapping):
+        if isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__"):
             raise ShapeMismatchError(
                 f"column {self.column.name!r} ({self.path}): one {type(value).__name__} is given for {count} rows: "
                 "give a list, with a value for each row"
@@ -142,12 +142,13 @@ class HeapColumn:
             )
         index = self._index.read(rows, filled).numpy()
         starts, counts = index[:, 0], index[:, 1]
-        sizes = counts * self._each
         end = os.fstat(self._fd).st_size
-        if len(rows) and ((index < 0).any() or int((starts + sizes).max()) > end):
+        most = (end - starts) // self._each if self._each else counts
+        if (index < 0).any() or (counts > most).any():
             raise CorruptFileError(
                 f"{self.path} has {end} bytes, and its rows take more: it was cut. Get it again, whole."
             )
+        sizes = counts * self._each
         flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         places = np.cumsum(sizes) - sizes
         read_parts(self._fd, self.path, starts, sizes, places, flat.numpy().data)
@@ -203,7 +204,7 @@ class HeapColumn:
             return part
         try:
             return json.loads(part) if part else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptFileError(
                 f"{self.path} holds a row that is not JSON: {error}. Get it again, whole."
             ) from error

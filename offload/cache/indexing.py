@@ -47,11 +47,12 @@ def rows_of(index: Any, size: int) -> Rows:
     if isinstance(index, slice):
         return Rows(np.arange(*index.indices(size), dtype=np.int64))
     if isinstance(index, range):
+        _checked(np.array([index[0], index[-1]] if index else []), size)  # before there is memory for all
         return Rows(_checked(np.arange(index.start, index.stop, index.step, dtype=np.int64), size))
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
         return Rows(_masked(numbers, size) if numbers.dtype == bool else _checked(numbers, size), numbers.ndim == 0)
-    return Rows(_checked(np.array(_number(index), dtype=np.int64), size), True)
+    return Rows(_checked(np.array(_number(index)), size), True)
 
 
 def span_of(numbers: Numbers) -> slice | None:
@@ -75,7 +76,7 @@ def _number(index: Any) -> int:
 
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
-    """An array of bool, or of int64, with one dimension or none."""
+    """An array of bool, or of integers, with one dimension or none."""
     if isinstance(index, torch.Tensor):
         array = index.detach().cpu().numpy()
     else:
@@ -87,7 +88,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
         return array
     if array.ndim > 1 or array.dtype.kind not in "iu" or array.dtype == np.uint8:  # torch takes uint8 for a mask
         raise RowIndexError(f"{_short(index)} (shape {array.shape}, {array.dtype}) names no rows: give {_FORMS}")
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:
@@ -96,16 +97,17 @@ def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:
     return np.flatnonzero(mask)
 
 
-def _checked(numbers: Numbers, size: int) -> Numbers:
+def _checked(numbers: npt.NDArray[Any], size: int) -> Numbers:
     """From 0 on, and with a dimension."""
     numbers = np.atleast_1d(numbers)
     if not len(numbers):
-        return numbers
+        return numbers.astype(np.int64)
     least, most = int(numbers.min()), int(numbers.max())
     if least < -size or most >= size:
         wrong = most if most >= size else least
         has = f"its rows go from 0 to {size - 1}, or from {-size} to -1" if size else "it has no rows"
         raise RowIndexError(f"row {wrong} is out of range for a cache of {size} rows: {has}")
+    numbers = numbers.astype(np.int64, copy=False)  # those of 64 bits without a sign have been looked at as they are
     return np.where(numbers < 0, numbers + size, numbers) if least < 0 else numbers
 
 

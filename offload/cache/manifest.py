@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.cache.schema import Column
+from offload.cache.schema import Column, schema_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError
 from offload.storage.write import put_file
 
@@ -80,11 +80,11 @@ class Manifest:
                 "open it with the offload that wrote it"
             )
         try:
-            columns = {name: Column.from_json(name, column) for name, column in said["columns"].items()}
+            columns = schema_of({name: Column.from_json(name, column) for name, column in said["columns"].items()})
             rows, metadata = said["num_rows"], said["metadata"]
             if type(rows) is not int or rows < 0 or not isinstance(metadata, dict):
                 raise ValueError(f"{rows!r} rows, metadata {metadata!r}")
-        except (KeyError, AttributeError, ValueError) as error:
+        except (KeyError, AttributeError, ValueError, CacheError) as error:
             raise CorruptFileError(f"{path} is malformed: {error}") from error
         return cls(columns, rows, metadata)
 

@@ -1,7 +1,8 @@
 """Which rows are filled, and how many there are: `rows.state`.
 
 Always true:
-- one byte a row and column: 0 is empty, an odd number is being written, an even one is filled
+- one byte a row and column: 0 is empty, 1 is being written for the first time, an odd number is being written, an even
+  one is filled
 - who writes a row moves its byte on, so that two writers of it can tell; who fills it moves it on again
 - a byte says filled only when what it stands for is on the disk
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,7 +31,7 @@ FILE = "rows.state"
 PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
 VERSION = 1
-EMPTY = 0
+EMPTY, BEGUN, _LAST = 0, 1, 255
 _CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
 _AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
@@ -124,7 +126,8 @@ class States:
         cells = self._cells(rows, columns)
         before: Bytes = self._all()[cells]
         rewrites = before.any()
-        now: Bytes = before + 1 + (before & 1)  # wraps around, from odd to odd
+        now: Bytes = before + 1 + (before & 1)
+        now[before == _LAST] = BEGUN + 2
         self._all()[cells] = now
         if rewrites:  # the disk may say that they are filled
             self.sync()
@@ -190,12 +193,19 @@ class States:
 
     def used(self) -> int:
         """The number of rows up to the last one that is filled, in some column."""
+        return self._up_to_last(cells_filled)
+
+    def known(self) -> int:
+        """The number of rows up to the last one that was ever filled: a row that was written again is missing now."""
+        return self._up_to_last(lambda cells: cells > BEGUN)
+
+    def _up_to_last(self, holds: Callable[[Bytes], npt.NDArray[np.bool_]]) -> int:
         for end in range(self.num_rows, 0, -_SCANNED):
             start = max(end - _SCANNED, 0)
             part = self._all()[start:end]
-            filled = np.flatnonzero(cells_filled(part).any(axis=1))
-            if len(filled):
-                return start + int(filled[-1]) + 1
+            found = np.flatnonzero(holds(part).any(axis=1))
+            if len(found):
+                return start + int(found[-1]) + 1
         return 0
 
     def count_in(self) -> None:

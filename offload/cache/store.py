@@ -427,12 +427,12 @@ class Store:
             states.arrive()
 
     def _forget_unfilled(self) -> int:
-        """Rows that were appended and not filled are none, behind the last that is. Under the lock, by the only writer.
+        """Rows that were appended and never filled are none, behind the last that was. Under the lock, by the only one.
 
         Returns:
             How many rows there are.
         """
-        rows = max(self.manifest.num_rows, self._states.used())
+        rows = max(self.manifest.num_rows, self._states.known())
         if rows < self.num_rows:
             self._states.forget(rows)
         return rows
@@ -454,6 +454,7 @@ class Store:
 
 def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
     return FixedColumn if column.kind == TENSOR else HeapColumn
+
 
 
 def _one(value: Any) -> Any:

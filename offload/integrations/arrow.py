@@ -81,6 +81,7 @@ def rows_of_table(table: Any, columns: Collection[str] | None, place: str = "the
     Raises:
         CacheError: a column can't be kept.
     """
+    _refuse_malformed(table, place)
     names = list(chosen(dict.fromkeys(table.column_names), columns, place))
     nulls = {name for name in names if table[name].null_count}
     table = table.select(names)
@@ -93,6 +94,7 @@ def rows_of_dataset(dataset: Any, columns: Collection[str] | None) -> Incoming:
     Raises: as `rows_of_table`.
     """
     table = dataset.data.table
+    _refuse_malformed(table, "the dataset")
     names = list(chosen(dict.fromkeys(dataset.column_names), columns, "the dataset"))
     nulls = {name for name in names if table[name].null_count}
     tables = dataset.select_columns(names).with_format("arrow").iter(_rows_at_once(_row_bytes(table.select(names))))
@@ -111,8 +113,22 @@ def _with_nulls(metadata: Any, names: Collection[str]) -> set[str]:
     return found
 
 
+def _refuse_malformed(data: Any, place: str, *, full: bool = False) -> None:
+    """pyarrow follows the places and lengths that a file tells without a look at them, also out of its memory.
+
+    Raises:
+        CacheError: some do not fit; `full` looks at the values as well.
+    """
+    import pyarrow as pa
+
+    try:
+        data.validate(full=full)
+    except pa.ArrowException as error:
+        raise CacheError(f"{place} is not Arrow's ({error}): get it again, whole") from error
+
+
 def _row_bytes(table: Any) -> int:
-    return int(table.nbytes // max(len(table), 1))
+    return int(table.get_total_buffer_size() // max(len(table), 1))
 
 
 def _rows_at_once(nbytes: int) -> int:
@@ -182,6 +198,7 @@ def _is_json(kind: Any) -> bool:
 
 
 def _batch(batch: Any, fields: dict[str, Field], texts: Collection[str], place: str) -> Batch:
+    _refuse_malformed(batch, place, full=True)
     found: Batch = {}
     for name, field in fields.items():
         array = batch.column(name)

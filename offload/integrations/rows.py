@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
 from offload.cache.table import TensorCache
-from offload.errors import CacheError, MissingFileError
+from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.loader import load_file
@@ -93,14 +94,38 @@ def _is_one(source: object, package: str, kind: str) -> bool:
 def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
     if not path.exists():
         raise MissingFileError(f"{path} is not there: name a file or folder of rows")
-    if path.is_dir():
-        return _rows_of_folder(path, columns)
+    with _as_read(path):
+        rows = _rows_of_folder(path, columns) if path.is_dir() else _rows_of_file(path, columns)
+    return Incoming(rows.fields, _each_as_read(path, rows.batches))
+
+
+def _rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
     with path.open("rb") as file:
         start = file.read(8)
     for mark, rows in _MARKS.items():
         if start.startswith(mark):
             return rows(path, columns)
     return _rows_of_tensors(load_file(path), columns, str(path))
+
+
+@contextmanager
+def _as_read(path: Path) -> Iterator[None]:
+    """What a neighbour makes of a file that is damaged may be any error: it is the file's.
+
+    Raises:
+        CorruptFileError
+    """
+    try:
+        yield
+    except (OffloadError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
+
+
+def _each_as_read(path: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
+    with _as_read(path):
+        yield from batches
 
 
 def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:

@@ -117,6 +117,10 @@ def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
         ([1, -11], "row -11 is out of range for a cache of 10 rows"),
         (torch.tensor([3, 99]), "row 99 is out of range"),
         (range(5, 12), "row 11 is out of range"),
+        (range(1 << 62), "row 4611686018427387903 is out of range"),
+        (1 << 70, "row 1180591620717411303424 is out of range"),
+        ([(1 << 64) - 1], "row 18446744073709551615 is out of range"),
+        (np.array([(1 << 64) - 1], dtype=np.uint64), "row 18446744073709551615 is out of range"),
         (torch.ones(9, dtype=torch.bool), "the mask has 9 elements, and the cache 10 rows"),
         (1.5, r"1.5 \(float\) names no rows: give an int, a slice"),
         (True, r"True \(bool\) names no rows"),
@@ -279,6 +283,9 @@ def test_rows_that_are_not_filled_are_named(tmp_path):
         ),
         ({"x": np.zeros((2, 3))}, DtypeMismatchError, "float64: cast them with .to"),
         ({"y": torch.zeros(2, 3)}, ColumnError, "the cache in .* has no column 'y': it has x"),
+        ({"x": None}, DtypeMismatchError, r"'x' .* holds \(3,\) torch.float32, and no tensor .* made of the NoneType"),
+        ({"x": [[1, 2, 3], [4]]}, DtypeMismatchError, "no tensor of that can be made of the list"),
+        ({"x": [torch.zeros(3), torch.zeros(2)]}, DtypeMismatchError, "no tensor of that can be made of the list"),
     ],
 )
 def test_what_does_not_fit_a_column_is_refused_and_nothing_is_written(filled, values, error, said):
@@ -287,6 +294,14 @@ def test_what_does_not_fit_a_column_is_refused_and_nothing_is_written(filled, va
     with pytest.raises(error, match=said):
         cache[[1, 2]] = values
     assert torch.equal(before, cache[:]["x"])
+
+
+@pytest.mark.parametrize("value", [5, "ab", b"ab", {"a": 1, "b": 2}])
+def test_one_value_is_not_taken_for_several_rows(tmp_path, value):
+    cache = cache_of(tmp_path, {"note": "json"}, 2)
+
+    with pytest.raises(ShapeMismatchError, match=r"column 'note' .*: give a list with a value for each of 2 rows"):
+        cache[:] = {"note": value}
 
 
 def test_rows_are_appended_whole(tmp_path):
@@ -416,6 +431,9 @@ def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
         ({"x": (torch.float32, (-1,))}, r"no row has the shape \(-1,\)"),
         ({"x": (torch.qint8, ())}, "means nothing without its scale"),
         ({"t": "json", "t/index": (torch.int64, (2,))}, "t/index can't be a column beside 't'"),
+        ({"": "json"}, "a column can't be called ''"),
+        ({5: "json"}, "a column can't be called 5"),
+        ({"x": (torch.float32, (1 << 40, 1 << 40))}, "column 'x': a row of the shape .* is larger than any file"),
     ],
 )
 def test_what_is_no_column_is_refused_before_anything_is_made(tmp_path, columns, said):

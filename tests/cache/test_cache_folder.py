@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import textwrap
@@ -43,6 +44,18 @@ def folder(tmp_path):
 def edited(folder, **changes):
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def declared(folder, **changes):
+    columns = json.loads((folder / "manifest.json").read_text())["columns"]
+    edited(folder, columns={**columns, "x": {**columns["x"], **changes}})
+
+
+def replaced(folder, name):
+    shutil.copy(folder / name, folder / "x.safetensors")
+
+
+OTHER_ROWS = r"column 'x': .*x.safetensors does not hold rows of .* and is left as it is"
 
 
 def cut(path, nbytes):
@@ -105,6 +118,11 @@ def broken(name, act, kind, said):
             CorruptFileError,
             "column 'x' is described as",
         ),
+        broken("no name", lambda f: edited(f, columns={"": {"kind": "json"}}), CorruptFileError, "can't be called ''"),
+        broken("too large", lambda f: declared(f, row_shape=[1 << 62, 9]), CorruptFileError, "larger than any file"),
+        broken("another dtype", lambda f: declared(f, dtype="int32"), CorruptFileError, OTHER_ROWS),
+        broken("another shape", lambda f: declared(f, row_shape=[30]), CorruptFileError, OTHER_ROWS),
+        broken("another column's file", lambda f: replaced(f, "t%2findex.safetensors"), CorruptFileError, OTHER_ROWS),
         broken("odd rows", lambda f: edited(f, num_rows="8"), CorruptFileError, "malformed: '8' rows"),
         broken(
             "cut column",
@@ -155,6 +173,46 @@ def test_states_of_another_cache_are_refused(folder):
 
     with pytest.raises(CorruptFileError, match="has 4104 bytes and 1 columns, where 8 rows of 3 columns"):
         TensorCache.open(folder)
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_file_of_somebody_else_in_the_place_of_a_column_is_not_written(folder, mode):
+    save_file({"x": torch.ones(20000)}, folder / "x.safetensors")
+    before = (folder / "x.safetensors").read_bytes()
+
+    with pytest.raises(CorruptFileError, match=OTHER_ROWS):
+        TensorCache.open(folder, mode)
+    assert before == (folder / "x.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "note.jsonl"])
+def test_a_link_is_read_and_not_written_through(folder, name):
+    mine = folder.parent / "mine"
+    (folder / name).rename(mine)
+    (folder / name).symlink_to(mine)
+
+    with pytest.raises(ForeignFileError, match=f"{name} is a link that offload did not make, and is not written"):
+        TensorCache.open(folder, "r+")
+    assert "number 0" == TensorCache.open(folder)[1]["note"]
+
+
+@pytest.mark.parametrize("place", [(0, 1 << 62), (0, (1 << 62) + 1), ((1 << 63) - 1, 1), (-1, 2)])
+def test_places_outside_of_the_values_are_an_error(folder, place):
+    with open(folder / "t%2findex.safetensors", "r+b") as file:
+        file.seek(PAGE + 16 * 2)
+        file.write(struct.pack("<2q", *place))
+
+    with pytest.raises(CorruptFileError, match=r"t.values has \d+ bytes, and its rows take more"):
+        TensorCache.open(folder).get(2, columns=["t"])
+
+
+def test_json_that_is_too_deep_is_an_error(tmp_path):
+    with TensorCache.create(tmp_path, {"note": "json"}, 1) as cache:
+        cache[0] = {"note": "x" * 100_000}
+    (tmp_path / "note.jsonl").write_text("[" * 100_003)
+
+    with pytest.raises(CorruptFileError, match=r"note.jsonl holds a row that is not JSON"):
+        TensorCache.open(tmp_path)[0]
 
 
 def test_values_that_were_cut_are_an_error_when_they_are_read(folder):
@@ -299,6 +357,24 @@ def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder)
     with TensorCache.open(folder, "r+") as cache:
         assert (28, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
         assert values(10, 20)["note"] == cache[8:]["note"]
+
+
+@pytest.mark.parametrize("times", [1, 127, 128])
+def test_an_appended_row_that_is_written_again_when_its_writer_is_killed_stays_a_row(tmp_path, times):
+    TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
+
+    def write_and_die():
+        cache = TensorCache.open(tmp_path, "r+")
+        cache.append({"x": [1, 2, 3]})
+        for _ in range(times):
+            cache.flush()
+            cache[1:] = {"x": [4, 5]}
+        os.kill(os.getpid(), 9)
+
+    assert not in_fork(write_and_die)
+
+    with TensorCache.open(tmp_path, "r+") as cache:
+        assert (3, [1, 2]) == (len(cache), cache.missing_rows().tolist())
 
 
 def test_a_row_that_is_written_again_when_its_writer_is_killed_is_missing(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,67 @@ def test_what_can_t_be_kept_of_hdf5_is_told(tmp_path: Path) -> None:
     os.truncate(tmp_path / "x.h5", 700)
     with pytest.raises(CacheError, match="can't be opened as HDF5"):
         cache_from(tmp_path / "x.h5")
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+@pytest.mark.parametrize("columns", [None, ["l"], ["s"]])
+def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str, columns: list[str] | None) -> None:
+    """pyarrow itself follows them, and the process ends."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"l": [list(range(7777)), []], "s": ["x" * 7777, ""]})
+    writer = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    with pa.OSFile(str(tmp_path / "x"), "wb") as sink, writer(sink, table.schema) as file:
+        file.write_table(table)
+    ends = struct.pack("<2i", 7777, 7777)
+    written = (tmp_path / "x").read_bytes()
+    assert 2 == written.count(ends)
+    (tmp_path / "x").write_bytes(written.replace(ends, struct.pack("<2i", 1 << 30, 1 << 30)))
+
+    with pytest.raises(CacheError, match=r"x is not Arrow's \(.*\): get it again, whole"):
+        cache_from(tmp_path / "x", tmp_path / "cache", columns=columns)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("form", ["npy", "h5", "parquet", "arrow"])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"x.{form}"
+    write = {"npy": _written_npy, "h5": _written_hdf5, "parquet": _written_parquet, "arrow": _written_arrow}
+    write[form](path)
+
+    with pytest.raises(CorruptFileError, match=rf"(?s)x\.{form} can't be read \(.*\): is it whole\? Get it again"):
+        cache_from(path, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def _written_npy(path: Path) -> None:
+    np.save(path, np.zeros(3))
+    path.write_bytes(path.read_bytes().replace(b"{'descr'", b"{{{{{{{{"))
+
+
+def _written_hdf5(path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        file["inner/x"] = np.zeros(3)
+    path.write_bytes(path.read_bytes().replace(b"TREE", b"EERT"))
+
+
+def _written_parquet(path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"x": list(range(1000))}), path, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[4:400] = b"\xff" * 396
+    path.write_bytes(data)
+
+
+def _written_arrow(path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.schema({"x": pa.int64()})) as file:
+        file.write_table(pa.table({"x": list(range(1000))}))
+    data = bytearray(path.read_bytes())
+    data[-200:-10] = b"\xff" * 190
+    path.write_bytes(data)
 
 
 def test_what_can_t_be_kept_of_arrow_is_told(tmp_path: Path) -> None:

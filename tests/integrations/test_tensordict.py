@@ -342,6 +342,8 @@ def test_a_missing_file_or_folder_is_an_error_that_names_it(tmp_path):
         ({"x": {"shape": [-1], "dtype": "torch.float32"}}, r"gives 'x' the shape \[-1\]"),
         ({"x": {"shape": [4], "dtype": "torch.float33"}}, r"'x' is of torch.float33, which can't be read"),
         ({"shape": [9]}, "does not fit what it names"),
+        ({"device": "tpu:3"}, r"were on 'tpu:3', which can't be had here .*: pass device='cpu'"),
+        ({"device": 1 << 70}, "which can't be had here"),
         ({"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>"}, "is a stack of TensorDicts, and has none"),
     ],
 )

@@ -158,8 +158,7 @@ class _Reading:
     def _tensordict(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
         from tensordict import TensorDict
 
-        saved = meta.get("device", "None")
-        device = self.device or (None if saved == "None" else checked_device(saved))
+        device = self.device or _saved_device(folder, meta)
         entries = {}
         for key, spec in meta.items():
             if not isinstance(spec, dict) or self._is_left_out((*way, key)):
@@ -280,6 +279,17 @@ def _meta_of(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or not isinstance(meta.get("_type"), str):
         raise CorruptFileError(f"{path} does not say what the folder holds. Get the folder again.")
     return meta
+
+
+def _saved_device(folder: Path, meta: Mapping[str, Any]) -> torch.device | None:
+    saved = meta.get("device", "None")
+    try:
+        return None if saved == "None" else checked_device(saved)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # whatever torch makes of it
+        raise CorruptFileError(
+            f"{folder / META} says that the values were on {str(saved)[:100]!r}, which can't be had here ({error}): "
+            "pass device='cpu'"
+        ) from error
 
 
 def _class_name(meta: Mapping[str, Any]) -> str:
