@@ -149,9 +149,12 @@ class FixedColumn:
                 f"and is {tuple(out.shape)} {out.dtype}"
             )
         flat = self._as_bytes(out)
-        self._file.read(rows, flat)
-        if filled is not None:
-            flat[torch.from_numpy(~filled)] = 0
+        if filled is None:
+            self._file.read(rows, flat)
+            return out
+        part = torch.empty((int(filled.sum()), self._row_bytes), dtype=torch.uint8, device="cpu")
+        self._file.read(rows[filled], part)  # a writer may be cutting off room in which no row is filled
+        flat.zero_()[torch.from_numpy(filled)] = part
         return out
 
     def _as_bytes(self, rows: torch.Tensor) -> torch.Tensor:

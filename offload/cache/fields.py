@@ -65,7 +65,7 @@ class Field:
         Raises:
             CacheError: it is none.
         """
-        [column] = schema_of({"": said}).values()
+        [column] = schema_of({"schema": said}).values()
         if column.kind in (JSON, BYTES):
             return cls(None, is_bytes=column.kind == BYTES)
         return cls(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)

@@ -6,9 +6,10 @@ Always true:
 - who writes a row moves its byte on, so that two writers of it can tell; who fills it moves it on again
 - a byte says filled only when what it stands for is on the disk
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
+- the file never gets shorter: who has it mapped would be killed by a look at what was cut off
 
 The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, room that is being
-made), then the bytes, row by row. While it grows it is longer than that: a sync of its length waits for rows.
+made), then the bytes, row by row. It may be longer than that, with nothing there: a sync of its length waits for rows.
 """
 
 from __future__ import annotations
@@ -158,14 +159,8 @@ class States:
         Raises:
             WriteError
         """
-        size = PAGE + self.num_rows * self._columns
-        if os.fstat(self.fd).st_size == size:
-            return
         self._counts[3] = self._counts[4] = self.num_rows
         self.sync()
-        with explained(self.path, 0, "folder"):
-            os.ftruncate(self.fd, size)
-        self._durable = 0
         self._map()
 
     def sync(self) -> None:
@@ -238,13 +233,16 @@ class States:
             raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
         mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
-        self._check(size)
-        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=self.room * self._columns)
-        self._bytes = flat.reshape(self.room, self._columns)
+        version, columns, rows, room, _ = said = self._counts.tolist()
+        if os.fstat(self.fd).st_size != size or self._counts.tolist() != said:
+            self._map()  # another process is making room
+            return
+        self._check(size, version, columns, rows, room)
+        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=room * columns)
+        self._bytes = flat.reshape(room, columns)
         self._durable = max(self._durable, PAGE + flat.nbytes)
 
-    def _check(self, size: int) -> None:
-        version, columns, rows, room = map(int, self._counts[:4])
+    def _check(self, size: int, version: int, columns: int, rows: int, room: int) -> None:
         if version != VERSION:
             raise CacheError(f"{self.path} is of version {version}, and this offload reads version {VERSION}")
         expected = PAGE + room * columns

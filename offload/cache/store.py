@@ -456,7 +456,6 @@ def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
     return FixedColumn if column.kind == TENSOR else HeapColumn
 
 
-
 def _one(value: Any) -> Any:
     """The values of one row, as those of some."""
     return value[None] if isinstance(value, torch.Tensor | np.ndarray) else [value]

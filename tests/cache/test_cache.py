@@ -300,7 +300,7 @@ def test_what_does_not_fit_a_column_is_refused_and_nothing_is_written(filled, va
 def test_one_value_is_not_taken_for_several_rows(tmp_path, value):
     cache = cache_of(tmp_path, {"note": "json"}, 2)
 
-    with pytest.raises(ShapeMismatchError, match=r"column 'note' .*: give a list with a value for each of 2 rows"):
+    with pytest.raises(ShapeMismatchError, match=r"column 'note' .*: one \w+ is given for 2 rows: give a list"):
         cache[:] = {"note": value}
 
 

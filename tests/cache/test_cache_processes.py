@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from offload import TensorCache
+from offload.cache import states as states_module
 from offload.errors import MissingRowsError
 from tests.processes import in_fork
 
@@ -175,6 +176,49 @@ def test_a_reader_sees_rows_when_they_are_flushed_and_the_cache_when_it_grows(tm
     writer.flush()
     assert (5002, 4999) == (len(reader), reader[-1]["a"][0])
     assert (5002, 4) == tuple(reader["a"].shape)
+
+
+def appended_and_killed(folder):
+    """What a writer does that leaves room for rows that are none."""
+    cache = TensorCache.open(folder, "r+")
+    cache.append({"x": torch.ones(50_000, dtype=torch.int64)})
+    os.kill(os.getpid(), 9)
+
+
+def test_a_reader_that_looks_at_rows_that_are_none_any_more_lives(tmp_path):
+    """A mapping of a file that gets shorter kills its process."""
+    TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
+    assert not in_fork(lambda: appended_and_killed(tmp_path))
+    reader = TensorCache.open(tmp_path)._store
+    rows = np.arange(40_000, reader.num_rows)
+
+    TensorCache.open(tmp_path, "r+").close()
+
+    assert 0 == len(TensorCache.open(tmp_path))
+
+    def look():
+        options = {"missing": "zeros", "out": None, "pinned": False}
+        assert not reader.read(rows, None, **options)["x"].any()
+
+    assert in_fork(look)
+
+
+def test_a_reader_that_looks_again_while_the_cache_grows_takes_it_for_whole(tmp_path, monkeypatch):
+    writer = TensorCache.create(tmp_path, {"x": (torch.int64, ())})
+    reader, make = TensorCache.open(tmp_path), states_module.mmap.mmap
+    writer.append({"x": torch.ones(10, dtype=torch.int64)})
+
+    def while_it_grows(*args, **options):
+        monkeypatch.setattr(states_module.mmap, "mmap", make)
+        writer.append({"x": torch.ones(2_100_000, dtype=torch.int64)})
+        return make(*args, **options)
+
+    monkeypatch.setattr(states_module.mmap, "mmap", while_it_grows)
+
+    reader.missing_rows()
+    writer.flush()
+
+    assert (2_100_010, 2_100_010) == (len(reader), reader.num_filled)
 
 
 def test_a_row_that_was_just_written_is_read_by_its_writer(tmp_path):
