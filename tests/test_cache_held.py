@@ -19,6 +19,7 @@ from offload.errors import (
     ForeignFileError,
     MissingFileError,
     RowIndexError,
+    ShapeMismatchError,
     UnsupportedOpError,
     WriteError,
 )
@@ -364,3 +365,29 @@ def test_a_process_that_is_killed_in_to_disk_leaves_the_old_file_or_the_new_one_
 
     assert 3 < int(values)
     assert "['cache.pt']" == files.strip()
+
+
+def test_a_file_is_not_written_among_those_of_a_cache(tmp_path):
+    cache = TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, 3)
+    cache[:] = {"x": [1, 2, 3]}
+
+    with pytest.raises(CacheError, match="among the files of a cache: take another folder"):
+        cache.to_disk(tmp_path / "cache" / "x.safetensors")
+
+    assert [1, 2, 3] == cache[:]["x"].tolist()
+
+
+@pytest.mark.parametrize("out", [torch.zeros(2, 5), torch.zeros(5, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_what_is_read_into_has_to_fit(out):
+    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` is to be \(5,\) torch.float32, and is"):
+        TensorCache(tensors={"x": torch.ones(5)}).get(slice(None), out={"x": out})
+
+
+@pytest.mark.parametrize(
+    "write", [lambda cache, value: cache.append(value), lambda cache, value: cache.__setitem__(0, value)]
+)
+def test_rows_are_given_by_column(tmp_path, write):
+    cache = TensorCache.create(tmp_path, {"x": (torch.int64, ())}, 3)
+
+    with pytest.raises(CacheError, match=r"not as a Tensor: cache\[rows\] = \{name: values\}"):
+        write(cache, torch.tensor(1))

@@ -20,7 +20,7 @@ from offload.cache.indexing import Numbers
 from offload.cache.manifest import Manifest
 from offload.cache.schema import schema_of
 from offload.checkpoint import open_checkpoint
-from offload.errors import CacheError, ColumnError, UnsupportedOpError
+from offload.errors import CacheError, ColumnError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.header import contiguous
 from offload.storage.write import explained, sweep, write_values
@@ -152,7 +152,7 @@ class HeldStore:
     ) -> dict[str, Any]:
         """As `Store.read`; nothing is missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
-        return {name: out[name].copy_(value) if out and name in out else value for name, value in found.items()}
+        return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
     def lengths(self, column: str, _: Numbers) -> NoReturn:
         self.names([column])
@@ -171,6 +171,14 @@ class HeldStore:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+    if (out.shape, out.dtype) != (value.shape, value.dtype):
+        raise ShapeMismatchError(
+            f"column {name!r}: `out` is to be {tuple(value.shape)} {value.dtype}, and is {tuple(out.shape)} {out.dtype}"
+        )
+    return out.copy_(value)
 
 
 def read_file(path: Path) -> HeldStore:

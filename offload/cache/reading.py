@@ -21,6 +21,7 @@ from offload.cache.dataset import RowDataset
 from offload.cache.fields import rows_in_batch
 from offload.cache.held import write_file
 from offload.cache.schema import TENSOR, Column
+from offload.cache.states import FILE as STATES
 from offload.errors import CacheError
 
 
@@ -145,7 +146,8 @@ class ReadByIndex(ABC):
 
         Raises:
             ColumnError, MissingRowsError: there is no such column, or rows are not filled.
-            CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder.
+            CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder. Or
+                `path` is in the folder of a cache.
             ForeignFileError: a file that offload did not write stands there.
             WriteError
         """
@@ -157,8 +159,11 @@ class ReadByIndex(ABC):
             raise CacheError(
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
             )
+        target = Path(os.path.abspath(path))
+        if (target.parent / STATES).exists():
+            raise CacheError(f"{target} would be among the files of a cache: take another folder")
         values = {name: self._blocks(name) for name in shapes}
-        write_file(Path(os.path.abspath(path)), shapes, values, self.metadata)
+        write_file(target, shapes, values, self.metadata)
 
     def _blocks(self, name: str) -> Iterator[torch.Tensor]:
         step = rows_in_batch([row_bytes(self.columns[name])])

@@ -361,9 +361,10 @@ class TensorCache(ReadByIndex):
 
         Raises:
             RowIndexError, ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
+            CacheError: `values` is no dictionary.
             WriteError: the disk is full; the rows count as missing.
         """
-        store, given = self._open(), {name: _plain(value) for name, value in values.items()}
+        store, given = self._open(), _given(values)
         with plain_world():
             store.write(rows_of(rows, store.num_rows), given)
 
@@ -372,7 +373,7 @@ class TensorCache(ReadByIndex):
 
         Raises: as `cache[rows] = values`.
         """
-        given = {name: _plain(value) for name, value in values.items()}
+        given = _given(values)
         with plain_world():
             return self._open().append(given)
 
@@ -437,6 +438,12 @@ def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=pinned)
     return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
+    return {name: _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
