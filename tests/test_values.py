@@ -560,7 +560,11 @@ KILLED = """
             Journal.write_at_times = die_after_a_value
         print(offload.map_values(times_3, tensors, resume=True).before.__len__(), flush=True)
 
-    def forked(wait):
+    def called():
+        return sum(int.from_bytes(calls[at : at + 8], "little") for at in range(0, 8 * most, 8))
+
+    def forked(values):
+        before = called()
         pid = os.fork()
         if not pid:
             try:
@@ -570,15 +574,18 @@ KILLED = """
                 import traceback
                 traceback.print_exc()
                 os._exit(1)
-        if wait is not None:
-            time.sleep(wait)
+        if values is not None:
+            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while called() < before + values and not os.waitid(os.P_PID, pid, ended):
+                time.sleep(0.0002)
+            time.sleep(random.uniform(0, 0.001))
             os.kill(pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     killed = 0
     while True:
-        wait = None if how == "after a value" or killed >= kills else random.uniform(0.005, 0.05)
-        status = forked(wait)
+        values = None if how == "after a value" or killed >= kills else random.randrange(1, 4)
+        status = forked(values)
         assert status in (0, -signal.SIGKILL), status
         if status == 0:
             break
@@ -601,10 +608,11 @@ def test_a_kill_between_a_value_and_the_journal_costs_no_value_and_doubles_none(
 
 
 def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_path):
-    said = json.loads(run_script(KILLED, tmp_path, "at random", 15, 30).splitlines()[-1])
+    """Soon after it was given some values."""
+    said = json.loads(run_script(KILLED, tmp_path, "at random", 5, 60).splitlines()[-1])
 
     assert said["right"]
-    assert said["killed"] > 2
+    assert 5 == said["killed"]
     assert [] == said["left"]
 
 

@@ -88,8 +88,8 @@ def from_pretrained(
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
         >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
         >>> model = from_pretrained("llama")
-        >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False).shape
-        torch.Size([1, 5])
+        >>> model(torch.tensor([[1, 2]])).logits.shape
+        torch.Size([1, 2, 9])
     """
     import transformers
 
