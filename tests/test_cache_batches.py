@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -82,6 +83,16 @@ def test_an_error_comes_where_its_batch_would_have_come(cache: TensorCache) -> N
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
+
+
+@pytest.mark.parametrize("rows", [torch.arange(2), np.arange(2), [0, 1]], ids=lambda rows: type(rows).__name__)
+def test_a_sampler_may_use_what_it_gives_again(cache: TensorCache, rows: Any) -> None:
+    def sampler() -> Iterator[Any]:
+        for start in range(0, 8, 2):
+            rows[0], rows[1] = start, start + 1
+            yield rows
+
+    assert [[0, 1], [2, 3], [4, 5], [6, 7]] == [batch["id"].tolist() for batch in cache.batches(sampler(), prefetch=3)]
 
 
 def test_a_batch_of_no_rows_and_an_unknown_column_are_told(cache: TensorCache) -> None:

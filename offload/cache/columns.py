@@ -159,9 +159,7 @@ class FixedColumn:
 
     def _as_bytes(self, rows: torch.Tensor) -> torch.Tensor:
         """(rows, bytes of a row), over the same memory."""
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        first = rows.storage_offset() * rows.itemsize
-        return flat.set_(rows.untyped_storage(), first, (len(rows), self._row_bytes), (self._row_bytes, 1))
+        return rows.view(torch.uint8).view(len(rows), self._row_bytes)
 
     def nbytes(self, num_rows: int) -> int:
         return num_rows * self._row_bytes

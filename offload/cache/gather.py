@@ -9,14 +9,15 @@ Always true:
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, span_of
@@ -28,12 +29,14 @@ from offload.storage.write import write_all
 _MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
 _CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
+_STILL = 0.001  # seconds for which what is mapped is taken to be in memory after it was
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-Memory: TypeAlias = "npt.NDArray[np.uint8]"
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform.startswith("linux") else 0)
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
 
 
@@ -52,7 +55,9 @@ class RowFile:
         self._random = opened(path, os.O_RDONLY)
         if _CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
-        self._mapped: Memory | None = None
+        self._word = _WORDS[math.gcd(start, row_bytes, 8)]
+        self._mapped: torch.Tensor | None = None  # (rows that the file holds, words of a row)
+        self._in_memory_until = 0.0
         self._behind = range(0)  # bytes behind each other that were written and not given to the disk
         self._until_mapped = 0  # bytes that are to be read from memory before
 
@@ -75,10 +80,16 @@ class RowFile:
         if not len(rows) or not self._size:
             return
         try:
-            if span_of(rows) is not None:
+            is_cached = self._are_cached(rows)
+            span, mapped = span_of(rows), self._hot_mapping(rows, is_cached)
+            if mapped is not None and span is not None:
+                into.view(self._word).copy_(mapped[span])
+            elif mapped is not None:
+                torch.index_select(mapped, 0, torch.from_numpy(rows), out=into.view(self._word))
+            elif span is not None:
                 read_run(self.fd, self.path, self._at(rows[0]), [into.numpy().data.cast("B")])
             else:
-                self._read_scattered(rows, into)
+                self._read_scattered(rows, into, announce=not is_cached)
         except OSError as error:
             raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
 
@@ -99,21 +110,18 @@ class RowFile:
     def _at(self, row: int | np.int64) -> int:
         return self._start + int(row) * self._size
 
-    def _read_scattered(self, rows: Numbers, into: torch.Tensor) -> None:
-        is_cached = self._are_cached(rows)
-        mapping = self._hot_mapping(rows, is_cached)
-        if mapping is not None:
-            np.take(mapping, rows, axis=0, out=into.numpy(), mode="clip")  # torch would wait for its other threads
-            return
+    def _read_scattered(self, rows: Numbers, into: torch.Tensor, *, announce: bool) -> None:
         starts, size = self._start + rows * self._size, np.int64(self._size)
         sizes, places = np.broadcast_to(size, len(rows)), np.arange(len(rows)) * size
         memory = into.numpy().data.cast("B")
-        read_parts(self._random, self.path, starts, sizes, places, memory, announce=not is_cached)
+        read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
 
     def _are_cached(self, rows: Numbers) -> bool:
-        """Whether some of the rows, spread over all, are in memory."""
+        """Whether some of the rows, spread over all, are in memory; or some others were a moment ago."""
         if not _NOWAIT:
             return False
+        if self._mapped is not None and time.monotonic() < self._in_memory_until:
+            return True
         looks = _LOOKS if self._mapped is None else _LOOKS_IF_MAPPED
         byte = [bytearray(1)]
         try:
@@ -121,29 +129,32 @@ class RowFile:
                 os.preadv(self.fd, byte, self._start + row * self._size, _NOWAIT)
         except OSError:
             return False
+        self._in_memory_until = time.monotonic() + _STILL
         return True
 
-    def _hot_mapping(self, rows: Numbers, is_cached: bool) -> Memory | None:
-        """(rows that the file holds, bytes of a row), if the whole file is in memory.
+    def _hot_mapping(self, rows: Numbers, is_cached: bool) -> torch.Tensor | None:
+        """(rows that the file holds, words of a row), if the whole file is in memory.
 
         To look at a whole file takes time: it is done at the first batch that is in memory, and not soon again.
         """
-        mapped, last = self._mapped, int(rows.max())  # another thread may be at it too
+        mapped, last = self._mapped, int(np.maximum.reduce(rows))  # another thread may be at it too
         self._until_mapped -= len(rows) * self._size
         if not is_cached or ((mapped is None or len(mapped) <= last) and self._until_mapped < 0):
             mapped = self._mapped = self._map() if is_cached else None
             self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
         return mapped if mapped is not None and len(mapped) > last else None
 
-    def _map(self) -> Memory | None:
+    def _map(self) -> torch.Tensor | None:
         size = os.fstat(self.fd).st_size
         if not self._start < size <= available_bytes() // 2:
             return None
-        flat: Memory = np.frombuffer(mmap.mmap(self.fd, size, prot=mmap.PROT_READ), dtype=np.uint8)
-        if cached_bytes(flat.ctypes.data, size) < size * _ENOUGH:
+        rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
+        mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        if cached_bytes(whole.data_ptr(), size) < size * _ENOUGH:
             return None
         count = (size - self._start) // self._size
-        return flat[self._start : self._start + count * self._size].reshape(count, self._size)
+        return whole[self._start : self._start + count * self._size].view(self._word).view(count, -1)
 
 
 def runs(rows: Numbers) -> list[tuple[int, int]]:

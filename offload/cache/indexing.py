@@ -102,6 +102,8 @@ def _checked(numbers: npt.NDArray[Any], size: int) -> Numbers:
     numbers = np.atleast_1d(numbers)
     if not len(numbers):
         return numbers.astype(np.int64)
+    if numbers.dtype == np.int64 and int(np.maximum.reduce(numbers.view(np.uint64))) < size:
+        return numbers  # read without its sign a negative number is larger than any size
     least, most = int(numbers.min()), int(numbers.max())
     if least < -size or most >= size:
         wrong = most if most >= size else least

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.cache.batches import consecutive, read_ahead
@@ -111,6 +112,7 @@ class ReadByIndex(ABC):
         if isinstance(sampler, int) and sampler < 1:
             raise CacheError(f"a batch can't have {sampler} rows")
         items = consecutive(len(self), sampler) if isinstance(sampler, int) else sampler
+        items = map(_kept, items)
         names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
         form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
         read = partial(self.get, columns=names, **form)
@@ -174,3 +176,10 @@ class ReadByIndex(ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The columns as tensors, as `column` gives them."""
         return {name: self.column(name) for name in self.columns}
+
+
+def _kept(rows: Any) -> Any:
+    """Rows that are read later: a sampler may use its tensor or list again for the next batch."""
+    if isinstance(rows, torch.Tensor):
+        return rows.clone()
+    return rows.copy() if isinstance(rows, np.ndarray | list) else rows

@@ -38,6 +38,7 @@ _AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range(256)])
+_FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
 
 
 class States:
@@ -112,7 +113,8 @@ class States:
 
     def of(self, rows: Numbers, columns: list[int]) -> Bytes:
         """The bytes of these cells, (rows, columns): a copy."""
-        cells: Bytes = self._all()[self._cells(rows, columns)]
+        index = self._cells(rows, columns)
+        cells: Bytes = self._all().take(index, 0) if isinstance(index, np.ndarray) else self._all()[index]
         return cells.copy() if cells.base is not None else cells
 
     def begin(self, rows: Numbers, columns: list[int]) -> Bytes:
@@ -267,6 +269,11 @@ class States:
             with explained(self.path, _CHUNK, "folder"):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
             self._reserved.add(chunk)
+
+
+def all_filled(cells: bytes) -> bool:
+    """Whether all of these bytes say that they stand for something filled."""
+    return not cells.translate(None, _FILLED)
 
 
 def cells_filled(cells: Bytes) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.cache.columns import FixedColumn
@@ -29,7 +28,7 @@ from offload.cache.lock import FolderLock, lock
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
 from offload.cache.schema import TENSOR, Column
-from offload.cache.states import Bytes, States, cells_filled
+from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
     CacheError,
     ColumnError,
@@ -237,33 +236,32 @@ class Store:
         places = self.places(columns)
         for _ in range(_LOOKS):
             before = self._states.of(rows, places)
-            filled = cells_filled(before)
-            is_whole = bool(filled.all())
+            is_whole = all_filled(before.tobytes())
             if not is_whole and self.flush_own():
                 before = self._states.of(rows, places)
-                filled = cells_filled(before)
-                is_whole = bool(filled.all())
-            if missing == "error" and not is_whole:
+                is_whole = all_filled(before.tobytes())
+            filled = None if is_whole else cells_filled(before)
+            if missing == "error" and filled is not None:
                 self._refuse_missing(rows[~filled.all(axis=1)])
             try:
                 found = {
                     name: self._files[name].read(
-                        rows, None if is_whole else filled[:, at], (out or {}).get(name), pinned=pinned
+                        rows, None if filled is None else filled[:, at], (out or {}).get(name), pinned=pinned
                     )
                     for at, name in enumerate(self._names[place] for place in places)
                 }
             except CorruptFileError:  # or what was read of it was half another's
-                if self._are_still(rows, places, before, filled):
+                if self._are_still(rows, places, before):
                     raise
                 continue
-            if self._are_still(rows, places, before, filled):
+            if self._are_still(rows, places, before):
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
 
-    def _are_still(self, rows: Numbers, places: list[int], before: Bytes, filled: npt.NDArray[np.bool_]) -> bool:
+    def _are_still(self, rows: Numbers, places: list[int], before: Bytes) -> bool:
         """Whether nobody has begun to write what was filled."""
         now = self._states.of(rows, places)
-        return now.tobytes() == before.tobytes() or not ((now != before) & filled).any()
+        return now.tobytes() == before.tobytes() or not ((now != before) & cells_filled(before)).any()
 
     def _refuse_missing(self, rows: Numbers) -> None:
         some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
@@ -333,7 +331,7 @@ class Store:
         if not self._written:
             self._written_since = time.monotonic()
             self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
-        self._written.append(Written(numbers, places, begun))
+        self._written.append(Written(numbers.copy(), places, begun))  # the caller may use his tensor for other rows
         self._written_bytes += nbytes + len(numbers) * _ROW
 
     def _flush_if_due(self) -> None:

@@ -102,6 +102,19 @@ def test_rows_that_are_written_are_those_of_the_plain_tensor(filled, form):
     assert torch.equal(expected, cache[:]["x"])
 
 
+@pytest.mark.parametrize("make", [torch.arange, np.arange])
+def test_a_tensor_of_row_numbers_may_be_used_again_before_the_flush(tmp_path, make):
+    with TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, 9) as cache:
+        rows = make(3)
+        for start in (0, 3):
+            cache[rows] = {"x": torch.arange(3) + start}
+            rows += 3
+        cache.flush()
+
+        assert [6, 7, 8] == cache.missing_rows().tolist()
+        assert list(range(6)) == cache[:6]["x"].tolist()
+
+
 def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
     cache, _ = filled
 

@@ -1,0 +1,46 @@
+"""Outside every mode, and back in them afterwards."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from offload.storage.modes import plain_world
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_there_are_no_gradients_and_what_was_before_comes_back(graph):
+    with torch.set_grad_enabled(graph):
+        with plain_world():
+            assert not torch.is_grad_enabled()
+            with torch.enable_grad():
+                assert torch.is_grad_enabled()
+            assert not torch.is_grad_enabled()
+
+        assert graph == torch.is_grad_enabled()
+
+
+def test_there_is_no_inference_mode_and_it_comes_back_also_after_an_error():
+    with torch.inference_mode():
+        with suppress(KeyError), plain_world():
+            assert not torch.is_inference_mode_enabled()
+            made = torch.ones(1)
+            raise KeyError
+
+        assert torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
+    assert not made.is_inference()
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
+def test_a_tensor_is_a_plain_one_in_other_modes(mode):
+    with mode:
+        with plain_world(), plain_world():
+            made = torch.ones(1)
+
+        assert torch.ones(1).device.type == "meta" or type(torch.ones(1)) is not torch.Tensor
+    assert torch.Tensor is type(made)
+    assert 1 == made.item()
