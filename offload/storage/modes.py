@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-class plain_world:  # noqa: N801
+class plain_world:
     """Outside every mode (fake, functional, inference, a default device), where a tensor is just a tensor.
 
     Without gradients. It is entered for every batch and many an op: of torch's own guards, with nothing around them.
