@@ -362,8 +362,9 @@ class _Book:
         return () if self._run is None else (self._run.key,)
 
     @property
-    def can_resume(self) -> bool:
-        return self._run is not None
+    def name(self) -> str | None:
+        """What `resume` takes to go on."""
+        return None if self._run is None else self._run.name
 
     def has(self, value: _Value) -> bool:
         """Whether the run has done it."""
@@ -467,7 +468,7 @@ class _Walk:
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
-        way_on = "; resume=True goes on from there" if self.book.can_resume else ""
+        way_on = f"; resume={self.book.name!r} goes on from there" if self.book.name else ""
         return f"{done} of {self.most} values are done, and stay{way_on}"
 
 

@@ -395,6 +395,12 @@ def test_a_step_that_fails_leaves_the_groups_as_they_were():
     assert caught
 
 
+@pytest.mark.parametrize(("given", "said"), [(torch.optim.AdamW, "AdamW'> was given"), (nn.ReLU(), "a ReLU was given")])
+def test_what_is_no_optimizer_is_refused(given, said):
+    with pytest.raises(TypeError, match=said):
+        offload.offload_optimizer(given)
+
+
 def test_optimizers_that_need_all_parameters_at_once_are_refused():
     class Sum(torch.optim.Optimizer):
         def step(self):

@@ -334,7 +334,8 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
     model, call = loaded(checkpoint, tmp_path / "q"), StopAt("layer.bias", error)
 
     with pytest.raises(
-        (MapError, KeyboardInterrupt), match=r"at 'layer.bias'.*: 3 of 4 values are done, and stay"
+        (MapError, KeyboardInterrupt),
+        match=r"at 'layer.bias'.*: 3 of 4 values are done, and stay; resume='double' goes on",
     ) as caught:
         map_values(call, model, resume="double")
 

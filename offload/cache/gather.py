@@ -31,7 +31,7 @@ _CLOSE = 4096  # bytes between parts that are read with them: another call takes
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
 _STILL = 0.001  # seconds for which what is mapped is taken to be in memory after it was
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
-_ENOUGH = 0.98  # of a file that is in memory, for it to be mapped
+_SAMPLES = 256  # pages of a file that are all in memory, for it to be mapped: some 98 % of it then are, or more
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -80,8 +80,9 @@ class RowFile:
         if not len(rows) or not self._size:
             return
         try:
-            is_cached = self._are_cached(rows)
-            span, mapped = span_of(rows), self._hot_mapping(rows, is_cached)
+            span = span_of(rows)
+            is_cached = self._are_cached(rows, is_run=span is not None)
+            mapped = self._hot_mapping(rows, is_cached)
             if mapped is not None and span is not None:
                 into.view(self._word).copy_(mapped[span])
             elif mapped is not None:
@@ -116,17 +117,23 @@ class RowFile:
         memory = into.numpy().data.cast("B")
         read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
 
-    def _are_cached(self, rows: Numbers) -> bool:
-        """Whether some of the rows, spread over all, are in memory; or some others were a moment ago."""
+    def _are_cached(self, rows: Numbers, *, is_run: bool) -> bool:
+        """Whether some of the rows, spread over all, are in memory; or some others were a moment ago.
+
+        To look brings in a page, and the system reads on in small pieces where one is there already: a run may be in
+        memory until it is mapped.
+        """
         if not _NOWAIT:
             return False
+        if self._mapped is None and is_run:
+            return True
         if self._mapped is not None and time.monotonic() < self._in_memory_until:
             return True
         looks = _LOOKS if self._mapped is None else _LOOKS_IF_MAPPED
         byte = [bytearray(1)]
         try:
             for row in rows[:: -(-len(rows) // looks)].tolist():
-                os.preadv(self.fd, byte, self._start + row * self._size, _NOWAIT)
+                os.preadv(self._random, byte, self._start + row * self._size, _NOWAIT)
         except OSError:
             return False
         self._in_memory_until = time.monotonic() + _STILL
@@ -135,11 +142,12 @@ class RowFile:
     def _hot_mapping(self, rows: Numbers, is_cached: bool) -> torch.Tensor | None:
         """(rows that the file holds, words of a row), if the whole file is in memory.
 
-        To look at a whole file takes time: it is done at the first batch that is in memory, and not soon again.
+        To look all over the file takes time: it is done at the first batch that is in memory, and not soon again.
         """
         mapped, last = self._mapped, int(np.maximum.reduce(rows))  # another thread may be at it too
         self._until_mapped -= len(rows) * self._size
-        if not is_cached or ((mapped is None or len(mapped) <= last) and self._until_mapped < 0):
+        is_due = self._until_mapped < 0 and (mapped is None or len(mapped) <= last)
+        if is_due if is_cached else mapped is not None:
             mapped = self._mapped = self._map() if is_cached else None
             self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
         return mapped if mapped is not None and len(mapped) > last else None
@@ -151,7 +159,8 @@ class RowFile:
         rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
         mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        if cached_bytes(whole.data_ptr(), size) < size * _ENOUGH:
+        address, step = whole.data_ptr(), max(size // _SAMPLES, PAGE)
+        if not all(cached_bytes(at, 1) for at in range(address + step // 2, address + size, step)):
             return None
         count = (size - self._start) // self._size
         return whole[self._start : self._start + count * self._size].view(self._word).view(count, -1)

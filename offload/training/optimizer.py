@@ -66,6 +66,7 @@ def offload_optimizer(
     Raises:
         UnsupportedOpError: it needs all parameters at once (LBFGS), or is not torch's, so that this is not known;
             pass `step_bytes=None` then, and its whole first step is in memory. Or its `step` was replaced.
+        TypeError: it is no optimizer.
         ValueError: its state is on disk already.
         NameInUseError, ForeignFileError, WriteError
 
@@ -78,6 +79,9 @@ def offload_optimizer(
         'weight.exp_avg'
     """
     kind: Any = type(optimizer)
+    if not issubclass(kind, Optimizer):
+        what = repr(optimizer) if issubclass(kind, type) else f"a {kind.__name__}"
+        raise TypeError(f"an optimizer of torch.optim is needed, made with its parameters; {what} was given")
     if issubclass(kind, _OnDisk):
         raise ValueError(f"the state of this {kind.__name__} is on disk already")
     if step_bytes is not None and not _steps_one_by_one(kind):

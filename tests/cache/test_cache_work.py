@@ -96,15 +96,49 @@ def test_rows_behind_each_other_are_given_to_the_disk_once_in_whole_pages(tmp_pa
     assert all(end - start > (8 << 20) - PAGE and end % PAGE == 0 for start, end in given)
 
 
-def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_path, calls):
+def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(gather, "_STILL", 3600.0)
     cache, rows = filled_cache(tmp_path), torch.tensor([40, 3, 63, 3, 0, 17, 20, 33])
 
     batch = cache[rows]
 
     assert torch.equal(rows, batch["x"][:, 7])
     assert len(rows) == len(calls["preadv"])  # looks
-    cache[rows]
+    assert torch.equal(rows, cache[rows]["x"][:, 1023])
+    assert len(rows) == len(calls["preadv"])
+    cache._store._files["x"]._file._in_memory_until = 0.0  # the moment is over
+    assert torch.equal(rows, cache[rows]["x"][:, 0])
     assert len(rows) + 4 == len(calls["preadv"])
+
+
+def test_a_run_is_read_in_one_call_and_is_copied_once_the_file_is_in_memory(tmp_path, calls, monkeypatch):
+    cache = filled_cache(tmp_path)
+    monkeypatch.setattr(gather, "cached_bytes", lambda *_: 0)
+    for start in (0, 1, 20):
+        assert torch.equal(torch.arange(start, start + 30), cache[start : start + 30]["x"][:, 7])
+    assert 3 == len(calls["preadv"])
+
+    monkeypatch.setattr(gather, "cached_bytes", lambda _, nbytes: nbytes)
+
+    assert torch.equal(torch.arange(64), cache[:]["x"][:, 7])
+    assert 3 == len(calls["preadv"])
+
+
+def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeypatch):
+    cache, places = filled_cache(tmp_path, 512), []
+
+    def cached_bytes(address, nbytes):
+        places.append(address)
+        return 0 if len(places) == 200 else nbytes
+
+    monkeypatch.setattr(gather, "cached_bytes", cached_bytes)
+    rows = torch.arange(0, 512, 2)
+
+    assert torch.equal(rows, cache[rows]["x"][:, 7])
+    assert 200 == len(places) == len(set(places))
+    assert places == sorted(places)
+    assert (places[-1] - places[0]) // 199 >= (512 * 8192) // gather._SAMPLES
+    assert cache._store._files["x"]._file._mapped is None
 
 
 def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
