@@ -31,7 +31,7 @@ _CLOSE = 4096  # bytes between parts that are read with them: another call takes
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
 _STILL = 0.001  # seconds for which what is mapped is taken to be in memory after it was
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
-_SAMPLES = 256  # pages of a file that are all in memory, for it to be mapped: some 98 % of it then are, or more
+_SAMPLES, _ABSENT = 256, 5  # pages of a mapped file that are looked at; so many of them need not be in memory
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -140,17 +140,17 @@ class RowFile:
         return True
 
     def _hot_mapping(self, rows: Numbers, is_cached: bool) -> torch.Tensor | None:
-        """(rows that the file holds, words of a row), if the whole file is in memory.
+        """(rows that the file holds, words of a row), if these rows, and the file but for a little, are in memory.
 
         To look all over the file takes time: it is done at the first batch that is in memory, and not soon again.
         """
         mapped, last = self._mapped, int(np.maximum.reduce(rows))  # another thread may be at it too
         self._until_mapped -= len(rows) * self._size
-        is_due = self._until_mapped < 0 and (mapped is None or len(mapped) <= last)
-        if is_due if is_cached else mapped is not None:
-            mapped = self._mapped = self._map() if is_cached else None
+        is_due = is_cached and self._until_mapped < 0 and (mapped is None or len(mapped) <= last)
+        if is_due or (mapped is not None and not is_cached and not _is_in_memory(mapped)):
+            mapped = self._mapped = self._map() if is_due else None
             self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
-        return mapped if mapped is not None and len(mapped) > last else None
+        return mapped if is_cached and mapped is not None and len(mapped) > last else None
 
     def _map(self) -> torch.Tensor | None:
         size = os.fstat(self.fd).st_size
@@ -159,11 +159,20 @@ class RowFile:
         rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
         mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        address, step = whole.data_ptr(), max(size // _SAMPLES, PAGE)
-        if not all(cached_bytes(at, 1) for at in range(address + step // 2, address + size, step)):
-            return None
         count = (size - self._start) // self._size
-        return whole[self._start : self._start + count * self._size].view(self._word).view(count, -1)
+        rows = whole[self._start : self._start + count * self._size].view(self._word).view(count, -1)
+        return rows if _is_in_memory(rows) else None
+
+
+def _is_in_memory(mapped: torch.Tensor) -> bool:
+    """Whether nearly all of it is, by pages spread over it."""
+    address, step = mapped.data_ptr(), max(mapped.nbytes // _SAMPLES, PAGE)
+    absent, most = 0, _ABSENT if step > PAGE else 0
+    for at in range(address + step // 2, address + mapped.nbytes, step):
+        absent += not cached_bytes(at, 1)
+        if absent > most:
+            return False
+    return True
 
 
 def runs(rows: Numbers) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -124,21 +125,43 @@ def test_a_run_is_read_in_one_call_and_is_copied_once_the_file_is_in_memory(tmp_
     assert 3 == len(calls["preadv"])
 
 
-def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("absent", [5, 6])
+def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeypatch, absent):
     cache, places = filled_cache(tmp_path, 512), []
 
     def cached_bytes(address, nbytes):
         places.append(address)
-        return 0 if len(places) == 200 else nbytes
+        return nbytes * (len(places) <= 200 - absent or len(places) > 200)
 
     monkeypatch.setattr(gather, "cached_bytes", cached_bytes)
     rows = torch.arange(0, 512, 2)
 
     assert torch.equal(rows, cache[rows]["x"][:, 7])
-    assert 200 == len(places) == len(set(places))
-    assert places == sorted(places)
-    assert (places[-1] - places[0]) // 199 >= (512 * 8192) // gather._SAMPLES
-    assert cache._store._files["x"]._file._mapped is None
+    assert (256 if absent == 5 else 200) == len(places) == len(set(places))
+    assert {512 * 8192 // 256} == {later - place for place, later in pairwise(places)}
+    assert (absent == 6) == (cache._store._files["x"]._file._mapped is None)
+
+
+def test_what_is_not_in_memory_of_a_mapped_file_is_read_and_the_mapping_stays_while_it_is_little(tmp_path, monkeypatch):
+    monkeypatch.setattr(gather, "_STILL", 0.0)
+    cache, rows = filled_cache(tmp_path, 512), torch.arange(0, 512, 2)
+    file = cache._store._files["x"]._file
+    cache[rows]
+    mapped, real = file._mapped, os.preadv
+
+    def preadv(fd, into, at, flags=0):
+        if flags:
+            raise BlockingIOError
+        return real(fd, into, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+    assert torch.equal(rows, cache[rows]["x"][:, 7])
+    assert mapped is not None
+    assert mapped is file._mapped
+    monkeypatch.setattr(gather, "cached_bytes", lambda *_: 0)
+    assert torch.equal(rows, cache[rows]["x"][:, 7])
+    assert file._mapped is None
 
 
 def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
