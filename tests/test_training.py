@@ -482,10 +482,10 @@ MEMORY = """
 def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
     """60 MB of parameters in 15 of 4 MiB: in memory their gradients and state take three times that.
 
-    Here it is what a dozen such tensors take, and 32 MiB that the C library may keep; also while saving and loading.
+    Here it is what a dozen such tensors take, and 48 MiB that were freed and not given back; also while saving and loading.
     """
     found = json.loads(run_script(MEMORY, foreach, tmp_path))
 
     assert found["same"]
     assert found["plain"] > 3 * 60e6
-    assert found["on_disk"] < (12 * 4 << 20) + (32 << 20)
+    assert found["on_disk"] < (12 * 4 << 20) + (48 << 20)
