@@ -482,7 +482,7 @@ MEMORY = """
 def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
     """60 MB of parameters in 15 of 4 MiB: in memory their gradients and state take three times that.
 
-    Here it is what a dozen such tensors take, and 48 MiB that were freed and not given back; also while saving and loading.
+    Here it is what a dozen such tensors take, and 48 MiB that were freed and not given back; also to save and to load.
     """
     found = json.loads(run_script(MEMORY, foreach, tmp_path))
 
