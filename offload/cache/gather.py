@@ -160,7 +160,7 @@ class RowFile:
         mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)
         count = (size - self._start) // self._size
-        rows = whole[self._start : self._start + count * self._size].view(self._word).view(count, -1)
+        rows = whole[self._start : self._start + count * self._size].view(count, self._size).view(self._word)
         return rows if _is_in_memory(rows) else None
 
 

@@ -253,6 +253,20 @@ def test_batches_read_into_what_is_given(filled):
         cache.get([5, 1], out={"x": out})
 
 
+@pytest.mark.parametrize("rows", [[4, 1, 2], slice(1, 4)], ids=str)
+def test_batches_read_into_what_was_made_for_inference_or_asks_for_gradients(tmp_path, rows):
+    values = torch.randn(5, 3)
+    with TensorCache.create(tmp_path / "cache", {"x": (torch.float32, (3,))}, 5) as cache:
+        cache[:] = {"x": values}
+    cache = TensorCache.open(tmp_path / "cache")
+    with torch.inference_mode():
+        made = torch.empty(3, 3)
+
+    for out in (made, torch.empty(3, 3, requires_grad=True)):
+        assert cache.get(rows, out={"x": out})["x"] is out
+        assert torch.equal(values[rows], out)
+
+
 def test_columns_are_given_in_the_order_that_was_asked_for(tmp_path):
     cache = cache_of(tmp_path, {"a": (torch.int64, ()), "b": (torch.int64, ())}, 3)
     cache[1] = {"a": torch.tensor(1)}

@@ -178,7 +178,7 @@ def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls,
     assert looks + 6 >= len(calls["preadv"])
 
 
-@pytest.mark.parametrize("size", [0, 100, PAGE, PAGE + 8192 * 32])
+@pytest.mark.parametrize("size", [0, 100, PAGE, PAGE + 100, PAGE + 8192 * 32])
 def test_rows_of_a_file_that_was_cut_are_never_others(tmp_path, size):
     cache = filled_cache(tmp_path)
     os.truncate(tmp_path / "x.safetensors", size)
