@@ -18,7 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def run_script(code: str, *args: object, shell: str = "", expected: int = 0, env: dict[str, str] | None = None) -> str:
+def run_script(
+    code: str,
+    *args: object,
+    shell: str = "",
+    expected: int = 0,
+    env: dict[str, str] | None = None,
+    limit: float = 120,
+) -> str:
     """What a Python script prints.
 
     Args:
@@ -27,11 +34,14 @@ def run_script(code: str, *args: object, shell: str = "", expected: int = 0, env
         shell: runs before it in the same shell, as `ulimit -n 256`.
         expected: the exit code; minus the signal of a killed one.
         env: is added to the environment.
+        limit: seconds after which it is killed, and the test fails.
     """
     python = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
     command = ["sh", "-c", f'{shell} && exec "$@"', "sh", *python] if shell else python
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit, cwd=ROOT, env=environment, check=False
+    )
     assert expected == done.returncode, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

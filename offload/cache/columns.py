@@ -24,7 +24,8 @@ from offload.cache.gather import RowFile
 from offload.cache.indexing import Numbers
 from offload.cache.schema import Column
 from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
-from offload.storage.header import build, contiguous
+from offload.storage.file import TensorFile
+from offload.storage.header import Entry, build, contiguous
 from offload.storage.names import file_name
 from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
 
@@ -94,6 +95,11 @@ class FixedColumn:
 
     def has_room(self, room: int) -> bool:
         return os.fstat(self._file.fd).st_size >= _size(self.column, room)
+
+    def with_rows(self, rows: int) -> TensorFile:
+        """The file as one of so many rows, which it has, whatever its header says."""
+        layout = contiguous(self.column.dtype, (rows, *self.column.row_shape))
+        return TensorFile.raw(self.path, Entry(self.column.name, layout, _start(self.column)))
 
     def fit(self, room: int) -> None:
         """Make the file exactly as `room` has it. On the disk that is with the next row that is.

@@ -8,8 +8,8 @@ Always true:
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
 - the file never gets shorter: who has it mapped would be killed by a look at what was cut off
 
-The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, room that is being
-made), then the bytes, row by row. It may be longer than that, with nothing there: a sync of its length waits for rows.
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room), then the bytes, row by
+row. It may be longer than that, with nothing there: a sync of its length waits for rows.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class States:
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
         """A file in which every row is empty; takes the disk space of one page."""
-        counts = np.array([VERSION, columns, rows, rows, rows], dtype="<u8").tobytes()
+        counts = np.array([VERSION, columns, rows, rows], dtype="<u8").tobytes()
         put_file(folder / FILE, MAGIC + counts, PAGE + rows * columns)
 
     @property
@@ -86,29 +86,24 @@ class States:
         return int(self._counts[3])
 
     @property
-    def goal(self) -> int:
-        """Rows that there will be room for when what is under way has been done."""
-        return int(self._counts[4])
-
-    @property
     def nbytes(self) -> int:
         """On the disk."""
         return os.fstat(self.fd).st_blocks * 512
 
-    def aim(self, room: int) -> None:
-        """Say that room for so many rows is being made; the columns follow, then `arrive`."""
-        self._counts[4] = room
+    def grow(self, room: int) -> None:
+        """Say that there is room for so many rows: the columns have it. Under the lock.
 
-    def arrive(self) -> None:
-        """The columns have the room that was aimed at, for good."""
-        needed = self.goal * self._columns
+        Raises:
+            WriteError
+        """
+        needed = room * self._columns
         if PAGE + needed > self._durable:
             with explained(self.path, needed, "folder"):
                 size = max(PAGE + needed * _AHEAD, os.fstat(self.fd).st_size)
                 os.ftruncate(self.fd, size)
                 os.fsync(self.fd)
             self._durable = size
-        self._counts[3] = self.goal
+        self._counts[3] = room
         self._map()
 
     def of(self, rows: Numbers, columns: list[int]) -> Bytes:
@@ -161,7 +156,7 @@ class States:
         Raises:
             WriteError
         """
-        self._counts[3] = self._counts[4] = self.num_rows
+        self._counts[3] = self.num_rows
         self.sync()
         self._map()
 
@@ -234,8 +229,8 @@ class States:
         if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
             raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
         mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
-        self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
-        version, columns, rows, room, _ = said = self._counts.tolist()
+        self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=4, offset=16)
+        version, columns, rows, room = said = self._counts.tolist()
         if os.fstat(self.fd).st_size != size or self._counts.tolist() != said:
             self._map()  # another process is making room
             return

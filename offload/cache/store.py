@@ -3,7 +3,9 @@
 Always true:
 - data are on the disk before a row counts as filled; a row that is written again counts as empty before its data change
 - what a row is made of is written by one at a time, so that the last of two writers wins whole
-- room is made for all columns before it is said to be there; what a crash left half made is finished by the next writer
+- room is made for all columns before it is said to be there, and given back after: a crash leaves some to spare, which
+  the next writer gives back
+- who only reads needs no header of a column: what a crash has left of it is the next writer's to mend
 - rows that were written and not flushed are this process's own: others see them as missing
 """
 
@@ -141,8 +143,6 @@ class Store:
         if lock(self._states.fd, wait=False):
             with self._lock.held():
                 self._forget_unfilled()
-                if self._states.goal != self._states.room:
-                    self._make_room(self._states.goal)
                 for file in self._files.values():
                     file.fit(self._states.room)
         lock(self._states.fd, shared=True)
@@ -188,21 +188,30 @@ class Store:
             raise UnsupportedOpError(
                 f"column {name!r} of {self.folder} has rows of different lengths, which are no tensor: read rows of it"
             )
+        column = self._files[name]
+        assert isinstance(column, FixedColumn)
+        if not self.writes:
+            return self._referenced(column, device)
         tensor = self._tensors.get(name)
         rows, room = self.num_rows, self._states.room
-        if tensor is None or len(tensor) != room or not self.writes:
-            with self._lock.held(shared=True):
-                if self._states.goal != self._states.room:
-                    raise CorruptFileError(
-                        f"column {name!r} of {self.folder} was being given room when its writer was killed: "
-                        "rows can be read, and opening the cache with mode='r+' mends the column"
-                    )
-                file = TensorFile.open(self._files[name].path)
-                handle = Handle.shared(file, name, self.folder) if self.writes else Handle.reference(file, name)
-            handle.has_holes, handle.is_fixed = self.writes, self.writes
+        if tensor is None or len(tensor) != room:
+            with self._lock.held():
+                column.fit(self._states.room)  # another writer may have been killed
+                handle = Handle.shared(TensorFile.open(column.path), name, self.folder)
+            handle.has_holes = handle.is_fixed = True
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
         whole = tensor if tensor.device == device else tensor.to(device)
         return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]
+
+    def _referenced(self, column: FixedColumn, device: torch.device) -> OffloadedTensor:
+        with self._lock.held(shared=True):
+            self._check(column)
+            if not column.has_room(self.num_rows):
+                raise CorruptFileError(
+                    f"{column.path} has no room for the last rows, which are missing, as after a power cut: "
+                    "the others can be read by their numbers, and opening the cache with mode='r+' mends the column"
+                )
+            return wrap_handle(Handle.reference(column.with_rows(self.num_rows), column.column.name), device)
 
     def lengths(self, name: str, rows: Numbers) -> Numbers:
         """How many values each row has; 0 where it is not filled."""
@@ -415,14 +424,12 @@ class Store:
 
     def _make_room(self, needed: int) -> None:
         """Under the lock."""
-        states = self._states
+        each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
+        room = max(needed, self._states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1))
         with explained(self.folder, 0, "folder"):
-            if needed > states.goal:
-                each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
-                states.aim(max(needed, states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1)))
             for file in self._files.values():
-                file.fit(states.goal)
-            states.arrive()
+                file.fit(room)
+            self._states.grow(room)
 
     def _forget_unfilled(self) -> int:
         """Rows that were appended and never filled are none, behind the last that was. Under the lock, by the only one.

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from offload import TensorCache
 from offload.cache import columns as columns_module
 from offload.cache import store as store_module
+from offload.cache.lock import lock
 from offload.cache.states import PAGE
 from offload.errors import CacheError, CorruptFileError, ForeignFileError, MissingFileError, OffloadError, WriteError
 from tests.processes import ROOT, in_fork
@@ -301,38 +302,45 @@ def test_room_that_a_power_cut_took_from_a_column_is_made_again(tmp_path):
         assert torch.equal(values(0, 9)["x"], cache[:9]["x"])
 
 
-# What a writer does when it grows, in order; it is killed before each.
-GROWING = ["aim", "ftruncate x", "header x", "ftruncate t", "header t", "header note", "arrive"]
+# What a writer does to the room for rows, in order; it is killed before each.
+GROWING = ["ftruncate x", "header x", "ftruncate t", "header t", "header note", "grow"]
+SHRINKING = ["shrink", "ftruncate x", "header x", "ftruncate t", "header t", "header note"]
+
+
+def killed_at(step, cache):
+    """Have this process killed before it does `step` of that."""
+
+    def die(*_):
+        os.kill(os.getpid(), 9)
+
+    states = cache._store._states
+    act, _, column = step.partition(" ")
+    if not column:
+        setattr(states, act, die)
+        return
+    file = cache._store._files[column]
+    fd = getattr(file, "_index", file)._file.fd
+    whole, header = os.ftruncate, columns_module.write_all
+    os.ftruncate = lambda at, size: die() if act == "ftruncate" and at == fd else whole(at, size)
+    columns_module.write_all = lambda at, *rest: die() if act == "header" and at == fd else header(at, *rest)
 
 
 @pytest.mark.parametrize("step", GROWING)
 def test_a_writer_that_is_killed_while_it_makes_room_loses_nothing(folder, step):
-    def die(*_):
-        os.kill(os.getpid(), 9)
-
     def append_and_die():
         cache = TensorCache.open(folder, "r+")
-        states = cache._store._states
-        act, _, column = step.partition(" ")
-        if act in ("aim", "arrive"):
-            setattr(states, act, die)
-        else:
-            file = cache._store._files[column]
-            fd = getattr(file, "_index", file)._file.fd
-            whole, header = os.ftruncate, columns_module.write_all
-            os.ftruncate = lambda at, size: die() if act == "ftruncate" and at == fd else whole(at, size)
-            columns_module.write_all = lambda at, *rest: die() if act == "header" and at == fd else header(at, *rest)
+        killed_at(step, cache)
         cache.append(values(100, 2000))
 
-    before = TensorCache.open(folder)[[1, 2, 3, 5, 7]]
+    rows = [1, 2, 3, 5, 7]
+    before = TensorCache.open(folder)[rows]
     assert not in_fork(append_and_die)
 
     reader = TensorCache.open(folder)
-    assert before["note"] == reader[[1, 2, 3, 5, 7]]["note"]
-    assert torch.equal(before["x"], reader[[1, 2, 3, 5, 7]]["x"])
-    if step != "aim":
-        with pytest.raises(CorruptFileError, match=r"opening the cache with mode='r\+' mends the column"):
-            reader["x"]
+    assert before["note"] == reader[rows]["note"]
+    assert torch.equal(before["x"], reader[rows]["x"])
+    assert (8, 300) == tuple(reader["x"].shape)
+    assert torch.equal(before["x"], reader["x"][rows])
     with TensorCache.open(folder, "r+") as cache:
         assert (8, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
         assert (8, 300) == tuple(cache["x"].shape)
@@ -341,6 +349,53 @@ def test_a_writer_that_is_killed_while_it_makes_room_loses_nothing(folder, step)
         assert (2008, 300) == tuple(cache["x"].shape)
         assert torch.equal(values(100, 2000)["x"], cache[8:]["x"])
         assert values(100, 2000)["note"] == cache[8:]["note"]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with another writer"])
+@pytest.mark.parametrize("step", SHRINKING)
+def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, step, others):
+    def append_and_die():
+        cache = TensorCache.open(folder, "r+")
+        cache.append(values(100, 20))
+        cache.flush()
+        killed_at(step, cache)
+        cache.close()
+
+    assert not in_fork(append_and_die)
+
+    reader = TensorCache.open(folder)
+    assert (28, 300) == tuple(reader["x"].shape)
+    assert torch.equal(values(100, 20)["x"], reader["x"][8:])
+    with (folder / "rows.state").open("r+b") as states:
+        if others:  # who came before the kill, and waited: nobody mends what is left
+            lock(states.fileno(), shared=True)
+        cache = TensorCache.open(folder, "r+")
+        assert torch.equal(values(100, 20)["x"], cache["x"][8:])
+        assert range(28, 2028) == cache.append(values(200, 2000))
+        assert (2028, 300) == tuple(cache["x"].shape)
+        cache.close()
+    with TensorCache.open(folder, "r+") as cache:
+        assert torch.equal(values(200, 2000)["x"], cache["x"][28:])
+        assert values(100, 20)["note"] == cache[8:28]["note"]
+
+
+def test_a_column_that_a_power_cut_left_without_room_is_read_by_rows(folder):
+    """The number of rows was on the disk before the length of a file was: no row was filled there."""
+    with TensorCache.open(folder, "r+") as cache:
+        with cache._store._lock.held():
+            cache._store._states.grow(16)
+            cache._store._states.num_rows = 12
+        cache._store._close_files()
+        cache._store.is_closed = True
+
+    reader = TensorCache.open(folder)
+
+    assert [0, 4, 6, 8, 9, 10, 11] == reader.missing_rows().tolist()
+    assert torch.equal(values(4, 1)["x"], reader[[7]]["x"])
+    with pytest.raises(CorruptFileError, match=r"x\.safetensors has no room .* with mode='r\+' mends the column"):
+        reader["x"]
+    TensorCache.open(folder, "r+").close()
+    assert (8, 300) == tuple(TensorCache.open(folder)["x"].shape)
 
 
 def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder):
