@@ -1,7 +1,11 @@
-"""Whether this machine lets go of cached files when asked to: in memory-backed folders there is nothing to let go."""
+"""Files in memory: whether this machine lets go of them when asked to, and a cache whose rows are there.
+
+In memory-backed folders there is nothing to let go.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from offload import TensorCache
 from offload.storage.file import TensorFile
 from offload.storage.pages import Range
 
@@ -32,3 +37,21 @@ def _can_be_dropped() -> bool:
 needs_page_cache = pytest.mark.skipif(
     not _can_be_dropped(), reason="cached files can't be dropped here (not Linux, or a temporary folder in memory)"
 )
+
+
+def made_hot(cache: TensorCache) -> None:
+    """Read all rows of a cache until it gives them with little else done; skips where the system can't tell."""
+    path = next(iter(cache.folder.glob("*.safetensors")))
+    with path.open("rb", buffering=0) as file:
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except (AttributeError, OSError) as error:
+            pytest.skip(f"whether rows are in memory can't be told here: {error}")
+    rows = torch.arange(len(cache))
+    for _ in range(20):  # the system may take pages away meanwhile
+        cache[rows]
+        if cache._store.read_hot(rows, None) is not None:
+            return
+    raise AssertionError("the rows did not stay in memory")

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.cache.gather import RowFile
-from offload.cache.indexing import Numbers
+from offload.cache.indexing import Numbers, Rows
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
 from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
 from offload.storage.file import TensorFile
@@ -29,7 +29,6 @@ from offload.storage.header import Entry, build, contiguous
 from offload.storage.names import file_name
 from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
 
-_HUGE = 4 << 20
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _SHAPE = b'"shape": ['  # of a column; within a name the quotes would have slashes before them
 _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
@@ -47,7 +46,7 @@ class FixedColumn:
         self.column = column
         self.path = folder / file_name(column.name)
         self._row_bytes = row_bytes(column)
-        self._file = RowFile(self.path, _start(column), self._row_bytes, writes=writes)
+        self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
             self._refuse_another()
         except BaseException:
@@ -65,6 +64,11 @@ class FixedColumn:
         path = folder / file_name(column.name)
         refuse_foreign(path)
         put_file(path, _head(column, room), _size(column, room), durable=False)
+
+    def table(self, count: int) -> tuple[RowFile, torch.Tensor] | None:
+        """The file, and so many of its rows, if it is in memory."""
+        words = self._file.table(count)
+        return None if words is None else (self._file, words)
 
     def _refuse_another(self) -> None:
         """A crash may have torn a header behind the number of rows: what stands before is always the same."""
@@ -128,7 +132,7 @@ class FixedColumn:
         rows = self._as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
         return rows if kept is None else rows[torch.from_numpy(kept)]
 
-    def write(self, rows: Numbers, values: torch.Tensor) -> int:
+    def write(self, rows: Rows, values: torch.Tensor) -> int:
         """Write what `prepare` gave to rows whose numbers ascend; how many bytes that was.
 
         Raises:
@@ -138,7 +142,7 @@ class FixedColumn:
         return self.nbytes(len(rows))
 
     def read(
-        self, rows: Numbers, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
+        self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> torch.Tensor:
         """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled`: None where all are.
 
@@ -146,22 +150,24 @@ class FixedColumn:
             CorruptFileError
             ShapeMismatchError: `out` is another.
         """
-        shape = (len(rows), *self.column.row_shape)
+        if out is not None:
+            self._refuse_other(out, (len(rows), *self.column.row_shape))
+        if filled is None:
+            return self._file.read(rows, out, pinned=pinned)
         if out is None:
-            out = _fresh(self.column.dtype, shape, pinned=pinned)
-        elif tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or out.is_cuda:
+            out = torch.empty(
+                (len(rows), *self.column.row_shape), dtype=self.column.dtype, device="cpu", pin_memory=pinned
+            )
+        part = self._file.read(Rows(rows.numbers[filled]))  # a writer may be cutting off room in which no row is filled
+        self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
+        return out
+
+    def _refuse_other(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or out.is_cuda:
             raise ShapeMismatchError(
                 f"column {self.column.name!r}: `out` is to be contiguous, on the CPU, {shape} {self.column.dtype}, "
                 f"and is {tuple(out.shape)} {out.dtype}"
             )
-        flat = self._as_bytes(out)
-        if filled is None:
-            self._file.read(rows, flat)
-            return out
-        part = torch.empty((int(filled.sum()), self._row_bytes), dtype=torch.uint8, device="cpu")
-        self._file.read(rows[filled], part)  # a writer may be cutting off room in which no row is filled
-        flat.zero_()[torch.from_numpy(filled)] = part
-        return out
 
     def _as_bytes(self, rows: torch.Tensor) -> torch.Tensor:
         """(rows, bytes of a row), over the same memory."""
@@ -207,14 +213,6 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
             f"cast them with .to({column.dtype})"
         )
     return tensor.cpu()
-
-
-def _fresh(dtype: torch.dtype, shape: tuple[int, ...], *, pinned: bool) -> torch.Tensor:
-    """Memory to read into. For large arrays NumPy asks the system for huge pages: fewer of them are touched first."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if pinned or nbytes < _HUGE:
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
-    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _head(column: Column, room: int) -> bytes:

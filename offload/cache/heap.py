@@ -23,7 +23,7 @@ import torch
 
 from offload.cache.columns import Filled, FixedColumn, as_tensor, row_bytes
 from offload.cache.gather import opened, read_parts
-from offload.cache.indexing import Numbers
+from offload.cache.indexing import Numbers, Rows
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.errors import CorruptFileError, DtypeMismatchError, ForeignFileError, ShapeMismatchError
 from offload.storage.names import SUFFIX, file_name
@@ -108,7 +108,7 @@ class HeapColumn:
         parts = [self._encoded(row) for row in rows]
         return Batch(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts)
 
-    def write(self, rows: Numbers, batch: Batch) -> int:
+    def write(self, rows: Rows, batch: Batch) -> int:
         """Write what `prepare` gave; how many bytes that was. Under the lock.
 
         Raises:
@@ -124,12 +124,12 @@ class HeapColumn:
             rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)).view(torch.uint8)
         )
 
-    def lengths(self, rows: Numbers, filled: Filled) -> Numbers:
+    def lengths(self, rows: Rows, filled: Filled) -> Numbers:
         counts: Numbers = self._index.read(rows, filled).numpy()[:, 1]
         return counts
 
     def read(
-        self, rows: Numbers, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
+        self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> list[Any] | Ragged:
         """The rows; of those that are not filled, no values.
 

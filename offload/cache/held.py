@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from offload.cache.gather import RowFile
-from offload.cache.indexing import Numbers
+from offload.cache.indexing import Numbers, Rows
 from offload.cache.manifest import Manifest
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import schema_of
 from offload.checkpoint import open_checkpoint
 from offload.errors import CacheError, ColumnError, ShapeMismatchError, UnsupportedOpError
@@ -41,7 +41,7 @@ class HeldColumn:
         self.tensor = tensor.detach()
         self._file: RowFile | None = None
 
-    def read(self, rows: Numbers, *, pinned: bool = False) -> torch.Tensor:
+    def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
         """(rows, *row_shape): on the device of the tensor, from a file on the CPU.
 
         Raises:
@@ -49,22 +49,18 @@ class HeldColumn:
         """
         if is_offloaded(self.tensor):
             return self._from_file(self.tensor, rows, pinned=pinned)  # type: ignore[arg-type]
-        values = self.tensor[torch.from_numpy(rows).to(self.tensor.device)]
+        values = self.tensor[torch.from_numpy(rows.numbers).to(self.tensor.device)]
         return values.pin_memory() if pinned and values.device.type == "cpu" else values
 
-    def _from_file(self, tensor: OffloadedTensor, rows: Numbers, *, pinned: bool) -> torch.Tensor:
+    def _from_file(self, tensor: OffloadedTensor, rows: Rows, *, pinned: bool) -> torch.Tensor:
         handle = tensor._file_handle()
-        row_shape = tuple(tensor.shape[1:])
         if tensor._is_part() or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
-            return mapped_value(tensor)[torch.from_numpy(rows)]
-        out = torch.empty((len(rows), *row_shape), dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        if out.numel():
-            flat = out.view(len(rows), -1).view(torch.uint8)
-            if self._file is None:
-                self._file = RowFile(handle.path, handle.extent[0], flat.shape[1], writes=False)
-            handle.base()  # is it still the file that was opened?
-            self._file.read(rows, flat)
-        return out
+            return mapped_value(tensor)[torch.from_numpy(rows.numbers)]
+        if self._file is None:
+            row_shape = tuple(tensor.shape[1:])
+            self._file = RowFile(handle.path, handle.extent[0], tensor.dtype, row_shape, writes=False)
+        handle.base()  # is it still the file that was opened?
+        return self._file.read(rows, pinned=pinned)
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
@@ -143,7 +139,7 @@ class HeldStore:
 
     def read(
         self,
-        rows: Numbers,
+        rows: Rows,
         columns: Iterable[str] | None,
         *,
         out: Mapping[str, torch.Tensor] | None,
@@ -154,7 +150,10 @@ class HeldStore:
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
-    def lengths(self, column: str, _: Numbers) -> NoReturn:
+    def read_hot(self, *_: Any) -> None:
+        """What is in memory comes as fast through `read`."""
+
+    def lengths(self, column: str, _: Rows) -> NoReturn:
         self.names([column])
         raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.columns[column].row_shape)}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,20 +21,64 @@ Numbers: TypeAlias = "npt.NDArray[np.int64]"
 _FORMS = "an int, a slice, a range, a list, or a 1-D integer or bool tensor or array"
 
 
-@dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a cache.
+    """Some rows of a cache, by their numbers from 0 on, in the order that was asked for; a number may repeat.
 
     Attributes:
-        numbers: from 0 on, in the order that was asked for; may repeat.
+        span: the same as a slice, where each row follows the one before.
         is_one: whether a single row was named, which comes without a leading dimension.
     """
 
-    numbers: Numbers
-    is_one: bool = False
+    __slots__ = ("_last", "_numbers", "is_one", "span")
+
+    def __init__(self, numbers: Numbers, last: int | None = None, *, is_one: bool = False) -> None:
+        """
+        Args:
+            last: the largest of the numbers, where it is known.
+        """
+        self._numbers: Numbers | None = numbers
+        self._last = last
+        self.span = span_of(numbers)
+        self.is_one = is_one
+
+    @classmethod
+    def run(cls, first: int, end: int) -> Rows:
+        """From one row up to another."""
+        rows = cls.__new__(cls)
+        rows._numbers, rows._last, rows.span, rows.is_one = None, None, slice(first, max(first, end)), False
+        return rows
+
+    @property
+    def numbers(self) -> Numbers:
+        if self._numbers is None:
+            self._numbers = np.arange(self.span.start, self.span.stop)  # type: ignore[union-attr]
+        return self._numbers
+
+    @property
+    def last(self) -> int:
+        """The largest number, -1 if there is none."""
+        if self.span is not None:
+            return self.span.stop - 1 if len(self) else -1
+        if self._last is None:
+            self._last = int(self.numbers.max())
+        return self._last
+
+    def some(self, count: int) -> list[int]:
+        """About so many of them, spread over all."""
+        step = -(-len(self) // count)
+        if self.span is not None:
+            return list(range(self.span.start, self.span.stop, step or 1))
+        numbers: list[int] = self.numbers[::step].tolist()
+        return numbers
+
+    def kept(self) -> Rows:
+        """With numbers of its own: those of the caller may become others."""
+        return self if self._numbers is None else Rows(self._numbers.copy(), self._last)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        if self._numbers is not None:
+            return len(self._numbers)
+        return self.span.stop - self.span.start  # type: ignore[no-any-return, union-attr]
 
 
 def rows_of(index: Any, size: int) -> Rows:
@@ -45,14 +88,17 @@ def rows_of(index: Any, size: int) -> Rows:
         RowIndexError: it names none, or some that are not there.
     """
     if isinstance(index, slice):
-        return Rows(np.arange(*index.indices(size), dtype=np.int64))
+        start, stop, step = index.indices(size)
+        return Rows.run(start, stop) if step == 1 else Rows(np.arange(start, stop, step, dtype=np.int64))
     if isinstance(index, range):
         _checked(np.array([index[0], index[-1]] if index else []), size)  # before there is memory for all
-        return Rows(_checked(np.arange(index.start, index.stop, index.step, dtype=np.int64), size))
+        return Rows(_checked(np.arange(index.start, index.stop, index.step, dtype=np.int64), size)[0])
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
-        return Rows(_masked(numbers, size) if numbers.dtype == bool else _checked(numbers, size), numbers.ndim == 0)
-    return Rows(_checked(np.array(_number(index)), size), True)
+        if numbers.dtype == bool:
+            return Rows(_masked(numbers, size))
+        return Rows(*_checked(numbers, size), is_one=numbers.ndim == 0)
+    return Rows(*_checked(np.array(_number(index)), size), is_one=True)
 
 
 def span_of(numbers: Numbers) -> slice | None:
@@ -78,10 +124,12 @@ def _number(index: Any) -> int:
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
     """An array of bool, or of integers, with one dimension or none."""
     if isinstance(index, torch.Tensor):
-        array = index.detach().cpu().numpy()
+        array = (index if type(index) is torch.Tensor and index.is_cpu else index.detach().cpu()).numpy()
+    elif isinstance(index, np.ndarray):
+        array = np.require(index, requirements=["C", "W"])  # as torch has them
     else:
         try:
-            array = np.asarray(index if len(index) or isinstance(index, np.ndarray) else np.empty(0, dtype=np.int64))
+            array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
         except ValueError:  # lists of different lengths
             array = np.asarray(None)
     if array.ndim == 1 and array.dtype == bool:
@@ -97,20 +145,23 @@ def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:
     return np.flatnonzero(mask)
 
 
-def _checked(numbers: npt.NDArray[Any], size: int) -> Numbers:
-    """From 0 on, and with a dimension."""
-    numbers = np.atleast_1d(numbers)
+def _checked(numbers: npt.NDArray[Any], size: int) -> tuple[Numbers, int | None]:
+    """From 0 on, and with a dimension; and the largest, if it is known."""
+    if numbers.ndim == 0:
+        numbers = numbers[None]
     if not len(numbers):
-        return numbers.astype(np.int64)
-    if numbers.dtype == np.int64 and int(np.maximum.reduce(numbers.view(np.uint64))) < size:
-        return numbers  # read without its sign a negative number is larger than any size
+        return numbers.astype(np.int64), None
+    if numbers.dtype == np.int64:
+        most = int(np.maximum.reduce(numbers.view(np.uint64)))
+        if most < size:
+            return numbers, most  # read without its sign a negative number is larger than any size
     least, most = int(numbers.min()), int(numbers.max())
     if least < -size or most >= size:
         wrong = most if most >= size else least
         has = f"its rows go from 0 to {size - 1}, or from {-size} to -1" if size else "it has no rows"
         raise RowIndexError(f"row {wrong} is out of range for a cache of {size} rows: {has}")
     numbers = numbers.astype(np.int64, copy=False)  # those of 64 bits without a sign have been looked at as they are
-    return np.where(numbers < 0, numbers + size, numbers) if least < 0 else numbers
+    return np.where(numbers < 0, numbers + size, numbers) if least < 0 else numbers, None
 
 
 def _short(index: object) -> str:

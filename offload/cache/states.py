@@ -6,10 +6,12 @@ Always true:
 - who writes a row moves its byte on, so that two writers of it can tell; who fills it moves it on again
 - a byte says filled only when what it stands for is on the disk
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
+- between a byte that stops saying that its cell is filled and the data of that the count of changes moves: who has seen
+  rows filled may take them for that until it does
 - the file never gets shorter: who has it mapped would be killed by a look at what was cut off
 
-The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room), then the bytes, row by
-row. It may be longer than that, with nothing there: a sync of its length waits for rows.
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, changes), then the
+bytes, row by row. It may be longer than that, with nothing there: a sync of its length waits for rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from offload.cache.indexing import Numbers, span_of
+from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import lock, unlock
 from offload.errors import CacheError, CorruptFileError, MissingFileError
 from offload.storage.write import explained, put_file
@@ -36,6 +38,9 @@ EMPTY, BEGUN, _LAST = 0, 1, 255
 _CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
 _AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
+_PART = 1 << 16  # rows that are looked at at a time, where one may end it
+_QUICKER = 16  # times that cells are looked at in order, than some here and there
+_LOOK = 4096  # rows here and there in the time that it takes to begin
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range(256)])
 _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
@@ -55,6 +60,8 @@ class States:
         self._pid = os.getpid()
         self._reserved: set[int] = set()
         self._durable = 0  # bytes that the file has, also after a power cut
+        self._known_filled = (-1, 0)  # at so many changes, so many rows from the first on
+        self._looked_at = 0  # rows here and there, since all were
         try:
             self.fd = os.open(self.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -69,7 +76,7 @@ class States:
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
         """A file in which every row is empty; takes the disk space of one page."""
-        counts = np.array([VERSION, columns, rows, rows], dtype="<u8").tobytes()
+        counts = np.array([VERSION, columns, rows, rows, 0], dtype="<u8").tobytes()
         put_file(folder / FILE, MAGIC + counts, PAGE + rows * columns)
 
     @property
@@ -84,6 +91,16 @@ class States:
     def room(self) -> int:
         """Rows that there is room for."""
         return int(self._counts[3])
+
+    @property
+    def changes(self) -> int:
+        """How often rows began to be written."""
+        return int(self._counts[4])
+
+    def known_filled(self, changes: int) -> int:
+        """How many rows, from the first on, are known to have been filled in every column at so many changes."""
+        known_at, rows = self._known_filled
+        return rows if known_at == changes else 0
 
     @property
     def nbytes(self) -> int:
@@ -106,13 +123,24 @@ class States:
         self._counts[3] = room
         self._map()
 
-    def of(self, rows: Numbers, columns: list[int]) -> Bytes:
+    def of(self, rows: Rows, columns: list[int]) -> Bytes:
         """The bytes of these cells, (rows, columns): a copy."""
+        self._look_at_all(len(rows))
         index = self._cells(rows, columns)
         cells: Bytes = self._all().take(index, 0) if isinstance(index, np.ndarray) else self._all()[index]
         return cells.copy() if cells.base is not None else cells
 
-    def begin(self, rows: Numbers, columns: list[int]) -> Bytes:
+    def _look_at_all(self, count: int) -> None:
+        """When some have been looked at for as long as it takes: if all are filled none need be, until one changes."""
+        self._looked_at += _LOOK + count
+        changes, rows = self.changes, self.num_rows
+        if self._looked_at * _QUICKER >= rows * self._columns:
+            self._looked_at = 0
+            parts = (self._all()[at : min(at + _PART, rows)] for at in range(0, rows, _PART))
+            if all(map(_is_filled, parts)):
+                self._known_filled = (changes, rows)
+
+    def begin(self, rows: Rows, columns: list[int]) -> Bytes:
         """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
 
         Under the lock.
@@ -120,18 +148,19 @@ class States:
         Raises:
             WriteError: the disk is full.
         """
-        self._reserve(rows)
+        self._reserve(rows.numbers)
         cells = self._cells(rows, columns)
         before: Bytes = self._all()[cells]
         rewrites = before.any()
         now: Bytes = before + 1 + (before & 1)
         now[before == _LAST] = BEGUN + 2
         self._all()[cells] = now
+        self._counts[4] += 1
         if rewrites:  # the disk may say that they are filled
             self.sync()
         return now
 
-    def fill(self, rows: Numbers, columns: list[int], begun: Bytes) -> None:
+    def fill(self, rows: Rows, columns: list[int], begun: Bytes) -> None:
         """Say of what is on the disk that it is filled, but for cells that somebody has begun to write again.
 
         Under the lock.
@@ -217,21 +246,21 @@ class States:
             self._map()
         return self._bytes
 
-    def _cells(self, rows: Numbers, columns: list[int]) -> Any:
+    def _cells(self, rows: Rows, columns: list[int]) -> Any:
         """An index, as cheap a one as there is."""
-        span = span_of(rows)
+        numbers = rows.numbers if rows.span is None else rows.span
         if len(columns) == self._columns and columns == list(range(self._columns)):
-            return rows if span is None else span
-        return (rows[:, None], columns) if span is None else (span, columns)
+            return numbers
+        return (numbers[:, None], columns) if isinstance(numbers, np.ndarray) else (numbers, columns)
 
     def _map(self) -> None:
         size = os.fstat(self.fd).st_size
         if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
             raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
         mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
-        self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=4, offset=16)
-        version, columns, rows, room = said = self._counts.tolist()
-        if os.fstat(self.fd).st_size != size or self._counts.tolist() != said:
+        self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
+        version, columns, rows, room = said = self._counts[:4].tolist()
+        if os.fstat(self.fd).st_size != size or self._counts[:4].tolist() != said:
             self._map()  # another process is making room
             return
         self._check(size, version, columns, rows, room)
@@ -264,6 +293,11 @@ class States:
             with explained(self.path, _CHUNK, "folder"):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
             self._reserved.add(chunk)
+
+
+def _is_filled(cells: Bytes) -> bool:
+    """As `all_filled`, for many."""
+    return not cells.size or bool(cells.min() != EMPTY and not np.bitwise_or.reduce(cells, axis=None) & 1)
 
 
 def all_filled(cells: bytes) -> bool:

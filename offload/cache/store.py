@@ -25,6 +25,7 @@ import torch
 
 from offload.cache.columns import FixedColumn
 from offload.cache.heap import HeapColumn
+from offload.cache.hot import HotRows
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import FolderLock, lock
 from offload.cache.manifest import FILE as MANIFEST
@@ -62,7 +63,7 @@ _LOOKS = 1000  # at rows that others write while they are read
 class Written:
     """Cells that were written and not flushed: `states.fill` takes them."""
 
-    rows: Numbers
+    rows: Rows
     columns: list[int]
     begun: Bytes
 
@@ -86,6 +87,7 @@ class Store:
         self._written_since = 0.0
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
+        self._hot: HotRows | None = None
         self._files: dict[str, FixedColumn | HeapColumn] = {}
         self._opened = ExitStack()
         self._opened.callback(self._lock.close)
@@ -213,7 +215,7 @@ class Store:
                 )
             return wrap_handle(Handle.reference(column.with_rows(self.num_rows), column.column.name), device)
 
-    def lengths(self, name: str, rows: Numbers) -> Numbers:
+    def lengths(self, name: str, rows: Rows) -> Numbers:
         """How many values each row has; 0 where it is not filled."""
         [place] = self.places([name])
         file = self._files[name]
@@ -228,7 +230,7 @@ class Store:
 
     def read(
         self,
-        rows: Numbers,
+        rows: Rows,
         columns: Iterable[str] | None,
         *,
         missing: str,
@@ -244,14 +246,13 @@ class Store:
             raise CacheError(f"missing={missing!r} is not known: 'error' or 'zeros'")
         places = self.places(columns)
         for _ in range(_LOOKS):
-            before = self._states.of(rows, places)
-            is_whole = all_filled(before.tobytes())
-            if not is_whole and self.flush_own():
+            changes = self._states.changes
+            before = None if rows.last < self._states.known_filled(changes) else self._states.of(rows, places)
+            if before is not None and not all_filled(before.tobytes()) and self.flush_own():
                 before = self._states.of(rows, places)
-                is_whole = all_filled(before.tobytes())
-            filled = None if is_whole else cells_filled(before)
+            filled = None if before is None or all_filled(before.tobytes()) else cells_filled(before)
             if missing == "error" and filled is not None:
-                self._refuse_missing(rows[~filled.all(axis=1)])
+                self._refuse_missing(rows.numbers[~filled.all(axis=1)])
             try:
                 found = {
                     name: self._files[name].read(
@@ -260,15 +261,32 @@ class Store:
                     for at, name in enumerate(self._names[place] for place in places)
                 }
             except CorruptFileError:  # or what was read of it was half another's
-                if self._are_still(rows, places, before):
+                if self._are_still(rows, places, before, changes):
                     raise
                 continue
-            if self._are_still(rows, places, before):
+            if self._are_still(rows, places, before, changes):
+                self._keep_hot(changes)
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
 
-    def _are_still(self, rows: Numbers, places: list[int], before: Bytes) -> bool:
+    def read_hot(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+        """Rows as `read` gives them, if all are filled and in memory; else, and for most forms of `index`, None."""
+        return None if self._hot is None else self._hot.take(index, columns)
+
+    def _keep_hot(self, changes: int) -> None:
+        count = self._states.known_filled(changes)
+        if not count or (self._hot is not None and self._hot.changes == changes):
+            return
+        fixed = {name: file.table(count) for name, file in self._files.items() if isinstance(file, FixedColumn)}
+        tables = {name: table for name, table in fixed.items() if table is not None}
+        self._hot = HotRows(self._states, changes, count, tables) if len(tables) == len(self._files) else None
+
+    def _are_still(self, rows: Rows, places: list[int], before: Bytes | None, changes: int) -> bool:
         """Whether nobody has begun to write what was filled."""
+        if self._states.changes == changes:
+            return True
+        if before is None:
+            return False
         now = self._states.of(rows, places)
         return now.tobytes() == before.tobytes() or not ((now != before) & cells_filled(before)).any()
 
@@ -295,7 +313,7 @@ class Store:
         prepared = {name: self._files[name].prepare(value, len(numbers), kept) for name, value in given.items()}
         if len(numbers):
             with self._lock.held():
-                self._put(numbers if kept is None else numbers[kept], places, prepared)
+                self._put(rows if kept is None else Rows(numbers[kept]), places, prepared)
             self._flush_if_due()
 
     def append(self, values: Mapping[str, Any]) -> range:
@@ -319,7 +337,7 @@ class Store:
                 self._make_room(first + count)
             self._states.num_rows = first + count
             if count:
-                self._put(np.arange(first, first + count), places, prepared)
+                self._put(Rows.run(first, first + count), places, prepared)
         self._flush_if_due()
         return range(first, first + count)
 
@@ -332,16 +350,16 @@ class Store:
                 "give a list, or a tensor whose first dimension is the rows"
             ) from None
 
-    def _put(self, numbers: Numbers, places: list[int], prepared: Mapping[str, Any]) -> None:
+    def _put(self, rows: Rows, places: list[int], prepared: Mapping[str, Any]) -> None:
         """Write rows whose numbers ascend. Under the lock."""
-        with self._explained(numbers):
-            begun = self._states.begin(numbers, places)
-            nbytes = sum(self._files[name].write(numbers, values) for name, values in prepared.items())
+        with self._explained(rows):
+            begun = self._states.begin(rows, places)
+            nbytes = sum(self._files[name].write(rows, values) for name, values in prepared.items())
         if not self._written:
             self._written_since = time.monotonic()
             self._most_bytes = min(_MOST_BYTES, max(available_bytes() // 8, _LEAST_FLUSHED))
-        self._written.append(Written(numbers.copy(), places, begun))  # the caller may use his tensor for other rows
-        self._written_bytes += nbytes + len(numbers) * _ROW
+        self._written.append(Written(rows.kept(), places, begun))
+        self._written_bytes += nbytes + len(rows) * _ROW
 
     def _flush_if_due(self) -> None:
         if self._written_bytes > self._most_bytes or (
@@ -407,14 +425,14 @@ class Store:
             util.Finalize(None, self.flush_own, exitpriority=10)  # a worker process ends
 
     @contextmanager
-    def _explained(self, numbers: Numbers) -> Iterator[None]:
+    def _explained(self, rows: Rows) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             reason = error.strerror or ""
             raise WriteError(
                 error.errno,
-                f"{len(numbers)} rows from row {numbers[0]} on could not be written "
+                f"{len(rows)} rows from row {rows.numbers[0]} on could not be written "
                 f"({reason.partition('; nothing')[0]}): they count as missing. "
                 "Free some space or take another folder, and write them again",
                 str(self.folder),
@@ -454,6 +472,7 @@ class Store:
 
     def _close_files(self) -> None:
         self._tensors.clear()
+        self._hot = None
         self._opened.close()
 
 

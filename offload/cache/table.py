@@ -32,6 +32,7 @@ from offload.progress import progress
 from offload.storage.folders import private_folder
 from offload.storage.modes import plain_world
 from offload.tensor.arguments import checked_device
+from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
 
 
@@ -337,9 +338,13 @@ class TensorCache(ReadByIndex):
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
         """
         store = self._open()
+        if device is None and out is None and missing == "error" and not pin_memory and self.device == CPU:
+            hot = store.read_hot(rows, columns)
+            if hot is not None:
+                return hot
         with plain_world():
             wanted = rows_of(rows, store.num_rows)
-            found = store.read(wanted.numbers, columns, missing=missing, out=out, pinned=pin_memory)
+            found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
             target = self.device if device is None else checked_device(device)
             found = {name: _sent(value, target, pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
@@ -354,7 +359,7 @@ class TensorCache(ReadByIndex):
             UnsupportedOpError: the column has rows of one shape.
         """
         store = self._open()
-        return torch.from_numpy(store.lengths(column, rows_of(rows, store.num_rows).numbers))
+        return torch.from_numpy(store.lengths(column, rows_of(rows, store.num_rows)))
 
     def __setitem__(self, rows: Any, values: Mapping[str, Any]) -> None:
         """Write rows, of all columns or of some. They are filled when they have been flushed.
@@ -436,7 +441,7 @@ def _formed(value: Any, ragged: str, padding: complex) -> Any:
 
 def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=pinned)
+        return value if value.device == device else value.to(device, non_blocking=pinned)
     return Ragged(value.values.to(device, non_blocking=pinned), value.counts) if isinstance(value, Ragged) else value
 
 

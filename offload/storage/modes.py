@@ -1,7 +1,7 @@
 """Outside every mode of torch's.
 
 Always true:
-- in `plain_world` a tensor is just a tensor, whatever the caller is in the middle of
+- in a plain world a tensor is just a tensor, whatever the caller is in the middle of
 """
 
 from __future__ import annotations
@@ -9,6 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+
+def is_plain_world() -> bool:
+    """Whether there is no mode to leave; gradients may be on."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch.is_inference_mode_enabled()
+    )
 
 
 class plain_world:

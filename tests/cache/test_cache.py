@@ -18,6 +18,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.storage.dtypes import _NAMED
+from tests.page_cache import needs_page_cache
 
 SIZE = 10
 DTYPES = sorted(set(_NAMED.values()), key=str)
@@ -231,6 +232,7 @@ def test_a_column_grows_with_the_cache_and_an_old_one_says_that_it_is_old(tmp_pa
     assert (3001, 2) == tuple(load_file(cache.folder / "x.safetensors")["x"].shape)
 
 
+@needs_page_cache
 def test_a_thousand_million_rows_are_allocated_at_once_and_take_no_disk(tmp_path):
     with cache_of(tmp_path, {"x": (torch.float32, (1000,))}, 10**9) as cache:
         cache[-1] = {"x": torch.ones(1000)}

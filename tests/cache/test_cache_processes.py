@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload import TensorCache
 from offload.cache import states as states_module
+from offload.cache.indexing import Rows as SomeRows
 from offload.errors import MissingRowsError
 from tests.processes import in_fork
 
@@ -190,7 +191,7 @@ def test_a_reader_that_looks_at_rows_that_are_none_any_more_lives(tmp_path):
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
     assert not in_fork(lambda: appended_and_killed(tmp_path))
     reader = TensorCache.open(tmp_path)._store
-    rows = np.arange(40_000, reader.num_rows)
+    rows = SomeRows.run(40_000, reader.num_rows)
 
     TensorCache.open(tmp_path, "r+").close()
 

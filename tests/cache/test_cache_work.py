@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from offload import TensorCache
-from offload.cache import gather
+from offload.cache import rowfile
+from offload.cache.indexing import Rows
 from offload.cache.states import FILE, PAGE
 from offload.errors import CorruptFileError
+from tests.page_cache import needs_page_cache
 
 COLUMNS = {"x": (torch.int64, (1024,))}  # rows of 8 KiB
 
@@ -85,7 +87,7 @@ def test_the_states_of_a_closed_cache_are_of_its_rows_though_their_file_stays_lo
 
 def test_rows_behind_each_other_are_given_to_the_disk_once_in_whole_pages(tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(gather, "begin_to_write_out", lambda fd, start, nbytes: given.append((start, start + nbytes)))
+    monkeypatch.setattr(rowfile, "begin_to_write_out", lambda fd, start, nbytes: given.append((start, start + nbytes)))
     cache = TensorCache.create(tmp_path, {"x": (torch.uint8, (3000,))}, 8000)
 
     for start in range(0, 8000, 500):
@@ -97,9 +99,10 @@ def test_rows_behind_each_other_are_given_to_the_disk_once_in_whole_pages(tmp_pa
     assert all(end - start > (8 << 20) - PAGE and end % PAGE == 0 for start, end in given)
 
 
+@needs_page_cache
 def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_path, calls, monkeypatch):
-    monkeypatch.setattr(gather, "_STILL", 3600.0)
-    cache, rows = filled_cache(tmp_path), torch.tensor([40, 3, 63, 3, 0, 17, 20, 33])
+    monkeypatch.setattr(rowfile, "_STILL", 3600.0)
+    cache, rows = filled_cache(tmp_path), torch.tensor([40, 3, 63, 3, 0, 17, 20, 33], dtype=torch.int32)
 
     batch = cache[rows]
 
@@ -107,24 +110,25 @@ def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_p
     assert len(rows) == len(calls["preadv"])  # looks
     assert torch.equal(rows, cache[rows]["x"][:, 1023])
     assert len(rows) == len(calls["preadv"])
-    cache._store._files["x"]._file._in_memory_until = 0.0  # the moment is over
+    cache._store._files["x"]._file.in_memory_until = 0.0  # the moment is over
     assert torch.equal(rows, cache[rows]["x"][:, 0])
     assert len(rows) + 4 == len(calls["preadv"])
 
 
 def test_a_run_is_read_in_one_call_and_is_copied_once_the_file_is_in_memory(tmp_path, calls, monkeypatch):
     cache = filled_cache(tmp_path)
-    monkeypatch.setattr(gather, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(rowfile, "cached_bytes", lambda *_: 0)
     for start in (0, 1, 20):
         assert torch.equal(torch.arange(start, start + 30), cache[start : start + 30]["x"][:, 7])
     assert 3 == len(calls["preadv"])
 
-    monkeypatch.setattr(gather, "cached_bytes", lambda _, nbytes: nbytes)
+    monkeypatch.setattr(rowfile, "cached_bytes", lambda _, nbytes: nbytes)
 
     assert torch.equal(torch.arange(64), cache[:]["x"][:, 7])
     assert 3 == len(calls["preadv"])
 
 
+@needs_page_cache
 @pytest.mark.parametrize("absent", [5, 6])
 def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeypatch, absent):
     cache, places = filled_cache(tmp_path, 512), []
@@ -133,7 +137,7 @@ def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeyp
         places.append(address)
         return nbytes * (len(places) <= 200 - absent or len(places) > 200)
 
-    monkeypatch.setattr(gather, "cached_bytes", cached_bytes)
+    monkeypatch.setattr(rowfile, "cached_bytes", cached_bytes)
     rows = torch.arange(0, 512, 2)
 
     assert torch.equal(rows, cache[rows]["x"][:, 7])
@@ -142,8 +146,9 @@ def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeyp
     assert (absent == 6) == (cache._store._files["x"]._file._mapped is None)
 
 
+@needs_page_cache
 def test_what_is_not_in_memory_of_a_mapped_file_is_read_and_the_mapping_stays_while_it_is_little(tmp_path, monkeypatch):
-    monkeypatch.setattr(gather, "_STILL", 0.0)
+    monkeypatch.setattr(rowfile, "_STILL", 0.0)
     cache, rows = filled_cache(tmp_path, 512), torch.arange(0, 512, 2)
     file = cache._store._files["x"]._file
     cache[rows]
@@ -159,13 +164,13 @@ def test_what_is_not_in_memory_of_a_mapped_file_is_read_and_the_mapping_stays_wh
     assert torch.equal(rows, cache[rows]["x"][:, 7])
     assert mapped is not None
     assert mapped is file._mapped
-    monkeypatch.setattr(gather, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(rowfile, "cached_bytes", lambda *_: 0)
     assert torch.equal(rows, cache[rows]["x"][:, 7])
     assert file._mapped is None
 
 
 def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
-    monkeypatch.setattr(gather, "available_bytes", lambda: 0)  # nothing is mapped
+    monkeypatch.setattr(rowfile, "available_bytes", lambda: 0)  # nothing is mapped
     with TensorCache.create(tmp_path, {"x": (torch.int16, (40,))}, 2000) as cache:
         cache[:] = {"x": torch.arange(2000, dtype=torch.int16)[:, None].expand(-1, 40)}
     cache = TensorCache.open(tmp_path)
@@ -187,3 +192,16 @@ def test_rows_of_a_file_that_was_cut_are_never_others(tmp_path, size):
         cache[torch.tensor([40, 3])]
     if size > PAGE + 100:
         assert [5, 3] == cache[torch.tensor([5, 3])]["x"][:, 7].tolist()
+
+
+@pytest.mark.parametrize("start", [8, 16])
+def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_read_all_the_same(tmp_path, start):
+    values = torch.randn(300, dtype=torch.complex128).view(100, 3)
+    (tmp_path / "rows").write_bytes(bytes(start) + values.view(torch.uint8).numpy().tobytes())
+    file = rowfile.RowFile(tmp_path / "rows", start, torch.complex128, (3,), writes=False)
+    numbers = torch.tensor([99, 0, 42])
+
+    for _ in range(2):
+        assert torch.equal(values[numbers], file.read(Rows(numbers.numpy())))
+        assert torch.equal(values[5:80], file.read(Rows.run(5, 80)))
+    file.close()

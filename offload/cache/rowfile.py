@@ -1,0 +1,222 @@
+"""Rows of a file, by their numbers.
+
+Always true:
+- a mapping is used for what is in memory already: under a cap on memory one that is not collapses to a page at a time
+- what is not in memory is read by calls, announced before
+- what is written is rows, never through a mapping
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from offload.cache.gather import CAN_ADVISE, opened, read_parts, read_run, runs
+from offload.cache.indexing import Rows
+from offload.errors import CorruptFileError
+from offload.memory import available_bytes
+from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
+from offload.storage.write import write_all
+
+_LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
+_STILL = 0.01  # seconds for which what is mapped is taken to be in memory after it was
+_READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
+_SAMPLES, _ABSENT = 256, 5  # pages of a mapped file that are looked at; so many of them need not be in memory
+_WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform.startswith("linux") else 0)
+_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # of NumPy and of torch
+_HUGE = 32 << 20  # bytes: for less the C library has memory that was touched before
+
+
+class RowFile:
+    """A file with rows of one dtype and shape, from byte `start` on."""
+
+    def __init__(self, path: Path, start: int, dtype: torch.dtype, row_shape: tuple[int, ...], *, writes: bool) -> None:
+        """
+        Raises:
+            MissingFileError, CorruptFileError
+        """
+        self.path = path
+        self._start = start
+        self._dtype = dtype
+        self._row_shape = row_shape
+        self._size = math.prod(row_shape) * dtype.itemsize
+        self._word: torch.dtype = getattr(torch, _WORDS[dtype.itemsize])  # rows of any dtype can be copied as these
+        self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        self._random = opened(path, os.O_RDONLY)
+        if CAN_ADVISE:  # else the system reads on behind each row
+            os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
+        self._mapped: torch.Tensor | None = None  # (rows that the file holds, *row_shape) of words
+        self.in_memory_until = 0.0  # as far as is known
+        self._behind = range(0)  # bytes behind each other that were written and not given to the disk
+        self._until_mapped = 0  # bytes that are to be read from memory before
+
+    def write(self, rows: Rows, data: memoryview) -> None:
+        """Write rows whose numbers ascend; `data` has them one behind the other.
+
+        Raises:
+            OSError
+        """
+        for begin, end in [(0, len(rows))] if rows.span else runs(rows.numbers):
+            at = self._at(rows.span.start if rows.span else rows.numbers[begin])
+            self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
+
+    def read(self, rows: Rows, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
+        """Rows, in any order: (rows, *row_shape), plain, on the CPU; contiguous and all that if it is given.
+
+        Raises:
+            CorruptFileError: the file is cut, or the disk does not give it.
+        """
+        mapped = self._mapped  # another thread may be at it too
+        if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
+            return self._taken(mapped, rows, out, pinned=pinned)
+        if not self._size or not len(rows):
+            return self._fresh(len(rows), pinned=pinned).view(self._dtype) if out is None else out
+        try:
+            is_cached = self._are_cached(rows)
+            mapped = self._hot_mapping(rows, is_cached)
+            if mapped is not None:
+                return self._taken(mapped, rows, out, pinned=pinned)
+            words = self._fresh(len(rows), pinned=pinned) if out is None else out.view(self._word)
+            self._read(rows, words, announce=not is_cached)
+            return words.view(self._dtype) if out is None else out
+        except OSError as error:
+            raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
+
+    def table(self, count: int) -> torch.Tensor | None:
+        """So many rows from the first on, over the file's memory, for `copied` and `picked`; None if it has none."""
+        mapped = self._mapped
+        return None if mapped is None or len(mapped) < count else mapped[:count]
+
+    def copied(self, words: torch.Tensor, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
+        """Rows of a table behind each other."""
+        into = self._fresh(len(words), pinned=pinned) if out is None else out.view(self._word)  # without gradients
+        into.copy_(words)
+        return into.view(self._dtype) if out is None else out
+
+    def picked(self, words: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of a table.
+
+        Raises:
+            IndexError
+        """
+        return torch.index_select(words, 0, numbers).view(self._dtype)
+
+    def look(self, rows: Iterable[int]) -> None:
+        """See that these rows are in memory; for a moment, others are taken to be so too.
+
+        Raises:
+            OSError: one of them is not, or not in the file.
+        """
+        for row in rows:
+            if not os.preadv(self._random, [bytearray(1)], self._at(row), _NOWAIT):
+                raise OSError(errno.ENODATA, "the file ends before its rows")
+        self.in_memory_until = time.monotonic() + _STILL
+
+    def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
+        if rows.span:
+            return self.copied(mapped[rows.span], out, pinned=pinned)
+        numbers = torch.from_numpy(rows.numbers)
+        if out is None and not pinned:
+            return self.picked(mapped, numbers)
+        into = self._fresh(len(rows), pinned=pinned) if out is None else out.view(self._word)
+        torch.index_select(mapped, 0, numbers, out=into)
+        return into.view(self._dtype) if out is None else out
+
+    def _read(self, rows: Rows, into: torch.Tensor, *, announce: bool) -> None:
+        memory = into.view(torch.uint8).view(len(rows), self._size).numpy().data.cast("B")
+        if rows.span:
+            read_run(self.fd, self.path, self._at(rows.span.start), [memory])
+            return
+        size = np.int64(self._size)
+        starts, places = self._start + rows.numbers * size, np.arange(len(rows)) * size
+        sizes = np.broadcast_to(size, len(rows))
+        read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
+
+    def _fresh(self, count: int, *, pinned: bool) -> torch.Tensor:
+        """Words to read into. For many, NumPy asks the system for huge pages: fewer of them are touched first."""
+        shape = (count, *self._row_shape)
+        if pinned or count * self._size < _HUGE:
+            return torch.empty(shape, dtype=self._word, device="cpu", pin_memory=pinned)
+        return torch.from_numpy(np.empty(shape, dtype=_WORDS[self._dtype.itemsize]))
+
+    def _give_to_disk(self, at: int, nbytes: int) -> None:
+        """In large parts, whole pages; what is left waits for the next sync."""
+        behind = range(self._behind.start if at == self._behind.stop else at, at + nbytes)
+        if len(behind) >= _WRITTEN_OUT:
+            end = behind.stop // PAGE * PAGE
+            begin_to_write_out(self.fd, behind.start, end - behind.start)
+            behind = range(end, behind.stop)
+        self._behind = behind
+
+    def close(self) -> None:
+        self._mapped = None
+        os.close(self.fd)
+        os.close(self._random)
+
+    def _at(self, row: int | np.int64) -> int:
+        return self._start + int(row) * self._size
+
+    def _are_cached(self, rows: Rows) -> bool:
+        """Whether some of the rows, spread over all, are in memory; or some others were a moment ago.
+
+        To look brings in a page, and the system reads on in small pieces where one is there already: a run may be in
+        memory until it is mapped.
+        """
+        if not _NOWAIT:
+            return False
+        if self._mapped is None and rows.span:
+            return True
+        if self._mapped is not None and time.monotonic() < self.in_memory_until:
+            return True
+        try:
+            self.look(rows.some(_LOOKS if self._mapped is None else _LOOKS_IF_MAPPED))
+        except OSError:
+            return False
+        return True
+
+    def _hot_mapping(self, rows: Rows, is_cached: bool) -> torch.Tensor | None:
+        """The rows that the file holds, if these, and the file but for a little, are in memory.
+
+        To look all over the file takes time: it is done at the first batch that is in memory, and not soon again.
+        """
+        mapped = self._mapped
+        self._until_mapped -= len(rows) * self._size
+        is_due = is_cached and self._until_mapped < 0 and (mapped is None or len(mapped) <= rows.last)
+        if is_due or (mapped is not None and not is_cached and not _is_in_memory(mapped)):
+            mapped = self._mapped = self._map() if is_due else None
+            self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
+        return mapped if is_cached and mapped is not None and len(mapped) > rows.last else None
+
+    def _map(self) -> torch.Tensor | None:
+        size = os.fstat(self.fd).st_size
+        is_aligned = self._start % self._dtype.itemsize == 0
+        if not is_aligned or not self._start < size <= available_bytes() // 2:
+            return None
+        rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
+        mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
+        count = (size - self._start) // self._size
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)[self._start : self._start + count * self._size]
+        rows = whole.view(self._word).view(count, *self._row_shape)
+        return rows if _is_in_memory(rows) else None
+
+
+def _is_in_memory(mapped: torch.Tensor) -> bool:
+    """Whether nearly all of it is, by pages spread over it."""
+    address, step = mapped.data_ptr(), max(mapped.nbytes // _SAMPLES, PAGE)
+    absent, most = 0, _ABSENT if step > PAGE else 0
+    for at in range(address + min(step, mapped.nbytes) // 2, address + mapped.nbytes, step):
+        absent += not cached_bytes(at, 1)
+        if absent > most:
+            return False
+    return True
