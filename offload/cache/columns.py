@@ -24,10 +24,11 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
 from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
-from offload.storage.file import TensorFile
+from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.header import Entry, build, contiguous
 from offload.storage.names import file_name
 from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
+from offload.tensor.wrapper import OffloadedTensor
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _SHAPE = b'"shape": ['  # of a column; within a name the quotes would have slashes before them
@@ -46,6 +47,7 @@ class FixedColumn:
         self.column = column
         self.path = folder / file_name(column.name)
         self._row_bytes = row_bytes(column)
+        self._with_rows: TensorFile | None = None
         self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
             self._refuse_another()
@@ -100,10 +102,17 @@ class FixedColumn:
     def has_room(self, room: int) -> bool:
         return os.fstat(self._file.fd).st_size >= _size(self.column, room)
 
+    def _identity(self) -> Identity:
+        return Identity.of(file_status(self.path))
+
     def with_rows(self, rows: int) -> TensorFile:
-        """The file as one of so many rows, which it has, whatever its header says."""
+        """The file as one of so many rows, which it has, whatever its header says. One while it does not change."""
+        known, name = self._with_rows, self.column.name
+        if known is not None and known.entry(name).layout.shape[0] == rows and known.identity == self._identity():
+            return known
         layout = contiguous(self.column.dtype, (rows, *self.column.row_shape))
-        return TensorFile.raw(self.path, Entry(self.column.name, layout, _start(self.column)))
+        self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
+        return self._with_rows
 
     def fit(self, room: int) -> None:
         """Make the file exactly as `room` has it. On the disk that is with the next row that is.
@@ -163,7 +172,7 @@ class FixedColumn:
         return out
 
     def _refuse_other(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or out.is_cuda:
+        if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or _is_elsewhere(out):
             raise ShapeMismatchError(
                 f"column {self.column.name!r}: `out` is to be contiguous, on the CPU, {shape} {self.column.dtype}, "
                 f"and is {tuple(out.shape)} {out.dtype}"
@@ -185,6 +194,11 @@ class FixedColumn:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_elsewhere(out: torch.Tensor) -> bool:
+    """Whether memory of this process is not what the tensor says."""
+    return out.device.type != "cpu" or isinstance(out, OffloadedTensor) or out.is_conj() or out.is_neg()
 
 
 def row_bytes(column: Column) -> int:

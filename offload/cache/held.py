@@ -151,7 +151,7 @@ class HeldStore:
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
     def read_hot(self, *_: Any) -> None:
-        """What is in memory comes as fast through `read`."""
+        """Nothing: there are no states that could tell, and `read` has little else to do."""
 
     def lengths(self, column: str, _: Rows) -> NoReturn:
         self.names([column])

@@ -40,10 +40,10 @@ class HotRows:
 
     def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
         """Rows by a slice of some behind each other, or a tensor of numbers from 0 on; of any other form nothing."""
-        if self._states.changes != self.changes or not is_plain_world():
+        if self._states.changes != self.changes or self._states.num_rows != self._count or not is_plain_world():
             return None
         rows = self._plain(index)
-        if rows is None or not isinstance(columns, list | tuple | None):  # others can be gone through once
+        if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
             return None
         try:
             tables = self._all if columns is None else [(name, *self._tables[name]) for name in columns]
@@ -58,7 +58,7 @@ class HotRows:
         except (KeyError, IndexError):  # there is no such column; they count from the end, or are out of range
             return None
         except OSError:
-            self.changes = _NEVER
+            self.changes = _NEVER  # until `Store.read` has seen whether the files are still mapped
             return None
         return found if self._states.changes == self.changes else None
 

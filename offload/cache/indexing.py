@@ -123,15 +123,15 @@ def _number(index: Any) -> int:
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
     """An array of bool, or of integers, with one dimension or none."""
-    if isinstance(index, torch.Tensor):
-        array = (index if type(index) is torch.Tensor and index.is_cpu else index.detach().cpu()).numpy()
-    elif isinstance(index, np.ndarray):
-        array = np.require(index, requirements=["C", "W"])  # as torch has them
-    else:
-        try:
+    try:
+        if isinstance(index, torch.Tensor):
+            array = index.detach().cpu().numpy()
+        elif isinstance(index, np.ndarray):
+            array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch has them
+        else:
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
-        except ValueError:  # lists of different lengths
-            array = np.asarray(None)
+    except (ValueError, TypeError, NotImplementedError):  # lists of different lengths; a tensor that NumPy can't have
+        array = np.asarray(None)
     if array.ndim == 1 and array.dtype == bool:
         return array
     if array.ndim > 1 or array.dtype.kind not in "iu" or array.dtype == np.uint8:  # torch takes uint8 for a mask

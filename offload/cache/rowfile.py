@@ -28,7 +28,7 @@ from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.write import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
-_STILL = 0.01  # seconds for which what is mapped is taken to be in memory after it was
+_STILL = 0.01  # seconds for which what is mapped is taken to be in memory after it was: a batch or few that wait longer
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _SAMPLES, _ABSENT = 256, 5  # pages of a mapped file that are looked at; so many of them need not be in memory
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
@@ -51,12 +51,15 @@ class RowFile:
         self._dtype = dtype
         self._row_shape = row_shape
         self._size = math.prod(row_shape) * dtype.itemsize
-        self._word: torch.dtype = getattr(torch, _WORDS[dtype.itemsize])  # rows of any dtype can be copied as these
+        word = math.gcd(start, dtype.itemsize)  # rows of any dtype, wherever they begin, can be copied as such
+        self._word_name = _WORDS[word]
+        self._word: torch.dtype = getattr(torch, self._word_name)
+        self._words = row_shape if word == dtype.itemsize else (*row_shape, dtype.itemsize // word)  # of a row
         self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
         self._random = opened(path, os.O_RDONLY)
         if CAN_ADVISE:  # else the system reads on behind each row
             os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
-        self._mapped: torch.Tensor | None = None  # (rows that the file holds, *row_shape) of words
+        self._mapped: torch.Tensor | None = None  # (rows that the file holds, *words of a row)
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # bytes behind each other that were written and not given to the disk
         self._until_mapped = 0  # bytes that are to be read from memory before
@@ -81,15 +84,15 @@ class RowFile:
         if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out, pinned=pinned)
         if not self._size or not len(rows):
-            return self._fresh(len(rows), pinned=pinned).view(self._dtype) if out is None else out
+            return self._values(self._fresh(len(rows), pinned=pinned)) if out is None else out
         try:
             is_cached = self._are_cached(rows)
             mapped = self._hot_mapping(rows, is_cached)
             if mapped is not None:
                 return self._taken(mapped, rows, out, pinned=pinned)
-            words = self._fresh(len(rows), pinned=pinned) if out is None else out.view(self._word)
+            words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
-            return words.view(self._dtype) if out is None else out
+            return self._values(words) if out is None else out
         except OSError as error:
             raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
 
@@ -100,9 +103,9 @@ class RowFile:
 
     def copied(self, words: torch.Tensor, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
         """Rows of a table behind each other."""
-        into = self._fresh(len(words), pinned=pinned) if out is None else out.view(self._word)  # without gradients
+        into = self._fresh(len(words), pinned=pinned) if out is None else self._words_of(out)
         into.copy_(words)
-        return into.view(self._dtype) if out is None else out
+        return self._values(into) if out is None else out
 
     def picked(self, words: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Rows of a table.
@@ -110,7 +113,7 @@ class RowFile:
         Raises:
             IndexError
         """
-        return torch.index_select(words, 0, numbers).view(self._dtype)
+        return self._values(torch.index_select(words, 0, numbers))
 
     def look(self, rows: Iterable[int]) -> None:
         """See that these rows are in memory; for a moment, others are taken to be so too.
@@ -129,9 +132,18 @@ class RowFile:
         numbers = torch.from_numpy(rows.numbers)
         if out is None and not pinned:
             return self.picked(mapped, numbers)
-        into = self._fresh(len(rows), pinned=pinned) if out is None else out.view(self._word)
+        into = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
         torch.index_select(mapped, 0, numbers, out=into)
-        return into.view(self._dtype) if out is None else out
+        return self._values(into) if out is None else out
+
+    def _words_of(self, out: torch.Tensor) -> torch.Tensor:
+        """(rows, *words of a row), over the same memory; without gradients."""
+        return out.view(self._word).view(len(out), *self._words)
+
+    def _values(self, words: torch.Tensor) -> torch.Tensor:
+        """(rows, *row_shape), over the same memory."""
+        values = words.view(self._dtype)
+        return values if self._words is self._row_shape else values.squeeze(-1)
 
     def _read(self, rows: Rows, into: torch.Tensor, *, announce: bool) -> None:
         memory = into.view(torch.uint8).view(len(rows), self._size).numpy().data.cast("B")
@@ -144,11 +156,11 @@ class RowFile:
         read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
 
     def _fresh(self, count: int, *, pinned: bool) -> torch.Tensor:
-        """Words to read into. For many, NumPy asks the system for huge pages: fewer of them are touched first."""
-        shape = (count, *self._row_shape)
+        """(rows, *words of a row) to read into. NumPy asks the system for huge pages, which are touched sooner."""
+        shape = (count, *self._words)
         if pinned or count * self._size < _HUGE:
             return torch.empty(shape, dtype=self._word, device="cpu", pin_memory=pinned)
-        return torch.from_numpy(np.empty(shape, dtype=_WORDS[self._dtype.itemsize]))
+        return torch.from_numpy(np.empty(shape, dtype=self._word_name))
 
     def _give_to_disk(self, at: int, nbytes: int) -> None:
         """In large parts, whole pages; what is left waits for the next sync."""
@@ -200,14 +212,16 @@ class RowFile:
 
     def _map(self) -> torch.Tensor | None:
         size = os.fstat(self.fd).st_size
-        is_aligned = self._start % self._dtype.itemsize == 0
-        if not is_aligned or not self._start < size <= available_bytes() // 2:
+        if not self._start < size <= available_bytes() // 2:
             return None
         rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
-        mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
+        try:
+            mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
+        except ValueError:  # a writer has cut off room meanwhile
+            return None
         count = (size - self._start) // self._size
         whole = torch.frombuffer(mapping, dtype=torch.uint8)[self._start : self._start + count * self._size]
-        rows = whole.view(self._word).view(count, *self._row_shape)
+        rows = whole.view(self._word).view(count, *self._words)
         return rows if _is_in_memory(rows) else None
 
 

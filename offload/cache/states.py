@@ -33,14 +33,14 @@ from offload.storage.write import explained, put_file
 FILE = "rows.state"
 PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
-VERSION = 1
+VERSION = 2  # in the first one changes were not counted
 EMPTY, BEGUN, _LAST = 0, 1, 255
 _CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
 _AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
 _PART = 1 << 16  # rows that are looked at at a time, where one may end it
-_QUICKER = 16  # times that cells are looked at in order, than some here and there
-_LOOK = 4096  # rows here and there in the time that it takes to begin
+_QUICKER = 16  # cells in order that are looked at in the time of one here and there
+_LOOK = 4096  # cells here and there that could be looked at in the time that a call takes
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range(256)])
 _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
@@ -94,7 +94,7 @@ class States:
 
     @property
     def changes(self) -> int:
-        """How often rows began to be written."""
+        """How often rows began to be written: what is known of them holds until it moves."""
         return int(self._counts[4])
 
     def known_filled(self, changes: int) -> int:
@@ -136,9 +136,15 @@ class States:
         changes, rows = self.changes, self.num_rows
         if self._looked_at * _QUICKER >= rows * self._columns:
             self._looked_at = 0
-            parts = (self._all()[at : min(at + _PART, rows)] for at in range(0, rows, _PART))
-            if all(map(_is_filled, parts)):
+            parts = (self._part(at, min(_PART, rows - at)) for at in range(0, rows, _PART))
+            if int(self._counts[0]) == VERSION and all(map(_is_filled, parts)):
                 self._known_filled = (changes, rows)
+
+    def _part(self, first: int, count: int) -> bytes:
+        """The bytes of rows behind each other. A look at a hole through a mapping may take room on the disk."""
+        return os.pread(self.fd, count * self._columns, PAGE + first * self._columns).ljust(
+            count * self._columns, b"\0"
+        )
 
     def begin(self, rows: Rows, columns: list[int]) -> Bytes:
         """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
@@ -264,12 +270,14 @@ class States:
             self._map()  # another process is making room
             return
         self._check(size, version, columns, rows, room)
+        if self._writes:
+            self._counts[0] = VERSION
         flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=room * columns)
         self._bytes = flat.reshape(room, columns)
         self._durable = max(self._durable, PAGE + flat.nbytes)
 
     def _check(self, size: int, version: int, columns: int, rows: int, room: int) -> None:
-        if version != VERSION:
+        if version not in (1, VERSION):
             raise CacheError(f"{self.path} is of version {version}, and this offload reads version {VERSION}")
         expected = PAGE + room * columns
         if columns != self._columns or rows > room or size < expected:
@@ -295,9 +303,10 @@ class States:
             self._reserved.add(chunk)
 
 
-def _is_filled(cells: Bytes) -> bool:
+def _is_filled(cells: bytes) -> bool:
     """As `all_filled`, for many."""
-    return not cells.size or bool(cells.min() != EMPTY and not np.bitwise_or.reduce(cells, axis=None) & 1)
+    each: Bytes = np.frombuffer(cells, dtype=np.uint8)
+    return not cells or bool(each.min() != EMPTY and not np.bitwise_or.reduce(each) & 1)
 
 
 def all_filled(cells: bytes) -> bool:

@@ -3,8 +3,8 @@
 Always true:
 - data are on the disk before a row counts as filled; a row that is written again counts as empty before its data change
 - what a row is made of is written by one at a time, so that the last of two writers wins whole
-- room is made for all columns before it is said to be there, and given back after: a crash leaves some to spare, which
-  the next writer gives back
+- room is made for all columns before it is said to be there, and taken from them after it is said to be gone: a crash
+  leaves some to spare, which the next writer gives back
 - who only reads needs no header of a column: what a crash has left of it is the next writer's to mend
 - rows that were written and not flushed are this process's own: others see them as missing
 """

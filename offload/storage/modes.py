@@ -12,11 +12,12 @@ import torch
 
 
 def is_plain_world() -> bool:
-    """Whether there is no mode to leave; gradients may be on."""
+    """Whether there is no mode to leave, and no transform of torch.func; gradients may be on."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch.is_inference_mode_enabled()
+        or torch._C._functorch.peek_interpreter_stack()
     )
 
 

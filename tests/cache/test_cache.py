@@ -485,3 +485,39 @@ def test_offloaded_tensors_and_other_modes_write_and_read_plain_values(filled):
 
     assert type(found) is torch.Tensor
     assert torch.equal(values[4:6], found)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.eye(2).to_sparse(),
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+        torch.ones(2, requires_grad=True),
+    ],
+    ids=["bfloat16", "sparse", "meta", "requires grad"],
+)
+def test_what_numpy_can_not_have_names_no_rows(tmp_path, index):
+    cache = cache_of(tmp_path, {"x": (torch.int64, ()), "t": (torch.int64, (None,))}, 3)
+    cache[:] = {"x": [0, 1, 2], "t": [torch.arange(2)] * 3}
+
+    for act in (cache.get, lambda rows: cache.lengths("t", rows)):
+        with pytest.raises(RowIndexError, match="names no rows"):
+            act(index)
+
+
+def test_a_masked_array_is_taken_as_an_array(tmp_path):
+    cache = cache_of(tmp_path, {"x": (torch.int64, ())}, 3)
+    cache[:] = {"x": [5, 6, 7]}
+
+    assert [6, 7] == cache[np.ma.array([1, 2], mask=[0, 1])]["x"].tolist()
+
+
+@pytest.mark.parametrize("out", ["meta", "conj"])
+def test_memory_that_is_elsewhere_is_not_read_into(tmp_path, out):
+    cache = cache_of(tmp_path, {"x": (torch.complex64, (2,))}, 3)
+    cache[:] = {"x": torch.ones(3, 2, dtype=torch.complex64)}
+    made = torch.empty(2, 2, dtype=torch.complex64, device="meta" if out == "meta" else "cpu")
+
+    with pytest.raises(ShapeMismatchError, match=r"`out` is to be contiguous, on the CPU"):
+        cache.get([0, 1], out={"x": made.conj() if out == "conj" else made})

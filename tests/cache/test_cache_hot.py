@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import TensorCache
 from offload.cache import rowfile
-from offload.errors import CacheError, ColumnError, CorruptFileError, MissingRowsError, RowIndexError
+from offload.cache.states import FILE
+from offload.errors import CacheError, ColumnError, CorruptFileError, MissingRowsError, RowIndexError, WriteError
 from tests.page_cache import made_hot
 
 ROWS = 40
@@ -260,3 +261,39 @@ def test_whether_all_rows_are_filled_is_known_after_some_batches(tmp_path, is_wh
 
     assert known[0] == 0
     assert known[-1] == (300_000 if is_whole else 0)
+
+
+def test_rows_whose_writing_failed_before_it_began_are_missing_and_not_left_out(folder, monkeypatch):
+    """There are more rows, and no change is counted."""
+    reader, writer = hot(folder), TensorCache.open(folder, "r+")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(WriteError):
+            writer.append(values(range(40, 60)))
+
+    assert len(reader) == 60
+    for index in (slice(None), slice(-2, None), slice(50, 55)):
+        with pytest.raises(MissingRowsError):
+            reader[index]
+    with pytest.raises(MissingRowsError):
+        list(reader.batches(16))
+    assert [39, 3] == reader[torch.tensor([39, 3])]["y"].tolist()
+
+
+def test_a_cache_of_the_first_version_is_read_and_has_the_next_one_when_it_is_written(folder):
+    def version():
+        return int.from_bytes((folder / FILE).read_bytes()[16:24], "little")
+
+    with (folder / FILE).open("r+b") as file:
+        file.seek(16)
+        file.write((1).to_bytes(8, "little"))
+    cache = TensorCache.open(folder)
+
+    for _ in range(9):  # no change would be counted: nothing is taken for known
+        assert torch.equal(values(range(ROWS))["x"], cache[torch.arange(ROWS)]["x"])
+    assert cache._store._hot is None
+    assert version() == 1
+    TensorCache.open(folder, "r+").close()
+    assert version() == 2
+    hot(folder)

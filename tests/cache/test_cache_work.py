@@ -194,14 +194,43 @@ def test_rows_of_a_file_that_was_cut_are_never_others(tmp_path, size):
         assert [5, 3] == cache[torch.tensor([5, 3])]["x"][:, 7].tolist()
 
 
-@pytest.mark.parametrize("start", [8, 16])
-def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_read_all_the_same(tmp_path, start):
-    values = torch.randn(300, dtype=torch.complex128).view(100, 3)
-    (tmp_path / "rows").write_bytes(bytes(start) + values.view(torch.uint8).numpy().tobytes())
-    file = rowfile.RowFile(tmp_path / "rows", start, torch.complex128, (3,), writes=False)
-    numbers = torch.tensor([99, 0, 42])
+@needs_page_cache
+@pytest.mark.parametrize("start", [1, 2, 4, 6, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("row_shape", [(), (3,), (2, 1)])
+def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_mapped_too(tmp_path, start, dtype, row_shape):
+    values = (torch.randn(100, *row_shape) * 9).to(dtype)
+    (tmp_path / "rows").write_bytes(bytes(start) + values.contiguous().view(torch.uint8).numpy().tobytes())
+    file = rowfile.RowFile(tmp_path / "rows", start, dtype, row_shape, writes=False)
+    numbers, out = torch.tensor([99, 0, 42]), torch.empty(3, *row_shape, dtype=dtype)
 
     for _ in range(2):
-        assert torch.equal(values[numbers], file.read(Rows(numbers.numpy())))
         assert torch.equal(values[5:80], file.read(Rows.run(5, 80)))
+        assert torch.equal(values[numbers], file.read(Rows(numbers.numpy())))
+        assert torch.equal(values[7:10], file.read(Rows.run(7, 10), out))
+        assert torch.equal(values[numbers], file.read(Rows(numbers.numpy()), out))
+    assert file.table(100) is not None
     file.close()
+
+
+def test_a_file_that_is_cut_while_it_is_mapped_is_read_by_calls(tmp_path, monkeypatch):
+    cache = filled_cache(tmp_path)
+
+    def mmap(*_, **__):
+        raise ValueError("mmap length is greater than file size")
+
+    monkeypatch.setattr(rowfile.mmap, "mmap", mmap)
+
+    assert torch.equal(torch.arange(10, 20), cache[10:20]["x"][:, 7])
+
+
+def test_tensors_of_a_column_share_their_file_until_it_changes(tmp_path):
+    filled_cache(tmp_path).close()
+    reader, writer = TensorCache.open(tmp_path), TensorCache.open(tmp_path, "r+")
+    first = reader["x"]
+
+    assert first._file_handle().file is reader["x"]._file_handle().file
+    writer.append(values(range(64, 70)))
+    writer.flush()
+    assert (70, 1024) == tuple(reader["x"].shape)
+    assert torch.equal(torch.arange(70), reader["x"][:, 5])
