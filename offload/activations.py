@@ -26,7 +26,7 @@ from offload.errors import SavedTensorError
 from offload.memory import as_bytes, count_freed
 from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import metadata_of, sent_to, twin_with
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
@@ -127,7 +127,7 @@ class _Block:
         self.tell()
         if not _has_memory(tensor) or tensor.untyped_storage().nbytes() < max(self._min_bytes, 1):
             return _Kept(tensor)
-        with plain_world():
+        with no_functions(), no_modes():
             return _DISK.save(tensor, self)
 
     @torch._disable_dynamo
@@ -142,7 +142,7 @@ class _Block:
         if isinstance(saved, _Kept):
             return saved.witness
         self._expect()
-        with plain_world():
+        with no_functions(), no_modes():
             return _DISK.load(saved)
 
     def tell(self) -> None:
@@ -262,7 +262,7 @@ class _Disk:
             try:
                 content = found()
                 if content is not None:
-                    with plain_world():
+                    with no_functions(), no_modes():
                         self._write(content)
                 del content
             finally:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 
 fcntl: Any
 try:
@@ -31,7 +31,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._threads = ForkSafeLock()
+        self._threads = fork_safe_lock()
         self._fd = -1
         self._pid = 0
         self._depth = 0

@@ -22,7 +22,7 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder, release
 from offload.storage.header import Layout
 from offload.storage.loose import Loose, value_of
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.naming import naming
 from offload.storage.stored import Stored
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value
@@ -127,7 +127,7 @@ class Handle(Stored):
     def _copied_out(cls, file: TensorFile, loose: Loose, offload_dir: str | os.PathLike[str] | None) -> Handle:
         handle = cls(loose.key, _folder_for(loose.key, offload_dir))
         notes, durable = {"name": loose.key}, handle.folder is not None
-        with handle._claimed() as path, naming(loose.key), plain_world():
+        with handle._claimed() as path, naming(loose.key), no_functions(), no_modes():
             if loose.entry is not None:
                 copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
             else:
@@ -318,7 +318,7 @@ class Handle(Stored):
         remove(aside)
 
     def _write(self, path: Path, tensor: torch.Tensor, layout: Layout, notes: Notes, *, durable: bool) -> None:
-        with naming(self.name), plain_world():
+        with naming(self.name), no_functions(), no_modes():
             said: Recipe = {**(notes or {}), "name": self.name}
             if is_subclass_value(tensor):
                 values, said["subclass"] = flatten(tensor, self.name)
@@ -364,5 +364,5 @@ def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path |
 def _layout_for(tensor: torch.Tensor) -> Layout:
     if is_subclass_value(tensor):
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
-    with plain_world():
+    with no_functions(), no_modes():
         return layout_of(tensor)

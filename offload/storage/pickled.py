@@ -33,7 +33,7 @@ from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Entry, Header, Layout, contiguous
 from offload.storage.loose import Loose, Record, span_of
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 
 MAGIC_SIZE = 512  # bytes that tell how a file is to be read
 NESTS = ("state_dict", "model", "module", "model_state_dict")
@@ -73,7 +73,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
     """
     start = file.read(MAGIC_SIZE)
     file.seek(0)
-    with plain_world():
+    with no_functions(), no_modes():
         if start.startswith(_ZIP):
             saved, pieces, records = _read_zip(file)
         elif start.startswith(_LEGACY):

@@ -13,7 +13,7 @@ from offload.prefetch.reads import POOL, changing
 from offload.residency import Pool, Value
 from offload.staging import lend, settle
 from offload.storage.handle import Handle
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import cut, sent_to, twin_of
 from offload.tensor.extents import brought_in
 
@@ -47,7 +47,7 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
     base, there = handle.base(), copy.base
     if there is None:
         brought_in(handle, twin_of(handle))
-        with plain_world():  # it outlives the mode that it was first asked for in
+        with no_functions(), no_modes():  # it outlives the mode that it was first asked for in
             there = sent_to(base, target)
             settle(target)
         copy.base = there
