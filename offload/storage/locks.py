@@ -1,7 +1,7 @@
-"""A lock that survives a fork, and an interrupt.
+"""Locks that survive a fork, and an interrupt.
 
 Always true:
-- a child that was forked while another thread held the lock finds it free
+- a child that was forked while another thread held a lock finds it free
 - taking and giving back are one call into C each: Python raises `KeyboardInterrupt` before or after, and not between
 """
 
@@ -18,6 +18,28 @@ def fork_safe_lock() -> threading.RLock:
     lock = threading.RLock()
     _LOCKS.add(lock)
     return lock
+
+
+class Waiters:
+    """Threads that wait for another to say that something has happened. Both methods are called under one lock.
+
+    `threading.Condition` is for threads that nobody interrupts: an interrupt as it begins to wait loses its lock.
+    """
+
+    def __init__(self) -> None:
+        self._locks: list[threading.Lock] = []
+
+    def add(self) -> threading.Lock:
+        """A lock that is taken; without the common lock, take it once more to wait for `wake`."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._locks.append(lock)
+        return lock
+
+    def wake(self) -> None:
+        """All that wait go on."""
+        while self._locks:
+            self._locks.pop().release()
 
 
 def _renew() -> None:

@@ -8,11 +8,14 @@ Always true:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 no_functions = torch._C.DisableTorchFunction  # modes and classes that take over calls in Python
 _Guard = torch._C._InferenceMode
-_enter, _exit = _Guard.__enter__, _Guard.__exit__
+_enter: Any = _Guard.__enter__
+_exit: Any = _Guard.__exit__
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _DISPATCH_IN_PYTHON = (
     torch._C.DispatchKey.Python,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.prefetch.reads import POOL, changing
+from offload.prefetch.reads import POOL, let_go, lock
 from offload.residency import Pool, Value
 from offload.staging import lend, settle
 from offload.storage.handle import Handle
@@ -59,9 +59,13 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
     pool = (handle.pool or POOL).on_devices.get(target)
     if pool is None or handle.owned or handle.recipe is not None:
         return None
-    with changing() as leaving:
-        copy: Copy | None = handle.copies.get(target)
-        if copy is None or copy.pool is not pool:
-            copy = handle.copies[target] = Copy(pool, handle)
-            leaving.extend(pool.add([copy]))
-        return copy if copy.kept else None
+    leaving: list[Value] = []
+    try:
+        with lock():
+            copy: Copy | None = handle.copies.get(target)
+            if copy is None or copy.pool is not pool:
+                copy = handle.copies[target] = Copy(pool, handle)
+                leaving.extend(pool.add([copy]))
+            return copy if copy.kept else None
+    finally:
+        let_go(leaving)
