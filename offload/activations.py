@@ -207,8 +207,7 @@ class _Disk:
                 self._waiting.add(content)
             saved = _Saved(tensor, content)
         self.look()
-        while (written := self._too_much()) is not None:
-            written.acquire()
+        self.wait(_MOST_PENDING)
         return saved
 
     def load(self, saved: _Saved) -> torch.Tensor:
@@ -241,11 +240,14 @@ class _Disk:
         for content in here:
             self._write(content)
 
-    def _too_much(self) -> threading.Lock | None:
-        """What to wait for, if too many bytes wait for the writer."""
-        with self._lock:
-            pending = self._writing + sum(nbytes for _, nbytes in self._queue)
-            return self._ops.add() if pending > _MOST_PENDING else None
+    def wait(self, most: int) -> None:
+        """Until at most so many bytes are still to be written."""
+        while True:
+            with self._lock:
+                if self._writing + sum(nbytes for _, nbytes in self._queue) <= most:
+                    return
+                something = self._ops.add()
+            something.acquire()
 
     def _forget(self, content: _Content) -> None:
         if content.storage is not None:
