@@ -130,11 +130,12 @@ def write_buffer(max_bytes: int | float | str = "1GiB") -> Iterator[None]:
     """
     outer = current_buffer()
     buffer = Buffer(as_bytes(max_bytes, available_bytes()))
-    token = _CURRENT.set(buffer)
+    before = _CURRENT.get()
     try:
+        _CURRENT.set(buffer)
         yield
     finally:
-        _CURRENT.reset(token)
+        _CURRENT.set(before)
         buffer.close(outer)
 
 

@@ -302,10 +302,22 @@ class Handle(Stored):
 
     def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
         """As `_write`, but beside `path`, and not made to survive a power cut yet."""
-        waiting = self._waiting or Waiting(path, os.getpid(), self.file, self.owned)
+        before, aside = self._waiting, temporary_for(path)
+        waiting = before or Waiting(path, os.getpid(), self.file, self.owned)
+        waits = self.file.path
         refuse_foreign(path)
-        self._write(temporary_for(path), tensor, layout, None, durable=False)
-        self._waiting = waiting
+        try:
+            self._write(aside, tensor, layout, None, durable=False)
+            self._waiting = waiting
+        except BaseException:
+            if self.file.path == aside:
+                self._go_back(waiting)
+                if before is not None:
+                    remove(waits)
+            else:
+                self._waiting = before
+                remove(aside)
+            raise
 
     def _go_back(self, waiting: Waiting) -> None:
         aside, old = self.file.path, self.layout

@@ -14,7 +14,7 @@ import torch
 
 no_functions = torch._C.DisableTorchFunction  # modes and classes that take over calls in Python
 _Guard = torch._C._InferenceMode
-_enter: Any = _Guard.__enter__
+_enter: Any = _Guard.__init__  # torch changes its state here
 _exit: Any = _Guard.__exit__
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _DISPATCH_IN_PYTHON = (
@@ -38,15 +38,12 @@ class no_modes(_Guard):
     """Outside modes that take over ops (fake, functional), outside inference mode, and without gradients.
 
     It is entered for every batch and many an op. Torch's guard brings back all of the dispatcher's and of autograd's
-    state when it is left, so what is set here needs no guard of its own.
+    state, so what is set here needs no guard of its own. It is in force from when it is made: make it in the `with`.
     """
 
     def __init__(self) -> None:
-        _Guard.__init__(self, False)
-
-    def __enter__(self) -> None:
-        _enter(self)
         try:
+            _enter(self, False)
             for key in _DISPATCH_IN_PYTHON:
                 _exclude(key, True)
             torch._C._set_grad_enabled(False)
@@ -56,14 +53,12 @@ class no_modes(_Guard):
 
 
 class no_grad(_Guard):
-    """Without gradients, and in inference mode or outside it, as before."""
+    """Without gradients, and in inference mode or outside it, as before. Make it in the `with`."""
 
     def __init__(self) -> None:
-        _Guard.__init__(self, torch.is_inference_mode_enabled())
-
-    def __enter__(self) -> None:
-        _enter(self)
+        is_inference = torch.is_inference_mode_enabled()
         try:
+            _enter(self, is_inference)
             torch._C._set_grad_enabled(False)
         except BaseException:
             _exit(self, None, None, None)
