@@ -1,0 +1,87 @@
+"""Public calls leave what a process shares alone: random numbers, modes, signals, folders, descriptors."""
+
+from __future__ import annotations
+
+import gc
+import locale
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.interrupts import left_on, torch_state
+from tests.public_calls import CALLS, new_folder
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def state() -> dict[str, Any]:
+    """What a process shares, by name."""
+    return {
+        "random": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "torch's modes": torch_state(),
+        "default device": torch.get_default_device(),
+        "interop threads": torch.get_num_interop_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "printing": vars(torch._tensor_str.PRINT_OPTS).copy(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "NumPy's errors": np.geterr(),
+        "folder": os.getcwd(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "environment": dict(os.environ),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGKILL}},
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug()),
+        "warnings": list(warnings.filters),
+        "umask": umask(),
+        "path": list(sys.path),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()),
+        "logging": (logging.root.level, list(logging.root.handlers), logging.getLogger("offload").handlers),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "recursion": sys.getrecursionlimit(),
+        "left on": list(left_on()),
+    }
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_leaves_the_process_as_it_was(name, tmp_path):
+    """But for what it is there to change; and the second time, as imports may set something once."""
+    call = CALLS[name]
+    call.act(call.prepare(new_folder(tmp_path)))
+    given = call.prepare(new_folder(tmp_path))
+    before = state()
+    call.act(given)
+    after = state()
+
+    assert [] == [what for what in before if before[what] != after[what] and what not in call.changes]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open descriptors can't be listed here")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_leaves_no_descriptor_open(name, tmp_path):
+    """When all that it gave is gone; the threads that read and write may be at work for a moment longer."""
+    call = CALLS[name]
+
+    def act() -> int:
+        call.act(call.prepare(new_folder(tmp_path)))
+        return len(os.listdir("/proc/self/fd"))
+
+    act()
+    before = act()
+    after = min(act() for _ in range(2))
+
+    assert before >= after
