@@ -33,14 +33,14 @@ from offload.storage.write import TEMPORARY
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
-_Place = tuple[CodeType, int]
+Place = tuple[CodeType, int]
 
 
 @dataclass(frozen=True)
 class Stop:
     """Where a program was interrupted."""
 
-    place: _Place
+    place: Place
     turn: int
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class _Tracer:
     """Counts the places, and raises at the one of them that is given."""
 
     def __init__(self, stop: Stop | None = None) -> None:
-        self.seen: Counter[_Place] = Counter()
+        self.seen: Counter[Place] = Counter()
         self.has_stopped = False
         self._stop = stop
 
@@ -72,13 +72,13 @@ class _Tracer:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         looks, ends = _places(code)
-        last = -1
+        last: int | None = None  # it begins, or goes on
 
         def local(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last
             if event == "opcode":
                 now = frame.f_lasti
-                if last in looks and last not in ends:
+                if last is None or (last in looks and last not in ends):
                     self._at((code, now))
                 if now in ends:
                     self._at((code, now))
@@ -87,7 +87,7 @@ class _Tracer:
 
         return local
 
-    def _at(self, place: _Place) -> None:
+    def _at(self, place: Place) -> None:
         self.seen[place] += 1
         if self._stop is not None and not self.has_stopped and self._stop == Stop(place, self.seen[place]):
             self.has_stopped = True
@@ -117,9 +117,14 @@ def _places(code: CodeType) -> tuple[set[int], set[int]]:
 
 
 def interrupted(
-    prepare: Callable[[], Any], call: Callable[[Any], object], check: Callable[[Any], None], *, folder: Path, most: int
+    prepare: Callable[[], Any],
+    call: Callable[[Any], object],
+    check: Callable[[Any], None],
+    *,
+    folder: Path,
+    tried: set[Place],
 ) -> int:
-    """Interrupt `call(prepare())` at `most` of its places, the first or last time at each, and see what is left.
+    """Interrupt `call(prepare())` at each place not yet `tried`, the first and last time, and see what is left.
 
     After each, torch's state and the package's locks and books are as before, no temporary file is left in `folder`,
     and `check` finds what it expects of what `prepare` gave. How many there were.
@@ -128,11 +133,10 @@ def interrupted(
     given = prepare()
     with _Tracer() as counting:
         call(given)
-    stops = [Stop(place, turn) for place, most in counting.seen.items() for turn in sorted({1, most})]
-    stops = stops[:: max(len(stops) // most, 1)]
-    done = sum(_stopped_at(stop, prepare, call, check, folder) for stop in stops)
-    assert done > len(stops) // 2  # a place may not come by again, as threads take turns
-    return done
+    places = {place: most for place, most in counting.seen.items() if place not in tried}
+    stops = [Stop(place, turn) for place, most in places.items() for turn in sorted({1, most})]
+    tried.update(places)
+    return sum(_stopped_at(stop, prepare, call, check, folder) for stop in stops)
 
 
 def _stopped_at(

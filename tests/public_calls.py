@@ -340,7 +340,6 @@ CALLS: dict[str, Call] = {
     **{f"{op}, private": Call(_private, act, old_or_new) for op, act in _OPS.items()},
     "copy_, referenced": Call(_referenced, _OPS["copy_"], old_or_new),
     "update_values, referenced": Call(_referenced, _OPS["update_values"], old_or_new),
-    "write_buffer": Call(_named, _write_buffered, old_or_new),
     "inference mode": Call(_named, _in_inference_mode, old_or_new),
     "meta device": Call(_named, _in_a_fake_mode, old_or_new),
     "backward": Call(_named, _backward, old_or_new),
