@@ -20,8 +20,8 @@ from offload.errors import ForeignFileError, UnsupportedOpError, WriteError
 from offload.storage.buffer import Waiting, current_buffer
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder, release
-from offload.storage.header import Layout
-from offload.storage.loose import Loose, value_of
+from offload.storage.header import Layout, Loose
+from offload.storage.loose import value_of
 from offload.storage.modes import plain_world
 from offload.storage.naming import naming
 from offload.storage.stored import Stored
@@ -132,7 +132,8 @@ class Handle(Stored):
                 copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
             else:
                 value = value_of(loose, file)
-                write_values(path, {loose.key: value}, {loose.key: loose.layout}, notes, durable=durable)
+                blocks = [value] if loose.layout.overlaps else value
+                write_values(path, {loose.key: blocks}, {loose.key: loose.layout}, notes, durable=durable)
             handle._take(TensorFile.open(path))
         return handle
 
@@ -188,7 +189,8 @@ class Handle(Stored):
         with self._lock, self._claimed() as path:
             old = self.layout
             layout = _layout_for(tensor)
-            if (layout.shape, layout.dtype) == (old.shape, old.dtype) and not is_subclass_value(tensor):
+            is_alike = (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps
+            if is_alike and not is_subclass_value(tensor):
                 layout = old
             if buffer is None:
                 self._write(path, tensor, layout, notes, durable=self.folder is not None)

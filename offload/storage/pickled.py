@@ -31,9 +31,20 @@ from torch import _weights_only_unpickler
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.header import Entry, Header, Layout, contiguous
-from offload.storage.loose import Loose, Record, span_of
+from offload.storage.header import (
+    Entry,
+    Header,
+    Layout,
+    Loose,
+    Record,
+    contiguous,
+    is_aligned,
+    is_countable,
+    is_unicode,
+    span_of,
+)
 from offload.storage.modes import plain_world
+from offload.storage.regular import short
 
 MAGIC_SIZE = 512  # bytes that tell how a file is to be read
 NESTS = ("state_dict", "model", "module", "model_state_dict")
@@ -303,7 +314,7 @@ def _explained() -> Iterator[None]:
             f"is a pickle of more than tensors, and is not opened, as it could run code ({reason}): {_SAVE_TENSORS}"
         ) from error
     except Exception as error:  # whatever made-up bytes lead the unpickler, or torch, to
-        raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {_short(error)})") from error
+        raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {short(error)})") from error
 
 
 @contextmanager
@@ -329,6 +340,8 @@ def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
         if nests:
             return _tensors_in(saved[nests[0]], deepest - 1)
         tensors = {key: value for key, value in saved.items() if isinstance(key, str) and _is_tensor(value)}
+        if not is_unicode("".join(tensors)):
+            raise CheckpointError(f"names a tensor by half a surrogate pair, which is no text: {_SAVE_TENSORS}")
         if tensors:
             return tensors
     raise CheckpointError(f"holds no tensors by name, but {_told(saved)}: {_SAVE_TENSORS}")
@@ -349,7 +362,7 @@ def _told(saved: Any) -> str:
     if not isinstance(saved, dict):
         return f"a {type(saved).__name__}"
     items = ", ".join(
-        f"{_short(reprlib.repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8]
+        f"{short(reprlib.repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8]
     )
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
@@ -362,7 +375,7 @@ def _header(tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, Piece], re
         found = _place(key, tensor, pieces, records)
         if isinstance(found, str):
             unreadable[key] = found
-        elif found.entry is not None and found.start % found.layout.dtype.itemsize == 0:
+        elif found.entry is not None and is_aligned(found.entry):
             entries[key] = found.entry
         else:
             loose[key] = found
@@ -378,20 +391,17 @@ def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records:
     piece = pieces.get(tensor.untyped_storage()._cdata)
     if piece is None:
         return "has no data: it was on the meta device when it was saved"
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    begin = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    if min(0, offset, *shape, *stride) < 0 or (tensor.numel() == 0 and not is_countable(shape, tensor.dtype.itemsize)):
+        raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: no tensor is like that")
+    begin = offset * tensor.dtype.itemsize
     record = records[piece.key]
     end = piece.begin + begin + span_of(tensor.dtype, shape, stride)
     if end > min(piece.begin + piece.nbytes, record.nbytes):
-        raise CorruptFileError(f"its pickle places {_short(key)!r} outside of its record {piece.key}")
+        raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record {piece.key}")
     layout = Layout(tensor.dtype, shape, stride)
-    if not layout.is_dense or tensor.is_contiguous():
+    if not (layout.is_dense or layout.overlaps) or tensor.is_contiguous():
         layout = contiguous(tensor.dtype, shape)
     if tensor.is_contiguous():  # the stride of a dimension of one element may be anything
         stride = layout.stride
     return Loose(key, layout, record, piece.begin + begin, stride, tensor.is_conj(), tensor.is_neg())
-
-
-def _short(value: object, most: int = 200) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."

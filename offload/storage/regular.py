@@ -101,7 +101,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{short(twice)!r} is named twice")
+        raise ValueError(f"it names {short(twice)!r} twice")
     return unique
 
 

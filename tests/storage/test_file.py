@@ -52,6 +52,31 @@ def test_a_checkpoint_of_anybody_is_mapped_where_it_is(checkpoint):
     assert torch.equal(torch.ones(4, dtype=torch.int64), value_of(file, "b"))
 
 
+MISALIGNED = """
+    import json, struct, sys, torch, offload
+
+    notes = json.dumps({"version": 1, "values": {"c": {"dtype": "complex128"}}})
+    numbers = torch.arange(40, dtype=torch.complex128).reshape(8, 5)
+    specs = {
+        "__metadata__": {"offload": notes},
+        "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "c": {"dtype": "U8", "shape": [8, 5, 16], "data_offsets": [3, 643]},
+    }
+    text = json.dumps(specs).encode()
+    text = text.ljust(-(-len(text) // 16) * 16 + 8)
+    with open(sys.argv[1], "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + b"odd" + numbers.numpy().tobytes())
+    value = offload.load_file(sys.argv[1])["c"]
+    for op in (torch.exp, torch.abs, lambda x: x * 2 + 1, lambda x: x @ x.T, lambda x: x.sum(1)):
+        assert torch.equal(op(numbers), op(value)), op
+    print("done")
+"""
+
+
+def test_values_in_the_middle_of_their_elements_do_not_end_the_process(tmp_path):
+    assert "done\n" == run_script(MISALIGNED, tmp_path / "x.safetensors")
+
+
 def test_a_header_is_parsed_once_for_all_who_open_the_file(checkpoint, monkeypatch):
     file = TensorFile.open(checkpoint)
     monkeypatch.setattr("offload.storage.file.parse", None)

@@ -68,7 +68,7 @@ def test_json_is_read(tmp_path):
         (b"", "Expecting value"),
         (b'{"a": 1', "delimiter"),
         (b'{"a": "\xff"}', "utf-8"),
-        (b'{"a": 1, "a": 2}', "'a' is named twice"),
+        (b'{"a": 1, "a": 2}', "it names 'a' twice"),
         (b"[" * 200_000, "recursion"),
         (b"9" * 10_000, "digits"),
         (b"[" + b"1," * 60_000 + b"1]", "larger than 100000 bytes"),

@@ -261,6 +261,7 @@ def edited(path, change) -> None:
     change(header, notes)
     header["__metadata__"][MARK] = json.dumps(notes)
     text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # values begin at multiples of their elements
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
