@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import mmap
@@ -62,6 +63,7 @@ _LIMIT = 20.0  # seconds for a trial
 _MEMORY = 2 << 30  # bytes that a child may map beside what it has from its start
 _GROWTH = 192 << 20  # bytes of memory that a trial may take: files are a few KB, and one that is packed has its limit
 _DISK = 4 << 20  # bytes that it may write
+_PERTURB = -6  # what glibc fills new memory with
 _BOARD = struct.Struct("6q")  # the trial, whether it is somebody else's turn, and the outcomes
 
 
@@ -141,11 +143,28 @@ def _compared(kind: Kind, values: Mapping[str, torch.Tensor], folder: Path, boar
         return READ
     finally:
         _note(board, 1, 0)
-    if values.keys() != theirs.keys():
-        raise Wrong(f"names {sorted(values.keys() ^ theirs.keys())[:3]}")
-    for name, value in values.items():
-        (_require_same_bytes if notes else _require_same)(name, theirs[name].detach(), value)
+    try:
+        if values.keys() != theirs.keys():
+            raise Wrong(f"names {sorted(values.keys() ^ theirs.keys())[:3]}")
+        for name, value in values.items():
+            (_require_same_bytes if notes else _require_same)(name, theirs[name].detach(), value)
+    except Wrong:
+        if _is_by_chance(kind, folder):
+            return READ
+        raise
     return EQUAL
+
+
+def _is_by_chance(kind: Kind, folder: Path) -> bool:
+    """Whether what they read is what memory held before: torch.load leaves what it can't unpack as it is."""
+    seen = []
+    for filled_with in (0x55, 0xAA):
+        ctypes.CDLL(None).mallopt(_PERTURB, filled_with)
+        seen.append(
+            {name: _flat(value.detach().resolve_conj()).tobytes() for name, value in kind.theirs(folder).items()}
+        )
+    ctypes.CDLL(None).mallopt(_PERTURB, 0)
+    return seen[0] != seen[1]
 
 
 def _require_same_bytes(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
@@ -161,6 +180,8 @@ def _require_same(name: str, expected: torch.Tensor, found: torch.Tensor) -> Non
     if expected.numel() * expected.itemsize > 1 << 20:  # expanded
         index = (slice(0, 2),) * expected.dim()
         expected, found = expected[index], found[index]
+    if expected.dtype == torch.bool:  # a byte of another number is as true as 1
+        expected, found = expected.logical_and(expected), found.logical_and(found)
     expected, found = expected.resolve_conj().resolve_neg().contiguous(), offload.materialize(found)
     if _flat(expected).tobytes() != _flat(found.resolve_conj().resolve_neg().contiguous()).tobytes():
         raise Wrong(f"{name!r} has other values")

@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import ForeignFileError, UnsupportedOpError, WriteError
+from offload.errors import CorruptFileError, ForeignFileError, UnsupportedOpError, WriteError
 from offload.storage.buffer import Waiting, current_buffer
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder, release
 from offload.storage.header import Layout, Loose
 from offload.storage.loose import value_of
 from offload.storage.modes import plain_world
+from offload.storage.names import file_name
 from offload.storage.naming import naming
 from offload.storage.stored import Stored
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value
@@ -125,6 +126,10 @@ class Handle(Stored):
 
     @classmethod
     def _copied_out(cls, file: TensorFile, loose: Loose, offload_dir: str | os.PathLike[str] | None) -> Handle:
+        try:
+            file_name(loose.key)
+        except ValueError as error:
+            raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
         handle = cls(loose.key, _folder_for(loose.key, offload_dir))
         notes, durable = {"name": loose.key}, handle.folder is not None
         with handle._claimed() as path, naming(loose.key), plain_world():

@@ -55,6 +55,7 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: mark, length of its name,
 _NUMEL = struct.Struct("<q")
 _LONGEST = 1 << 28  # bytes of a pickle
 _DENSEST = 64  # bytes of a pickle for one of it packed
+_DEFLATED = 1032  # the most bytes that deflate makes one of
 _DEEPEST = 4  # models are not nested under more keys than that
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CALLS = (b"R", b"\x81")  # the opcodes REDUCE and NEWOBJ
@@ -126,6 +127,10 @@ def _read_zip(file: BinaryIO) -> Saved:
             raise CorruptFileError(f"it has no record data/{piece.key}, which its pickle names")
         if piece.key not in records:
             records[piece.key] = _zip_record(file, info, archive.start_dir, is_swapped=is_swapped)
+        if records[piece.key].nbytes != piece.whole:
+            raise CorruptFileError(
+                f"its record data/{piece.key} has {info.file_size} bytes, and {piece.whole} by its pickle"
+            )
     return saved, pieces, records
 
 
@@ -174,6 +179,11 @@ def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: 
     if not is_there or info.flag_bits & 1:
         raise CorruptFileError(f"its record {info.filename} is not where its zip directory says")
     if info.compress_type == zipfile.ZIP_DEFLATED:
+        if info.file_size > _DEFLATED * info.compress_size:
+            raise CorruptFileError(
+                f"its record {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
+                "nothing can be packed like that"
+            )
         return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise _unknown_packing(info)
@@ -236,6 +246,7 @@ class Piece:
 def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
     """The next object in a file, with the storages that it names, by address."""
     pieces: dict[int, Piece] = {}
+    known: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage_for(saved_id: Any) -> torch.TypedStorage:
         _, kind, key, _, numel, *view = saved_id
@@ -244,6 +255,8 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if dtype_named(dtype_name(dtype)) is None:
             raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
+        if known.setdefault(key, (dtype, numel)) != (dtype, numel):
+            raise CorruptFileError(f"its pickle names storage {key} twice, as different ones")
         begin, count = (0, numel) if not view or view[0] is None else view[0][1:]
         if not 0 <= begin <= begin + count <= numel:
             raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
