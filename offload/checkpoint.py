@@ -18,7 +18,7 @@ from typing import Any
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
-from offload.storage.header import MARK, Layout
+from offload.storage.header import MARK, Layout, is_unicode
 from offload.storage.regular import read_json, short
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
@@ -238,7 +238,7 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
 def _is_file_name(text: str) -> bool:
     """Whether this is the name of a file, on any system, and leads to no other folder."""
     is_plain = PurePosixPath(text).name == PureWindowsPath(text).name == text
-    return is_plain and text not in ("", ".", "..") and "\0" not in text
+    return is_plain and text not in ("", ".", "..") and "\0" not in text and is_unicode(text)
 
 
 def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.verify import verify
 
-OUTSIDE = ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""]
+OUTSIDE = ["\ud800.safetensors", "../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""]
 OUTSIDE_ELSEWHERE = ["..\\one.safetensors", "C:one.safetensors", "one\0.safetensors"]  # on other systems
 
 

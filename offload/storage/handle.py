@@ -148,8 +148,12 @@ class Handle(Stored):
 
         Raises:
             NameInUseError: a live tensor is stored there.
-            ForeignFileError: `offload` did not write that file.
+            ForeignFileError: `offload` did not write that file, or a link is in its place.
         """
+        if file.path.is_symlink():
+            raise ForeignFileError(
+                f"{file.path} is a link: {name!r} can be referenced there (without this offload_dir), not written"
+            )
         if not file.is_ours:
             raise ForeignFileError(
                 f"{file.path} was not written by offload: {name!r} can be referenced there, not written"
