@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -117,14 +118,14 @@ def _trial(kind: Kind, seed: int, number: int, work: Path, board: mmap.mmap) -> 
     folder = work / f"{number}"
     _put(folder, files)
     try:
-        before, most = _seen(folder), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before, memory = _seen(folder), _new_peak()
         try:
             values = kind.read(folder)
         except OffloadError as error:
             _require_words(error, work)
             return REFUSED
         finally:
-            _require_modest(folder, work, most)
+            _require_modest(folder, work, _peak() - memory)
             if _seen(folder) != before:
                 raise Wrong("a file was changed, made or removed by looking")
         return _compared(kind, values, folder, board)
@@ -204,8 +205,19 @@ def _require_words(error: OffloadError, work: Path) -> None:
         raise Wrong(f"something was written: {text}") from error
 
 
-def _require_modest(folder: Path, work: Path, most: int) -> None:
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) * 1024
+def _new_peak() -> int:
+    """The most memory so far, from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def _require_modest(folder: Path, work: Path, grown: int) -> None:
     if grown > _GROWTH:
         raise Wrong(f"{grown >> 20} MiB of memory were taken")
     for at, _, names in os.walk(work):
