@@ -182,6 +182,15 @@ def is_countable(shape: Iterable[int], itemsize: int) -> bool:
     return True
 
 
+def layout_as(dtype: torch.dtype, shape: Any, stride: Any) -> Layout | None:
+    """A layout as a file says it; None if no tensor is like that, and torch would fail at it, or worse."""
+    shape, stride = list(shape), list(stride)
+    if len(shape) != len(stride) or not _are_counts(shape) or not _are_counts(stride) or not is_countable(shape, 1):
+        return None
+    layout = Layout(dtype, tuple(shape), tuple(stride))
+    return layout if span_of(dtype, layout.shape, layout.stride) <= _MOST else None
+
+
 def is_aligned(entry: Entry) -> bool:
     """True if a tensor can be over it: torch's kernels crash on some elements that begin between two multiples."""
     return entry.start % entry.layout.dtype.itemsize == 0
@@ -428,9 +437,9 @@ def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
 
 def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride: Any) -> Layout:
     """The layout of a value that has more elements than there are bytes for: what is stored is all that they share."""
-    if not _are_counts(shape) or not _are_counts(stride) or len(shape) != len(stride) or not is_countable(shape, 1):
+    layout = layout_as(dtype, shape, stride) if isinstance(shape, list) and isinstance(stride, list) else None
+    if layout is None:
         raise CorruptFileError("its `offload` metadata gives a value a malformed shape, or malformed strides")
-    layout = Layout(dtype, tuple(shape), tuple(stride))
     if not layout.overlaps or stored != (layout.nbytes // dtype.itemsize,):
         raise CorruptFileError("its `offload` metadata gives a value a shape that does not fit what is stored")
     return layout

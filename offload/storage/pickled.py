@@ -31,18 +31,7 @@ from torch import _weights_only_unpickler
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.header import (
-    Entry,
-    Header,
-    Layout,
-    Loose,
-    Record,
-    contiguous,
-    is_aligned,
-    is_countable,
-    is_unicode,
-    span_of,
-)
+from offload.storage.header import Entry, Header, Loose, Record, contiguous, is_aligned, is_unicode, layout_as, span_of
 from offload.storage.modes import plain_world
 from offload.storage.regular import short
 
@@ -405,14 +394,14 @@ def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records:
     if piece is None:
         return "has no data: it was on the meta device when it was saved"
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-    if min(0, offset, *shape, *stride) < 0 or (tensor.numel() == 0 and not is_countable(shape, tensor.dtype.itemsize)):
+    layout = layout_as(tensor.dtype, shape, stride)
+    if layout is None or offset < 0:
         raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: no tensor is like that")
     begin = offset * tensor.dtype.itemsize
     record = records[piece.key]
     end = piece.begin + begin + span_of(tensor.dtype, shape, stride)
     if end > min(piece.begin + piece.nbytes, record.nbytes):
         raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record {piece.key}")
-    layout = Layout(tensor.dtype, shape, stride)
     if not (layout.is_dense or layout.overlaps) or tensor.is_contiguous():
         layout = contiguous(tensor.dtype, shape)
     if tensor.is_contiguous():  # the stride of a dimension of one element may be anything

@@ -86,8 +86,10 @@ class SeenFromOutside(torch.Tensor):
         try:
             with plain_world():
                 value = self._on_cpu()
-                shown = torch._tensor_str._str
-                text = repr(value) if handle.is_subclass else shown(value, tensor_contents=tensor_contents)
+                if handle.is_subclass:
+                    text = repr(value)
+                else:
+                    text = torch._tensor_str._str(value, tensor_contents=tensor_contents)
         except OffloadError as error:  # who debugs that looks at it
             why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
             kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"

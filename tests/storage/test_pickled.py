@@ -692,7 +692,7 @@ def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path, form):
     ("changes", "words"),
     [
         ({"data/0": None}, "it has no record data/0"),
-        ({"data/0": b"\0" * 8}, "outside of its record 0"),
+        ({"data/0": b"\0" * 8}, "record data/0 has 8 bytes, and 16 by its pickle"),
         ({"byteorder": b"middle"}, "neither little nor big"),
         ({"data.pkl": b"\x80\x02}q\x00."[:4]}, "pickle is cut off or damaged"),
     ],
