@@ -26,7 +26,8 @@ from offload.errors import SavedTensorError
 from offload.memory import as_bytes, count_freed
 from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
-from offload.storage.modes import plain_world
+from offload.storage.locks import Waiters
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import metadata_of, sent_to, twin_with
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
@@ -127,7 +128,7 @@ class _Block:
         self.tell()
         if not _has_memory(tensor) or tensor.untyped_storage().nbytes() < max(self._min_bytes, 1):
             return _Kept(tensor)
-        with plain_world():
+        with no_functions(), no_modes():
             return _DISK.save(tensor, self)
 
     @torch._disable_dynamo
@@ -142,7 +143,7 @@ class _Block:
         if isinstance(saved, _Kept):
             return saved.witness
         self._expect()
-        with plain_world():
+        with no_functions(), no_modes():
             return _DISK.load(saved)
 
     def tell(self) -> None:
@@ -185,13 +186,15 @@ class _Disk:
     """What the threads of a process share: which storages were saved, and the thread that writes them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)  # for the writer
+        self._ops = Waiters()  # for the writer to have written something
         self._contents: weakref.WeakValueDictionary[int, _Content] = (
             weakref.WeakValueDictionary()
         )  # by the address of storage
         self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nobody else holds them
         self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
-        self._pending = 0  # bytes in the queue, and those that are being written
+        self._writing = 0  # bytes, just now
         self._turns = count()
         self._writer: threading.Thread | None = None
 
@@ -203,9 +206,8 @@ class _Disk:
                 content = self._contents[storage._cdata] = _Content(storage, block, next(self._turns))
                 self._waiting.add(content)
             saved = _Saved(tensor, content)
-            self.look()
-            while self._pending > _MOST_PENDING:
-                self._lock.wait()
+        self.look()
+        self.wait(_MOST_PENDING)
         return saved
 
     def load(self, saved: _Saved) -> torch.Tensor:
@@ -228,16 +230,24 @@ class _Disk:
         with self._lock:
             alone = [content for content in self._waiting if content.is_alone]
             for content in sorted(alone, key=lambda content: content.turn):
-                self._waiting.discard(content)
                 assert content.storage is not None
                 if content.storage.device == CPU:
                     self._queue.append((weakref.ref(content), content.storage.nbytes()))
-                    self._pending += content.storage.nbytes()
                     self._wake()
                 else:
                     here.append(content)  # in the order of the stream that computed it
+                self._waiting.discard(content)
         for content in here:
             self._write(content)
+
+    def wait(self, most: int) -> None:
+        """Until at most so many bytes are still to be written."""
+        while True:
+            with self._lock:
+                if self._writing + sum(nbytes for _, nbytes in self._queue) <= most:
+                    return
+                something = self._ops.add()
+            something.acquire()
 
     def _forget(self, content: _Content) -> None:
         if content.storage is not None:
@@ -249,26 +259,26 @@ class _Disk:
         if self._writer is None or not self._writer.is_alive():
             self._writer = threading.Thread(target=self._write_on, name="offload-writer", daemon=True)
             self._writer.start()
-        self._lock.notify_all()
+        self._work.notify()
 
     def _write_on(self) -> None:
         while True:
             with self._lock:
                 while not self._queue:
-                    if not self._lock.wait(_IDLE) and not self._queue:
+                    if not self._work.wait(_IDLE) and not self._queue:
                         self._writer = None
                         return
-                found, nbytes = self._queue.popleft()
+                found, self._writing = self._queue.popleft()
             try:
                 content = found()
                 if content is not None:
-                    with plain_world():
+                    with no_functions(), no_modes():
                         self._write(content)
                 del content
             finally:
                 with self._lock:
-                    self._pending -= nbytes
-                    self._lock.notify_all()
+                    self._writing = 0
+                    self._ops.wake()
 
     def _write(self, content: _Content) -> None:
         storage, block = content.storage, content.block  # the object only: a tensor over it would be another use

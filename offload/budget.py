@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from offload.errors import BudgetError
 from offload.memory import as_bytes, available_bytes
 from offload.prefetch.engine import Counts
-from offload.prefetch.reads import POOL, changing, counts, tracked
+from offload.prefetch.reads import POOL, counts, let_go, lock, tracked
 from offload.prefetch.tracked import Tracked
 from offload.residency import WINDOW, Pool, Value
 from offload.storage.handle import Handle
@@ -105,17 +105,23 @@ def keep_resident(*what: Any) -> None:
         >>> keep_resident(w)
     """
     values = _values_in(what)
-    with changing() as leaving:
-        for pool in {value.pool for value in values}:
-            leaving.extend(pool.reconsider(anew=True))
-            pinned = {value for value in pool.values() if value.pinned} | {v for v in values if v.pool is pool}
-            size = sum(value.nbytes for value in pinned)
-            if size > pool.room:
-                raise BudgetError(f"{size} bytes can't stay in memory: the budget is {pool.room}. Raise max_memory.")
-        for value in values:
-            value.pinned = True
-        for pool in {value.pool for value in values}:
-            leaving.extend(pool.reconsider(anew=True))
+    leaving: list[Value] = []
+    try:
+        with lock():
+            for pool in {value.pool for value in values}:
+                leaving.extend(pool.reconsider(anew=True))
+                pinned = {value for value in pool.values() if value.pinned} | {v for v in values if v.pool is pool}
+                size = sum(value.nbytes for value in pinned)
+                if size > pool.room:
+                    raise BudgetError(
+                        f"{size} bytes can't stay in memory: the budget is {pool.room}. Raise max_memory."
+                    )
+            for value in values:
+                value.pinned = True
+            for pool in {value.pool for value in values}:
+                leaving.extend(pool.reconsider(anew=True))
+    finally:
+        let_go(leaving)
 
 
 def evict(*what: Any) -> None:
@@ -131,12 +137,16 @@ def evict(*what: Any) -> None:
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
     values = _values_in(what)
-    with changing() as leaving:
-        for value in values:
-            value.pinned = False
-        for pool in {value.pool for value in values}:
-            leaving.extend(pool.reconsider(anew=True))
-        leaving.extend([*values, *(copy for handle in _handles_in(what) for copy in handle.copies.values())])
+    leaving: list[Value] = []
+    try:
+        with lock():
+            for value in values:
+                value.pinned = False
+            for pool in {value.pool for value in values}:
+                leaving.extend(pool.reconsider(anew=True))
+            leaving.extend([*values, *(copy for handle in _handles_in(what) for copy in handle.copies.values())])
+    finally:
+        let_go(leaving)
 
 
 @dataclass(frozen=True)
@@ -183,10 +193,14 @@ def memory_summary() -> MemorySummary:
         >>> memory_summary().counts.wasted >= 0
         True
     """
-    with changing() as leaving:
-        leaving.extend(POOL.reconsider(anew=True))
-        values = [value for pool in Pool.all() for value in pool.values()]
-        budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
+    leaving: list[Value] = []
+    try:
+        with lock():
+            leaving.extend(POOL.reconsider(anew=True))
+            values = [value for pool in Pool.all() for value in pool.values()]
+            budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
+    finally:
+        let_go(leaving)
     return MemorySummary(
         budget=budget,
         values=sum(value.nbytes for value in values),
@@ -256,10 +270,14 @@ def _window_of(window: Amount | bool) -> int:
 
 
 def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:
-    with changing() as leaving:
-        leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
-        POOL.max_memory, POOL.on_devices = max_memory, on_devices
-        leaving.extend(POOL.reconsider(anew=True))
+    leaving: list[Value] = []
+    try:
+        with lock():
+            leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
+            POOL.max_memory, POOL.on_devices = max_memory, on_devices
+            leaving.extend(POOL.reconsider(anew=True))
+    finally:
+        let_go(leaving)
 
 
 def _values_in(what: Iterable[Any]) -> list[Value]:

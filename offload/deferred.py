@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
 from offload.storage.header import contiguous
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.scratch import scratch
 from offload.storage.write import layout_of
 from offload.tensor.cuts import sent_to
@@ -193,7 +193,7 @@ class DeferredTensor(torch.Tensor):
         """The value as a plain tensor over a file, in a storage of its own, for those who write it elsewhere."""
         is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
         source = settled(self if is_dense else self.contiguous())
-        with plain_world():
+        with no_functions(), no_modes():
             value = mapped_value(source) if isinstance(source, OffloadedTensor) else source
             start = value.storage_offset() * value.itemsize
             span = value.untyped_storage()[start : start + value.numel() * value.itemsize]
@@ -220,7 +220,7 @@ class DeferredTensor(torch.Tensor):
 
 def deferred(source: torch.Tensor) -> DeferredTensor:
     """A deferred tensor of one part, which is on disk and for the CPU."""
-    with plain_world():
+    with no_functions(), no_modes():
         twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     return _made(_whole(source), twin)
 

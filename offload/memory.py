@@ -160,8 +160,8 @@ def uncollected() -> Iterator[None]:
     time of loading 10,000 tensors (`python -m bench.load`).
     """
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor import inner  # noqa: F401  (registers its rule)
 from offload.tensor.arguments import checked_device
 from offload.tensor.cuts import sent_to
@@ -314,7 +314,7 @@ def become_another(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         other, *cut = source
         become(tensor, other.as_strided(cut[1], cut[2], cut[0]) if cut else other)  # cut: offset, size, stride
     else:
-        with plain_world():
+        with no_functions(), no_modes():
             values = func(torch.empty(0, dtype=tensor.dtype), *source, **kwargs)
         store(tensor, values)
     return tensor

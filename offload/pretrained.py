@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.deferred import DeferredTensor, deferred
 from offload.errors import CheckpointError, OffloadError
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.wrapper import is_offloaded, mapped_value
 
 
@@ -185,7 +185,7 @@ class _Mapped:
 def mapped_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A model's weights by name, plain or of a quantized class, over their files."""
     named = model.state_dict().items()
-    with plain_world():
+    with no_functions(), no_modes():
         return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from offload.storage.locks import ForkSafeLock
-from offload.storage.modes import plain_world
+from offload.storage.locks import fork_safe_lock
+from offload.storage.modes import no_functions, no_modes
 
 _SLOT = 32 << 20  # bytes
 _SLOTS = 2
@@ -31,7 +31,7 @@ def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
     staging = _staging_for(target) if nbytes >= _STAGED and not is_lazy else None
     if staging is None:
         return values.to(target)
-    with plain_world():
+    with no_functions(), no_modes():
         return staging.send(values.detach().view(torch.uint8)).view(values.dtype)
 
 
@@ -62,7 +62,7 @@ class Staging:
         self._stream = self._module.Stream(device)
         self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
         self._uses: deque[Any] = deque()  # events: what the values sent before were used for has ended
-        self._lock = ForkSafeLock()
+        self._lock = fork_safe_lock()
 
     def send(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of bytes on the device."""
@@ -107,5 +107,5 @@ def _staging_for(device: torch.device) -> Staging | None:
         return _STAGINGS[device]
 
 
-_LOCK = ForkSafeLock()
+_LOCK = fork_safe_lock()
 _STAGINGS: dict[torch.device, Staging | None] = {}

@@ -215,7 +215,11 @@ class _Value:
         tensor = self.tensor
         if not isinstance(tensor, OffloadedTensor):
             return getattr(tensor, _MARKS, ())
-        return marks_of(tensor._file_handle().file) if tensor._file_handle().owned else ()
+        handle = tensor._file_handle()
+        if not handle.owned:
+            return ()
+        handle.base()  # what stands in its place, also after a replacement that was interrupted once it was done
+        return marks_of(handle.file)
 
     def replace(self, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
         """Give it a new value, in all its places."""

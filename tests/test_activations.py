@@ -22,9 +22,7 @@ from tests.processes import run_script
 
 def settled() -> None:
     """Wait until everything that was to be written has been."""
-    disk = activations._DISK
-    with disk._lock:
-        disk._lock.wait_for(lambda: disk._pending == 0, timeout=30)
+    activations._DISK.wait(0)
 
 
 def written(folder) -> list[int]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 
 fcntl: Any
 try:
@@ -31,7 +31,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._threads = ForkSafeLock()
+        self._threads = fork_safe_lock()
         self._fd = -1
         self._pid = 0
         self._depth = 0
@@ -42,15 +42,20 @@ class FolderLock:
         with self._threads:
             if self._pid != os.getpid():  # a descriptor of the parent's would share its lock
                 self._fd, self._pid, self._depth = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), os.getpid(), 0
-            if not self._depth:
-                lock(self._fd, shared=shared)
-            self._depth += 1
+            depth = self._depth
             try:
+                if not depth:
+                    lock(self._fd, shared=shared)
+                self._depth = depth + 1
                 yield
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    unlock(self._fd)
+                self._depth = depth
+                if not depth and fcntl is not None:
+                    try:  # here, and not in a function: an interrupt as that begins would keep the lock
+                        fcntl.flock(self._fd, fcntl.LOCK_UN)
+                    except OSError as error:
+                        if error.errno not in _UNKNOWN:
+                            raise
 
     def close(self) -> None:
         with self._threads:

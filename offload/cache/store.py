@@ -44,7 +44,7 @@ from offload.errors import (
 from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 from offload.storage.write import explained, sweep
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
@@ -80,7 +80,7 @@ class Store:
         self._names = list(manifest.columns)
         self._places = {name: place for place, name in enumerate(self._names)}
         self._lock = FolderLock(folder / LOCK)
-        self._flushing = ForkSafeLock()
+        self._flushing = fork_safe_lock()
         self._written: list[Written] = []
         self._written_bytes = 0
         self._most_bytes = 0

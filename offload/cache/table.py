@@ -30,7 +30,7 @@ from offload.cache.store import Store
 from offload.errors import CacheError, MissingRowsError
 from offload.progress import progress
 from offload.storage.folders import private_folder
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.arguments import checked_device
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
@@ -342,7 +342,7 @@ class TensorCache(ReadByIndex):
             hot = store.read_hot(rows, columns)
             if hot is not None:
                 return hot
-        with plain_world():
+        with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
             target = self.device if device is None else checked_device(device)
@@ -370,7 +370,7 @@ class TensorCache(ReadByIndex):
             WriteError: the disk is full; the rows count as missing.
         """
         store, given = self._open(), _given(values)
-        with plain_world():
+        with no_functions(), no_modes():
             store.write(rows_of(rows, store.num_rows), given)
 
     def append(self, values: Mapping[str, Any]) -> range:
@@ -379,7 +379,7 @@ class TensorCache(ReadByIndex):
         Raises: as `cache[rows] = values`.
         """
         given = _given(values)
-        with plain_world():
+        with no_functions(), no_modes():
             return self._open().append(given)
 
     def column(self, name: str) -> torch.Tensor:

@@ -27,8 +27,8 @@ from offload.offloading.made import made_on_disk
 from offload.offloading.opened import as_opened, rebuilt, record_of
 from offload.offloading.place import Place, bytes_inside, over_mappings
 from offload.storage.folders import named_folder
-from offload.storage.locks import ForkSafeLock
-from offload.storage.modes import plain_world
+from offload.storage.locks import fork_safe_lock
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.rules import decompose, is_composite, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded
@@ -226,7 +226,7 @@ def _put_parameter_away(_module: torch.nn.Module, name: str, parameter: Any) -> 
     mode = _active()
     if mode is None or not is_subclass_value(parameter) or is_offloaded(parameter) or _is_left_alone(()):
         return None
-    with plain_world():
+    with no_functions(), no_modes():
         value = over_mappings(parameter)
         if bytes_inside(value) < mode.place.min_bytes:
             return None
@@ -245,6 +245,6 @@ _WATCHED = {
 }
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
-_LOCK = ForkSafeLock()
+_LOCK = fork_safe_lock()
 _NOTES: dict[str, deque[bool]] = {}
 _watching = False

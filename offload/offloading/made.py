@@ -18,7 +18,7 @@ import torch
 
 from offload.offloading.place import Place
 from offload.storage.header import Layout
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.outside import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, current_twin, wrap_handle
@@ -42,7 +42,7 @@ def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str,
     if layout is None or layout.nbytes < max(place.min_bytes, 1) or not layout.is_dense:
         return None
     what = func.overloadpacket.__name__
-    with plain_world(), place.allocated(layout, what) as handle:
+    with no_functions(), no_modes(), place.allocated(layout, what) as handle:
         fill(handle.writable_base(), args, kwargs)
     return wrap_handle(handle, CPU)
 
@@ -144,7 +144,7 @@ def _layout_of_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     options = {name: value for name, value in kwargs.items() if name != "generator"}
     if any(argument.name == "device" for argument in func._schema.arguments):
         options["device"] = "meta"
-    with plain_world(), suppress(Exception):
+    with no_functions(), no_modes(), suppress(Exception):
         result = func(*_twins_of(args), **dict(zip(options, _twins_of(options.values()), strict=True)))
         return Layout(result.dtype, tuple(result.shape), result.stride())
     return None

@@ -26,7 +26,7 @@ from offload.offloading.place import Place
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, Layout
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -62,7 +62,7 @@ def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Ten
     storage = getattr(known["storage"], "_untyped_storage", known["storage"])
     if storage.device != CPU or storage.nbytes() < max(place.min_bytes, 1):
         return None
-    with plain_world():
+    with no_functions(), no_modes():
         tensor = torch.empty(0, dtype=kwargs["dtype"], device=CPU)
         tensor.set_(storage, known["storage_offset"], known["size"], known["stride"])
         stored = _stored(place, storage, tensor)
@@ -95,7 +95,7 @@ def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a large entry of a file, offloaded; any other tensor as it is."""
     if not place.takes(tensor) or tensor.device != CPU or not tensor.is_contiguous():
         return tensor
-    with plain_world():
+    with no_functions(), no_modes():
         nbytes = tensor.numel() * tensor.itemsize
         source = source_of(tensor.data_ptr(), nbytes)
         entry = source.entry(nbytes) if source else None
@@ -118,7 +118,7 @@ def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.Unt
     known, path = reader.f_locals, _path_loaded_in(reader)
     if path is None or known["nbytes"] < max(place.min_bytes, 1) or not hasattr(mmap, "MAP_PRIVATE"):
         return None
-    with plain_world(), suppress(OSError, ValueError):  # ValueError: the file is shorter
+    with no_functions(), no_modes(), suppress(OSError, ValueError):  # ValueError: the file is shorter
         mapped = _mapped_alone(path, known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
         read = torch.empty(0, dtype=torch.uint8, device=CPU).set_(record.untyped_storage())  # it says that it is empty
         return mapped.untyped_storage() if torch.equal(mapped, read) else None

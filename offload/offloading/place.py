@@ -19,7 +19,7 @@ import torch
 from offload.storage.folders import discard
 from offload.storage.handle import Handle
 from offload.storage.header import Layout
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.wrapper import OffloadedTensor, mapped_value, wrap_handle
 
@@ -54,7 +54,7 @@ class Place:
 
     def put(self, tensor: torch.Tensor, what: str) -> OffloadedTensor:
         """A tensor's value, in a file of its own."""
-        with plain_world():
+        with no_functions(), no_modes():
             return wrap_handle(Handle.create(tensor, self.name(what), self.folder), tensor.device)
 
     @contextmanager

@@ -4,7 +4,8 @@ Always true:
 - one thread reads, and drops what is done with; it ends when there is nothing to do, and comes back
 - whatever happens to it, nobody waits for ever
 - what leaves counts until it has gone; where the window is full of that, who reads for himself drops it first
-- the lock is not held while the disk is read
+- the lock is not held while the disk is read, nor while an op waits for the reader
+- an op that is interrupted gives up what was ahead for its thread, so that the books hold again
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from itertools import islice
 from offload.prefetch.stream import Stream
 from offload.prefetch.tracked import AWAY, HERE, QUEUED, READ, Tracked
 from offload.residency import SMALL, Pool
+from offload.storage.locks import Waiters
 
 _CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
 _FOREVER = float("inf")
@@ -54,15 +56,18 @@ class Engine:
     """What the threads of a process share: the lock, the reader, and what was counted."""
 
     def __init__(self) -> None:
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        self._work = threading.Condition(self.lock)  # for the reader
+        self._ops = Waiters()  # for the reader to do something
         self.counts = Counts()
         self._local = threading.local()
         self._streams: list[Stream] = []
         self._queue: deque[Tracked] = deque()
         self._leaving: list[Tracked] = []
-        self._going = 0  # bytes that are being dropped
+        self._going: dict[int, int] = {}  # bytes that a thread is dropping
         self._taken: Tracked | None = None  # last, by the reader
         self._reader: threading.Thread | None = None
+        self._chance = random.Random()  # of its own: that of the process is for its user
 
     def arrive(self, value: Tracked) -> None:
         """Bring `value` in, if it is not in memory, and see to what comes next.
@@ -70,11 +75,19 @@ class Engine:
         Raises:
             CorruptFileError: the disk did not give it.
         """
+        try:
+            self._arrive(value)
+        except BaseException:
+            self._mend(value)
+            raise
+
+    def _arrive(self, value: Tracked) -> None:
         with self.lock:
             stream = self._stream()
             leaving = value.pool.reconsider()
             expected = stream.expects(value)
-            here = expected and self._go_on(stream, value)
+            if expected:
+                stream.move_to(value)
         for left in leaving:
             left.let_go()
         found = False
@@ -83,28 +96,41 @@ class Engine:
             with self.lock:
                 if not found and _should_be_here(value):  # something else needed the memory
                     value.pool.doubt()
-                here = self._wait_for(value) if found and value.kept else self._go_on(stream, value)
-        if not here:
+                if not (found and value.kept):
+                    stream.move_to(value)
+        if not self._comes(value):
             self._make_sure(value, found=found)
         if value.kept:
-            calm = _FOREVER if value.nbytes <= SMALL else _CALM * random.uniform(0.1, 1)
+            calm = _FOREVER if value.nbytes <= SMALL else _CALM * self._chance.uniform(0.1, 1)
             value.calm_until = time.monotonic() + calm
 
-    def _go_on(self, stream: Stream, value: Tracked) -> bool:
-        stream.move_to(value)
-        return self._wait_for(value)
-
-    def _wait_for(self, value: Tracked) -> bool:
+    def _comes(self, value: Tracked) -> bool:
         """Wait for the reader, if it is at work on `value`; whether it has brought it."""
-        if value.state == READ:
-            started = time.monotonic()
-            while value.state == READ:
-                self.lock.wait()
-            self._count_waited(value, started)
-        here = value.state == HERE
-        self.counts.ahead += here
-        value.state = AWAY  # if it was queued, the reader will pass over it
-        return here
+        started = 0.0
+        while True:
+            with self.lock:
+                if value.state != READ:
+                    if started:
+                        self._count_waited(value, started)
+                    here = value.state == HERE
+                    self.counts.ahead += here
+                    value.state = AWAY  # if it was queued, the reader will pass over it
+                    return here
+                done = self._ops.add()
+            started = started or time.monotonic()
+            done.acquire()
+
+    def _mend(self, value: Tracked) -> None:
+        """After a read that did not end: what this thread has ahead is given up, and what was to leave leaves."""
+        with self.lock:
+            stream: Stream | None = getattr(self._local, "stream", None)
+            if stream is not None:
+                stream.give_up()
+            value.is_leaving = not value.kept
+            self._going.pop(threading.get_ident(), None)
+            known = (known for pool in Pool.all() for known in pool.values())
+            self._leaving = [value for value in known if isinstance(value, Tracked) and value.is_leaving]
+            self._wake()
 
     def _make_sure(self, value: Tracked, *, found: bool) -> None:
         """Read what the reader has not."""
@@ -138,19 +164,19 @@ class Engine:
                     value.let_go()
         finally:
             with self.lock:
-                self._going -= sum(value.nbytes for value in leaving)
+                self._going.pop(threading.get_ident(), None)
 
     # Under the lock
 
     def _take_leaving(self) -> list[Tracked]:
         leaving, self._leaving = self._leaving, []
-        self._going += sum(value.nbytes for value in leaving)
+        self._going[threading.get_ident()] = sum(value.nbytes for value in leaving)
         return leaving
 
     def _in_flight(self) -> int:
         """Bytes that are ahead, that stream and are in use, or that have not gone yet."""
         leaving = sum(value.nbytes for value in self._leaving)
-        return sum(stream.in_flight for stream in self._streams) + leaving + self._going
+        return sum(stream.in_flight for stream in self._streams) + leaving + sum(self._going.values())
 
     def queue(self, value: Tracked) -> None:
         """Have the reader bring `value` in."""
@@ -202,16 +228,16 @@ class Engine:
     def _wake(self) -> None:
         if self._reader is None or not self._reader.is_alive():
             reader = threading.Thread(target=self._read_on, name="offload-reader", daemon=True)
+            self._reader = reader
             with suppress(RuntimeError):  # the interpreter is ending: who asks for a value will read it
                 reader.start()
-                self._reader = reader
-        self.lock.notify_all()
+        self._work.notify()
 
     def _read_on(self) -> None:
         while True:
             with self.lock:
                 while not self._queue and not self._leaving:
-                    if not self.lock.wait(_IDLE) and not self._queue and not self._leaving:
+                    if not self._work.wait(_IDLE) and not self._queue and not self._leaving:
                         self._reader = None
                         return
                 leaving = self._take_leaving()
@@ -228,7 +254,7 @@ class Engine:
             for value in batch:
                 if value.state == READ:
                     value.state = AWAY
-            self.lock.notify_all()
+            self._ops.wake()
 
     def _take(self) -> list[Tracked]:
         """One value, or several small ones."""
@@ -268,7 +294,7 @@ class Engine:
                 for value in run:
                     value.state = AWAY if value.is_leaving else state
                 self.counts.bytes_read += read
-                self.lock.notify_all()
+                self._ops.wake()
 
 
 def _should_be_here(value: Tracked) -> bool:

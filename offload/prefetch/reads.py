@@ -7,9 +7,9 @@ Always true:
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -34,13 +34,18 @@ def arrive(value: Tracked) -> None:
 def tracked(handle: Handle, start: int, nbytes: int) -> Range:
     """What is read at these bytes of the file of `handle`; `UNTRACKED` if enough parts of that are known already."""
     key = (start, nbytes)
-    with changing() as leaving:
-        value: Tracked | None = handle.ranges.get(key)
-        if value is None:
-            if sum(part.nbytes for part in handle.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
-                return UNTRACKED
-            value = _track(handle, key)
-            leaving.extend(value.pool.add([value]))
+    leaving: list[Value] = []
+    try:
+        with lock():
+            value: Tracked | None = handle.ranges.get(key)
+            if value is None:
+                if sum(part.nbytes for part in handle.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
+                    return UNTRACKED
+                value = _track(handle, key)
+                leaving.extend(value.pool.add([value]))
+                handle.ranges[key] = value  # last: what is known is under its budget
+    finally:
+        let_go(leaving)
     return value
 
 
@@ -51,32 +56,39 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
         handles: of the values.
         pool: the budget that they are to be under; None for that of the process.
     """
-    with changing() as leaving:
-        values: list[Tracked] = []
-        new: dict[Pool, list[Tracked]] = {}
-        for handle in handles:
-            handle.pool = pool or handle.pool
-            value = handle.ranges.get(handle.extent)
-            if value is None or value.pool is not (handle.pool or POOL):
-                value = _track(handle, handle.extent)
-                new.setdefault(value.pool, []).append(value)
-            values.append(value)
-        for value, following in pairwise(values):
-            value.seeded = weakref.ref(following)
-        for its_pool, members in new.items():
-            leaving.extend(its_pool.add(members))
-
-
-@contextmanager
-def changing() -> Iterator[list[Value]]:
-    """Under the engine's lock; the values that are put in the list are dropped after it."""
     leaving: list[Value] = []
     try:
-        with _ENGINE.lock:
-            yield leaving
+        with lock():
+            order: list[Tracked] = []
+            values: dict[Handle, Tracked] = {}
+            new: dict[Pool, list[Tracked]] = {}
+            for handle in handles:
+                handle.pool = pool or handle.pool
+                value = values.get(handle) or handle.ranges.get(handle.extent)
+                if value is None or value.pool is not (handle.pool or POOL):
+                    value = _track(handle, handle.extent)
+                    new.setdefault(value.pool, []).append(value)
+                values[handle] = value
+                order.append(value)
+            for value, following in pairwise(order):
+                value.seeded = weakref.ref(following)
+            for its_pool, members in new.items():
+                leaving.extend(its_pool.add(members))
+            for handle, value in values.items():
+                handle.ranges[handle.extent] = value  # last: what is known is under its budget
     finally:
-        for value in leaving:
-            value.let_go()
+        let_go(leaving)
+
+
+def lock() -> threading.RLock:
+    """That of the engine, for those who change a pool. What a change gives to drop is dropped without it."""
+    return _ENGINE.lock
+
+
+def let_go(values: Iterable[Value]) -> None:
+    """Drop values from memory."""
+    for value in values:
+        value.let_go()
 
 
 def counts() -> Counts:
@@ -88,7 +100,6 @@ def counts() -> Counts:
 def _track(handle: Handle, key: tuple[int, int]) -> Tracked:
     value = Tracked(handle.pool or POOL, handle.file, *key, shared=handle.owned)
     value.is_part = key != handle.extent
-    handle.ranges[key] = value
     return value
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from offload.errors import OffloadError, WriteError
 from offload.memory import as_bytes, available_bytes
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 
 if TYPE_CHECKING:
     from offload.storage.file import TensorFile
@@ -42,7 +42,7 @@ class Buffer:
     def __init__(self, max_bytes: int) -> None:
         self._most = max_bytes
         self._pid = os.getpid()
-        self._lock = ForkSafeLock()
+        self._lock = fork_safe_lock()
         self._waiting: dict[int, Handle] = {}
         self._is_open = True
 
@@ -130,11 +130,12 @@ def write_buffer(max_bytes: int | float | str = "1GiB") -> Iterator[None]:
     """
     outer = current_buffer()
     buffer = Buffer(as_bytes(max_bytes, available_bytes()))
-    token = _CURRENT.set(buffer)
+    before = _CURRENT.get()
     try:
+        _CURRENT.set(buffer)
         yield
     finally:
-        _CURRENT.reset(token)
+        _CURRENT.set(before)
         buffer.close(outer)
 
 

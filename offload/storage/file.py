@@ -26,7 +26,7 @@ import torch
 from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, OffloadError
 from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 from offload.storage.regular import explained, not_regular, open_regular
 
 
@@ -297,5 +297,5 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 _view_memory.restype = ctypes.py_object
-_LOCK = ForkSafeLock()
+_LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import NameInUseError, WriteError
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 from offload.storage.names import file_name
 from offload.storage.process import is_dead, process_tag
 from offload.storage.write import sweep
 
 _PRIVATE = "offload-"
-_LOCK = ForkSafeLock()
+_LOCK = fork_safe_lock()
 _CLAIMS: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
 _PRIVATE_FOLDERS: dict[tuple[int, Path | None], Path] = {}

@@ -22,7 +22,7 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder, release
 from offload.storage.header import Layout, Loose
 from offload.storage.loose import value_of
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.names import file_name
 from offload.storage.naming import naming
 from offload.storage.stored import Stored
@@ -132,7 +132,7 @@ class Handle(Stored):
             raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
         handle = cls(loose.key, _folder_for(loose.key, offload_dir))
         notes, durable = {"name": loose.key}, handle.folder is not None
-        with handle._claimed() as path, naming(loose.key), plain_world():
+        with handle._claimed() as path, naming(loose.key), no_functions(), no_modes():
             if loose.entry is not None:
                 copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
             else:
@@ -313,10 +313,22 @@ class Handle(Stored):
 
     def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
         """As `_write`, but beside `path`, and not made to survive a power cut yet."""
-        waiting = self._waiting or Waiting(path, os.getpid(), self.file, self.owned)
+        before, aside = self._waiting, temporary_for(path)
+        waiting = before or Waiting(path, os.getpid(), self.file, self.owned)
+        waits = self.file.path
         refuse_foreign(path)
-        self._write(temporary_for(path), tensor, layout, None, durable=False)
-        self._waiting = waiting
+        try:
+            self._write(aside, tensor, layout, None, durable=False)
+            self._waiting = waiting
+        except BaseException:
+            if self.file.path == aside:
+                self._go_back(waiting)
+                if before is not None:
+                    remove(waits)
+            else:
+                self._waiting = before
+                remove(aside)
+            raise
 
     def _go_back(self, waiting: Waiting) -> None:
         aside, old = self.file.path, self.layout
@@ -329,7 +341,7 @@ class Handle(Stored):
         remove(aside)
 
     def _write(self, path: Path, tensor: torch.Tensor, layout: Layout, notes: Notes, *, durable: bool) -> None:
-        with naming(self.name), plain_world():
+        with naming(self.name), no_functions(), no_modes():
             said: Recipe = {**(notes or {}), "name": self.name}
             if is_subclass_value(tensor):
                 values, said["subclass"] = flatten(tensor, self.name)
@@ -375,5 +387,5 @@ def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path |
 def _layout_for(tensor: torch.Tensor) -> Layout:
     if is_subclass_value(tensor):
         return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
-    with plain_world():
+    with no_functions(), no_modes():
         return layout_of(tensor)

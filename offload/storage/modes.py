@@ -1,7 +1,9 @@
 """Outside every mode of torch's.
 
 Always true:
-- in a plain world a tensor is just a tensor, whatever the caller is in the middle of
+- with `no_functions` and `no_modes` a tensor is just a tensor, whatever the caller is in the middle of
+- each of these is left in one call into C: Python can raise `KeyboardInterrupt` at the first line of an `__exit__` of
+  its own, and what that was to bring back would stay away
 """
 
 from __future__ import annotations
@@ -9,6 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+no_functions = torch._C.DisableTorchFunction  # modes and classes that take over calls in Python
+_Guard = torch._C._InferenceMode
+_enter: Any = _Guard.__init__  # torch changes its state here
+_exit: Any = _Guard.__exit__
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_DISPATCH_IN_PYTHON = (
+    torch._C.DispatchKey.Python,
+    torch._C.DispatchKey.PythonTLSSnapshot,
+    torch._C.DispatchKey.PreDispatch,
+)
 
 
 def is_plain_world() -> bool:
@@ -21,21 +34,32 @@ def is_plain_world() -> bool:
     )
 
 
-class plain_world:
-    """Outside every mode (fake, functional, inference, a default device), where a tensor is just a tensor.
+class no_modes(_Guard):
+    """Outside modes that take over ops (fake, functional), outside inference mode, and without gradients.
 
-    Without gradients. It is entered for every batch and many an op: of torch's own guards, with nothing around them.
+    It is entered for every batch and many an op. Torch's guard brings back all of the dispatcher's and of autograd's
+    state, so what is set here needs no guard of its own. It is in force from when it is made: make it in the `with`.
     """
 
-    __slots__ = ("_guards",)
+    def __init__(self) -> None:
+        try:
+            _enter(self, False)
+            for key in _DISPATCH_IN_PYTHON:
+                _exclude(key, True)
+            torch._C._set_grad_enabled(False)
+        except BaseException:
+            _exit(self, None, None, None)
+            raise
 
-    def __enter__(self) -> None:
-        guards = (torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False))
-        self._guards: tuple[Any, ...] = guards
-        for guard in guards:
-            guard.__enter__()
-        torch._C._set_grad_enabled(False)  # the last guard brings back what was before it
 
-    def __exit__(self, *error: object) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
+class no_grad(_Guard):
+    """Without gradients, and in inference mode or outside it, as before. Make it in the `with`."""
+
+    def __init__(self) -> None:
+        is_inference = torch.is_inference_mode_enabled()
+        try:
+            _enter(self, is_inference)
+            torch._C._set_grad_enabled(False)
+        except BaseException:
+            _exit(self, None, None, None)
+            raise

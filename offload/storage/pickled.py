@@ -32,7 +32,7 @@ from torch import _weights_only_unpickler
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Entry, Header, Loose, Record, contiguous, is_aligned, is_unicode, layout_as, span_of
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import short
 
 MAGIC_SIZE = 512  # bytes that tell how a file is to be read
@@ -74,7 +74,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
     """
     start = file.read(MAGIC_SIZE)
     file.seek(0)
-    with plain_world():
+    with no_functions(), no_modes():
         if start.startswith(_ZIP):
             saved, pieces, records = _read_zip(file)
         elif start.startswith(_LEGACY):

@@ -22,8 +22,8 @@ from offload.storage.buffer import Waiting
 from offload.storage.file import TensorFile
 from offload.storage.folders import discard
 from offload.storage.header import Layout, extent_of
-from offload.storage.locks import ForkSafeLock
-from offload.storage.modes import plain_world
+from offload.storage.locks import fork_safe_lock
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.naming import naming
 from offload.storage.subclasses import Recipe, layout_from, unflatten
 
@@ -79,7 +79,7 @@ class Stored:
         self.has_holes = False
         self.is_fixed = False
         self._base: torch.Tensor | None = None
-        self._lock = ForkSafeLock()
+        self._lock = fork_safe_lock()
         self.ranges: dict[tuple[int, int], Any] = {}
         self.copies: dict[torch.device, Any] = {}
         self.pool: Any = None
@@ -124,7 +124,7 @@ class Stored:
     def another_base(self) -> torch.Tensor:
         """As `base`, but a tensor of one's own over the file."""
         self.base()
-        with plain_world():
+        with no_functions(), no_modes():
             return self._mapped()
 
     def pointers(self) -> torch.UntypedStorage:
@@ -138,7 +138,7 @@ class Stored:
         self.file.unmap()
 
     def _map(self) -> torch.Tensor:
-        with self._lock, naming(self.name), plain_world():
+        with self._lock, naming(self.name), no_functions(), no_modes():
             base = self._map_owned() if self.owned else self._map_referenced()
             self._base = base
         if self.owned:
@@ -219,5 +219,5 @@ def _keep_mapped(handle: Stored) -> None:
                 found.unmap()
 
 
-_LOCK = ForkSafeLock()
+_LOCK = fork_safe_lock()
 _MAPPED: dict[int, weakref.ref[Stored]] = {}  # by `id`, the oldest mapping first; a handle that dies leaves it

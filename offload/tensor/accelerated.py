@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from offload.prefetch.reads import POOL, changing
+from offload.prefetch.reads import POOL, let_go, lock
 from offload.residency import Pool, Value
 from offload.staging import lend, settle
 from offload.storage.handle import Handle
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import cut, sent_to, twin_of
 from offload.tensor.extents import brought_in
 
@@ -47,7 +47,7 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
     base, there = handle.base(), copy.base
     if there is None:
         brought_in(handle, twin_of(handle))
-        with plain_world():  # it outlives the mode that it was first asked for in
+        with no_functions(), no_modes():  # it outlives the mode that it was first asked for in
             there = sent_to(base, target)
             settle(target)
         copy.base = there
@@ -59,9 +59,13 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
     pool = (handle.pool or POOL).on_devices.get(target)
     if pool is None or handle.owned or handle.recipe is not None:
         return None
-    with changing() as leaving:
-        copy: Copy | None = handle.copies.get(target)
-        if copy is None or copy.pool is not pool:
-            copy = handle.copies[target] = Copy(pool, handle)
-            leaving.extend(pool.add([copy]))
-        return copy if copy.kept else None
+    leaving: list[Value] = []
+    try:
+        with lock():
+            copy: Copy | None = handle.copies.get(target)
+            if copy is None or copy.pool is not pool:
+                copy = handle.copies[target] = Copy(pool, handle)
+                leaving.extend(pool.add([copy]))
+            return copy if copy.kept else None
+    finally:
+        let_go(leaving)

@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
@@ -68,7 +68,7 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     Raises:
         RuntimeError, AssertionError: torch's own, if there is no such device here.
     """
-    with plain_world():
+    with no_functions(), no_modes():
         return torch.empty(0, device=device).device
 
 

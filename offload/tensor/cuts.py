@@ -16,14 +16,14 @@ from offload.errors import StaleViewError
 from offload.staging import send
 from offload.storage.handle import Handle
 from offload.storage.header import Layout
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value, with_inner
 
 
 @lru_cache(maxsize=1024)
 def whole_twin(layout: Layout) -> torch.Tensor:
     """The meta tensor that stands for a whole value, shared by values of the same layout; it is not to be changed."""
-    with plain_world():
+    with no_functions(), no_modes():
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
@@ -66,7 +66,7 @@ def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
     Of a subclass the inner tensors are copied: some classes of torchao 0.18 lack `clone`, or have it wrong. One byte an
     element is copied as bytes, since torch has no copy kernel for some dtypes (2.13).
     """
-    with plain_world():
+    with no_functions(), no_modes():
         if guest.device != target:
             return sent_to(guest, target)
         if is_subclass_value(guest):

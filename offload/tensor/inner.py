@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from offload.storage.modes import no_grad
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.cuts import copied
 from offload.tensor.rules import guests_of, named_guests, plain_copies
@@ -80,7 +81,7 @@ def _call_inplace(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     memo: dict[int, torch.Tensor] = {}
     if type(changed) is not OffloadedTensor:
         return func(*guests_of(args, memo), **named_guests(kwargs, memo))
-    with torch.no_grad():
+    with no_grad():
         copy = memo[id(changed)] = changed.materialize()
         func(*guests_of(args, memo), **named_guests(kwargs, memo))
         store(changed, copy)

@@ -15,7 +15,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import MissingFileError, OffloadError
 from offload.storage.handle import Handle
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.traced import Traced
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class SeenFromOutside(torch.Tensor):
             raise TypeError(f"can't convert {self._target} device type tensor to numpy: use .cpu() first")
         graph = torch.is_grad_enabled()
         asks_for_grad = self.requires_grad and not force
-        with plain_world(), torch.set_grad_enabled(graph):
+        with no_functions(), no_modes(), torch.set_grad_enabled(graph):
             array = self._on_cpu().requires_grad_(asks_for_grad).numpy(force=force)
         if not self._file_handle().owned:
             array.flags.writeable = False
@@ -60,19 +60,19 @@ class SeenFromOutside(torch.Tensor):
 
     def tolist(self) -> Any:
         """The value as nested lists of Python numbers."""
-        with plain_world():
+        with no_functions(), no_modes():
             return self._on_cpu().tolist()
 
     def __dlpack__(self, **options: Any) -> Any:
         if self.requires_grad:
             raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        with plain_world():
+        with no_functions(), no_modes():
             shared = self._target != CPU or self._file_handle().owned
             plain: torch.Tensor = self._guest if shared else self._on_cpu().clone()  # type: ignore[attr-defined]
             return plain.__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        with plain_world():
+        with no_functions(), no_modes():
             return torch.empty(0, device=self._target).__dlpack_device__()
 
     # Text
@@ -84,7 +84,7 @@ class SeenFromOutside(torch.Tensor):
         extra = "" if self._target == CPU else f", device='{self._target}'"
         extra += ", requires_grad=True" if self.requires_grad else ""
         try:
-            with plain_world():
+            with no_functions(), no_modes():
                 value = self._on_cpu()
                 if handle.is_subclass:
                     text = repr(value)
@@ -107,7 +107,7 @@ class SeenFromOutside(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return super().untyped_storage()
         handle = self._file_handle()
-        with plain_world():
+        with no_functions(), no_modes():
             if not handle.is_subclass:
                 return handle.pointers()
             handle.base()

@@ -21,8 +21,8 @@ from offload.errors import ChangedFileError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, Layout
-from offload.storage.locks import ForkSafeLock
-from offload.storage.modes import plain_world
+from offload.storage.locks import fork_safe_lock
+from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import metadata_of, twin_with, whole_twin
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap
 
@@ -70,7 +70,7 @@ def _rebuild(
             f"tensor {reference.name!r}: {reference.path} now holds {handle.layout}, not {reference.layout}, "
             "which was passed: pass it again"
         )
-    with plain_world():
+    with no_functions(), no_modes():
         twin = twin_with(whole_twin(handle.layout), cut)
     return dressed(wrap(handle, twin, target), requires_grad=requires_grad, is_parameter=is_parameter)
 
@@ -89,6 +89,6 @@ def _opened(reference: Reference) -> Handle:
     return Handle.reference(file, reference.name, reference.folder)
 
 
-_LOCK = ForkSafeLock()
+_LOCK = fork_safe_lock()
 _PASSED: weakref.WeakValueDictionary[tuple[Path, str], Handle] = weakref.WeakValueDictionary()
 ForkingPickler.register(OffloadedTensor, _reduce)

@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import UnsupportedOpError
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.cuts import cut, cut_like, sent_to
 from offload.tensor.outside import CPU
@@ -173,8 +173,12 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
         return read(func, args, kwargs)
-    with plain_world() if modes_are_on() and type(base._handle) is not Traced else DisableTorchFunctionSubclass():
-        twins = func(current_twin(base), *args[1:], **kwargs)
+    if modes_are_on() and type(base._handle) is not Traced:
+        with no_functions(), no_modes():
+            twins = func(current_twin(base), *args[1:], **kwargs)
+    else:
+        with DisableTorchFunctionSubclass():
+            twins = func(current_twin(base), *args[1:], **kwargs)
     with normal_unless_inference(base):
         if isinstance(twins, torch.Tensor):
             return view_of(base, twins)
@@ -188,7 +192,7 @@ def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
 def normal_unless_inference(base: OffloadedTensor) -> Any:
     """A view of a normal tensor is a normal tensor, also in inference mode."""
     if torch.is_inference_mode_enabled() and not torch._C.TensorBase.is_inference(base):
-        return torch.inference_mode(False)
+        return torch._C._InferenceMode(False)
     return DisableTorchFunctionSubclass()
 
 
@@ -331,7 +335,7 @@ def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...
     elif before is None and guest.shape == twin.shape:
         cut(handle.writable_base(), twin).copy_(guest)
     elif before is not None and before[0] == guest.untyped_storage().data_ptr() and tensor._target == CPU:
-        with plain_world():
+        with no_functions(), no_modes():
             redress(tensor, cut_like(twin, guest), tensor._target)
     elif tensor._is_part():
         raise UnsupportedOpError(

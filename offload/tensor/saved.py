@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
 from offload.tensor.cuts import metadata_of
@@ -29,7 +29,7 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
         OSError: the file does not take it.
         StaleViewError, and as `Handle.base`.
     """
-    with plain_world():
+    with no_functions(), no_modes():
         value = mapped_value(tensor) if type(tensor) is OffloadedTensor else tensor
         if value.dtype != dtype or not _copied(fd, at, tensor):
             write_tensor(fd, at, value, dtype)
@@ -78,7 +78,7 @@ def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor if is_subclass_value(tensor) else None
     if not tensor._file_handle().is_subclass:
         return None
-    with plain_world():
+    with no_functions(), no_modes():
         return mapped_value(tensor)
 
 

@@ -26,7 +26,7 @@ from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
 from offload.storage.header import Layout, contiguous_stride
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable, refuse_without_grad
@@ -199,7 +199,7 @@ class OffloadedTensor(SeenFromOutside):
 
     def materialize(self) -> torch.Tensor:
         """A plain, independent tensor with this value, on the target device."""
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass(), no_grad():
             return copied(value_on_cpu(self), self._target)
 
     def flush(self) -> None:
@@ -218,7 +218,7 @@ class OffloadedTensor(SeenFromOutside):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        with DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass(), no_grad():
             _refuse_for(self, value)
             if type(value) is OffloadedTensor:
                 become(self, value)
@@ -264,7 +264,7 @@ class OffloadedTensor(SeenFromOutside):
 
     @property
     def _guest(self) -> torch.Tensor:
-        with plain_world():
+        with no_functions(), no_modes():
             return sent_to(mapped_value(self), self._target)
 
     # How ops are carried out
@@ -307,7 +307,7 @@ class OffloadedTensor(SeenFromOutside):
 
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
-        with plain_world():  # a fake mode would make a fake tensor
+        with no_functions(), no_modes():  # a fake mode would make a fake tensor
             return mapped_value(self).detach() if self._handle.recipe is None else self._file_handle().another_base()
 
 
@@ -345,7 +345,7 @@ def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
 
 def wrap_handles(handles: Iterable[tuple[Handle, torch.device]]) -> list[OffloadedTensor]:
     """As `wrap_handle`, of many: the modes are left once."""
-    with plain_world():
+    with no_functions(), no_modes():
         return [wrap(handle, twin_of(handle), target) for handle, target in handles]
 
 
@@ -473,7 +473,7 @@ def replace_value(
 def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
     """Make `values` the whole stored value, and `tensor` the whole of it, on its own device."""
     handle = tensor._file_handle()
-    with DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass(), no_grad():
         handle.replace(guest_of(values.detach()), notes)
         redress(tensor, twin_of(handle), tensor._target)
 

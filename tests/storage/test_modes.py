@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from offload.storage.modes import plain_world
+from offload.storage.modes import no_functions, no_modes
 
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_there_are_no_gradients_and_what_was_before_comes_back(graph):
     with torch.set_grad_enabled(graph):
-        with plain_world():
+        with no_functions(), no_modes():
             assert not torch.is_grad_enabled()
             with torch.enable_grad():
                 assert torch.is_grad_enabled()
@@ -25,7 +25,7 @@ def test_there_are_no_gradients_and_what_was_before_comes_back(graph):
 
 def test_there_is_no_inference_mode_and_it_comes_back_also_after_an_error():
     with torch.inference_mode():
-        with suppress(KeyError), plain_world():
+        with suppress(KeyError), no_functions(), no_modes():
             assert not torch.is_inference_mode_enabled()
             made = torch.ones(1)
             raise KeyError
@@ -38,7 +38,7 @@ def test_there_is_no_inference_mode_and_it_comes_back_also_after_an_error():
 @pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
 def test_a_tensor_is_a_plain_one_in_other_modes(mode):
     with mode:
-        with plain_world(), plain_world():
+        with no_functions(), no_modes(), no_functions(), no_modes():
             made = torch.ones(1)
 
         assert torch.ones(1).device.type == "meta" or type(torch.ones(1)) is not torch.Tensor

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from offload.storage import process
-from offload.storage.locks import ForkSafeLock
+from offload.storage.locks import fork_safe_lock
 from offload.storage.process import is_dead, process_tag
 from tests.processes import in_fork
 
@@ -74,7 +74,7 @@ def test_a_forked_child_has_a_tag_of_its_own():
 
 
 def test_a_child_forked_while_another_thread_holds_a_lock_finds_it_free():
-    lock = ForkSafeLock()
+    lock = fork_safe_lock()
     held, done = threading.Event(), threading.Event()
 
     def hold():
@@ -106,7 +106,7 @@ def test_a_child_forked_while_another_thread_holds_a_lock_finds_it_free():
 
 
 def test_a_lock_keeps_other_threads_out_and_lets_its_own_in_again():
-    lock = ForkSafeLock()
+    lock = fork_safe_lock()
     order = []
 
     def second():

@@ -1,0 +1,208 @@
+"""Ctrl-C at every place of a call where Python can take it.
+
+Python looks for signals when a function begins or goes on, when a call comes back, and when a loop turns. `interrupted`
+runs a program once for each such place in the package's code, and raises `KeyboardInterrupt` there, as the handler of
+SIGINT would. A line event is not such a place: a tracer can also stop between the end of a block and the `__exit__` of
+its lock, where no signal is taken.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+import offload
+from offload.integrations import torchao
+from offload.prefetch import reads
+from offload.storage.buffer import current_buffer
+from offload.storage.locks import _LOCKS
+from offload.storage.write import TEMPORARY
+
+_PACKAGE = str(Path(offload.__file__).parent) + os.sep
+_LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
+_Place = tuple[CodeType, int]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a program was interrupted."""
+
+    place: _Place
+    turn: int
+
+    def __str__(self) -> str:
+        code, offset = self.place
+        lines = [line for start, end, line in code.co_lines() if start <= offset < end]
+        return f"{Path(code.co_filename).relative_to(_PACKAGE)}:{lines[0]} in {code.co_qualname}, time {self.turn}"
+
+
+class _Tracer:
+    """Counts the places, and raises at the one of them that is given."""
+
+    def __init__(self, stop: Stop | None = None) -> None:
+        self.seen: Counter[_Place] = Counter()
+        self.has_stopped = False
+        self._stop = stop
+
+    def __enter__(self) -> _Tracer:
+        sys.unraisablehook = lambda _: None  # what interrupts a `__del__` is told there; others keep what they are told
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        sys.unraisablehook = sys.__unraisablehook__
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        looks, ends = _places(code)
+        last = -1
+
+        def local(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal last
+            if event == "opcode":
+                now = frame.f_lasti
+                if last in looks and last not in ends:
+                    self._at((code, now))
+                if now in ends:
+                    self._at((code, now))
+                last = now
+            return local
+
+        return local
+
+    def _at(self, place: _Place) -> None:
+        self.seen[place] += 1
+        if self._stop is not None and not self.has_stopped and self._stop == Stop(place, self.seen[place]):
+            self.has_stopped = True
+            raise KeyboardInterrupt
+
+
+@cache
+def _places(code: CodeType) -> tuple[set[int], set[int]]:
+    """Where Python looks for signals; and which of these calls are the last of a block.
+
+    What is raised as a call comes back is raised in its block. A tracer sees the next instruction, so that of a call at
+    the end of a block it stops before the call.
+    """
+    blocks = [(entry.start, entry.end, entry.target) for entry in dis._parse_exception_table(code)]  # type: ignore[attr-defined]
+
+    def block_of(offset: int) -> Any:
+        return next((target for start, end, target in blocks if start <= offset < end), None)
+
+    instructions = [(one.offset, one.opname) for one in dis.get_instructions(code)]
+    looks = {offset for offset, name in instructions if name in _LOOKS}
+    ends = {
+        offset
+        for (offset, _), (following, _) in pairwise(instructions)
+        if offset in looks and block_of(offset) != block_of(following)
+    }
+    return looks, ends
+
+
+def interrupted(
+    prepare: Callable[[], Any], call: Callable[[Any], object], check: Callable[[Any], None], *, folder: Path, most: int
+) -> int:
+    """Interrupt `call(prepare())` at `most` of its places, the first or last time at each, and see what is left.
+
+    After each, torch's state and the package's locks and books are as before, no temporary file is left in `folder`,
+    and `check` finds what it expects of what `prepare` gave. How many there were.
+    """
+    call(prepare())  # imports, and fills what is filled once
+    given = prepare()
+    with _Tracer() as counting:
+        call(given)
+    stops = [Stop(place, turn) for place, most in counting.seen.items() for turn in sorted({1, most})]
+    stops = stops[:: max(len(stops) // most, 1)]
+    done = sum(_stopped_at(stop, prepare, call, check, folder) for stop in stops)
+    assert done > len(stops) // 2  # a place may not come by again, as threads take turns
+    return done
+
+
+def _stopped_at(
+    stop: Stop, prepare: Callable[[], Any], call: Callable[[Any], object], check: Callable[[Any], None], folder: Path
+) -> bool:
+    given = prepare()
+    before = torch_state()
+    error: BaseException | None = None
+    with _Tracer(stop) as tracer:
+        try:
+            call(given)
+        except BaseException as raised:
+            error = raised
+    try:
+        assert before == torch_state()
+        assert tracer.has_stopped or error is None
+        assert error is None or type(error) is KeyboardInterrupt, f"{error!r}"
+        error = None
+        assert [] == list(held_locks())
+        assert [] == list(left_on())
+        assert [] == list(wrong_books())
+        assert [] == list(folder.rglob(TEMPORARY + "*"))
+        check(given)
+    except BaseException as failure:
+        failure.add_note(f"interrupted at {stop}") if hasattr(failure, "add_note") else None
+        raise
+    return tracer.has_stopped
+
+
+def torch_state() -> tuple[Any, ...]:
+    """What torch keeps for a thread."""
+    return (
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._get_torch_function_state(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_fwd_grad_enabled(),
+        torch._C._dispatch_tls_local_exclude_set(),
+        torch._C._dispatch_tls_local_include_set(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch._C._autograd._saved_tensors_hooks_is_enabled(),
+    )
+
+
+def left_on() -> Iterator[str]:
+    """What the package has for the length of a block, and has forgotten to end."""
+    if current_buffer() is not None:
+        yield "a write buffer"
+    if torchao._AT_WORK.get() is not None:
+        yield "quantizing"
+    if not gc.isenabled():
+        yield "the collector is off"
+
+
+def held_locks() -> Iterator[threading.RLock]:
+    """The package's locks that this thread still holds."""
+    locks: list[Any] = [*_LOCKS, reads.lock()]
+    return (lock for lock in locks if lock._is_owned())
+
+
+def wrong_books() -> Iterator[str]:
+    """Sums of what is read ahead that are not the sums of it."""
+    engine = reads._ENGINE
+    with engine.lock:
+        for stream in engine._streams:
+            total = sum(value.nbytes for value in (*stream._ahead, *stream._used))
+            if stream.in_flight != total:
+                yield f"{stream.in_flight} bytes in flight, of {total}"
+        if threading.get_ident() in engine._going:
+            yield "bytes that are still going"
