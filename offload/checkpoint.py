@@ -8,19 +8,18 @@ Always true:
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from offload.errors import CheckpointError, MissingFileError
+from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
-from offload.storage.header import MARK, Layout
+from offload.storage.header import MARK, Layout, is_unicode
+from offload.storage.regular import read_json, short
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -93,7 +92,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """A file of tensors, the index of several, a folder with either, or an offload folder.
 
     Files are `.safetensors`, or of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), and are told by what is in them.
-    An index is a `*.index.json`. In a folder with both forms, safetensors is taken.
+    An index is a `*.index.json`, or any `.json` that is named itself. In a folder with both forms, safetensors is
+    taken.
 
     Raises:
         MissingFileError: nothing there, or a shard is missing.
@@ -108,7 +108,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         )
     if path.is_dir():
         return _open_folder(path)
-    if path.name.endswith(INDEX):
+    if path.suffix == ".json":
         return _open_index(path)
     return _open_file(path, path)
 
@@ -213,38 +213,32 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
         CheckpointError: it is no index, names something twice, or something outside its folder.
     """
     try:
-        index: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-        places, metadata = index["weight_map"], index.get("metadata")
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{path} is missing") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from error
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not an index of shards ({type(error).__name__}: {error})") from error
+        index = read_json(path, "an index of shards")
+    except CorruptFileError as error:
+        raise CheckpointError(str(error)) from error
+    places = index.get("weight_map", index) if isinstance(index, dict) else None  # accelerate reads a map alone, too
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise CheckpointError(f"{path} is not an index of shards: its weight_map does not map names to file names")
+        raise CheckpointError(
+            f"{path} is not an index of shards, which maps names to files in a weight_map: "
+            "name an index, a file of tensors, or the folder"
+        )
     if not places:
         raise CheckpointError(f"{path} names no tensors: get the index again")
+    metadata = index.get("metadata")
     for name, shard in places.items():
         if not _is_file_name(shard):
-            raise CheckpointError(f"{path} places {name!r} in {shard!r}, outside its folder: refused")
+            raise CheckpointError(f"{path} places {short(name)!r} in {short(shard)!r}, outside its folder: refused")
         if not shard.endswith((".safetensors", *PICKLES)):
-            raise CheckpointError(f"{path} places {name!r} in {shard!r}, which is neither .safetensors nor .bin")
+            raise CheckpointError(
+                f"{path} places {short(name)!r} in {short(shard)!r}, which is neither .safetensors nor .bin"
+            )
     return places, metadata if isinstance(metadata, dict) else {}
 
 
 def _is_file_name(text: str) -> bool:
     """Whether this is the name of a file, on any system, and leads to no other folder."""
     is_plain = PurePosixPath(text).name == PureWindowsPath(text).name == text
-    return is_plain and text not in ("", ".", "..") and "\0" not in text
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise CheckpointError(f"names {twice!r} twice: get the index again")
-    return unique
+    return is_plain and text not in ("", ".", "..") and "\0" not in text and is_unicode(text)
 
 
 def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:

@@ -177,8 +177,11 @@ def marks_of(file: TensorFile) -> tuple[str, ...]:
 def _checked(raw: Mapping[str, Any]) -> Run:
     run = Run(**raw)
     texts = (run.name, run.key, *run.sources, *run.replaced, *run.kept)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(run.finished, bool):
+    holders = [type(run.sources), type(run.replaced), type(run.kept), type(run.finished)]
+    if not all(isinstance(text, str) for text in texts) or holders != [dict, list, list, bool]:
         raise ValueError("a run is malformed")
+    if not all(isinstance(source, str | None) for source in run.sources.values()):
+        raise ValueError("a run has a source that is no file")
     return run
 
 

@@ -55,7 +55,8 @@ class GroupedInt4Tensor(torch.Tensor):
             ValueError: the codes or the scales are not of a tensor of that shape.
         """
         *rows, columns = shape
-        wanted = ([*rows, -(-columns // 2)], [*rows, -(-columns // group_size)])
+        groups = -(-columns // group_size) if type(group_size) is int and group_size > 0 else None
+        wanted = ([*rows, -(-columns // 2)], [*rows, groups])
         if (list(codes.shape), list(scales.shape)) != wanted or codes.dtype != torch.uint8:
             raise ValueError(
                 f"codes {tuple(codes.shape)} of {codes.dtype} and scales {tuple(scales.shape)} are not those of a "

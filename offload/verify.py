@@ -88,7 +88,7 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
     path, verdict = Path(os.path.abspath(path)), Verdict()
     if path.is_dir():
         _verify_folder(path, verdict)
-    elif path.name.endswith(INDEX):
+    elif path.suffix == ".json":
         _verify_index(path, verdict)
     else:
         verdict.open(path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from safetensors.torch import save_file
 from offload import OffloadedTensor
 from offload.checkpoint import open_checkpoint
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+from offload.verify import verify
 
-OUTSIDE = ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""]
+OUTSIDE = ["\ud800.safetensors", "../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..", ""]
 OUTSIDE_ELSEWHERE = ["..\\one.safetensors", "C:one.safetensors", "one\0.safetensors"]  # on other systems
 
 
@@ -89,13 +92,39 @@ def test_an_index_may_not_point_outside_its_folder(tmp_path: Path, shard: str) -
         open_checkpoint(_index(tmp_path, {"a": shard}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", '{"a": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "\x00"])
 def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
 
-    with pytest.raises(CheckpointError, match="is not an index of shards"):
+    with pytest.raises(CheckpointError, match="an index of shards"):
         open_checkpoint(path)
+
+
+def test_an_index_may_be_the_map_alone_and_have_any_name(sharded: Path) -> None:
+    """As accelerate has it."""
+    path = sharded / "weights.json"
+    path.write_text(json.dumps({"a": "one.safetensors", "b": "two.safetensors"}))
+
+    assert {"a", "b"} == set(open_checkpoint(path))
+    assert verify(path).is_whole
+
+
+def test_a_configuration_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
+
+    with pytest.raises(CheckpointError, match=r"config\.json is not an index of shards.*name an index, a file"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"])
+def test_what_is_no_file_in_a_folder_is_refused_without_waiting(tmp_path: Path, name: str, make: Any) -> None:
+    make(tmp_path / name)
+
+    with pytest.raises((CheckpointError, CorruptFileError), match=re.escape(name)):
+        open_checkpoint(tmp_path)
 
 
 def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -207,7 +236,7 @@ def test_a_name_twice_in_an_index_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text('{"weight_map": {"a": "one.safetensors", "b": "one.safetensors", "a": "two.safetensors"}}')
 
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json names 'a' twice"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json .*names 'a' twice"):
         open_checkpoint(path)
 
 

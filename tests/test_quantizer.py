@@ -286,3 +286,12 @@ def test_what_can_not_be_quantized_says_why(
 ) -> None:
     with pytest.raises(error, match=words):
         quantize_int4(tensor, **options)
+
+
+@pytest.mark.parametrize("group_size", [32.0, True, 0, -32, None, "32"])
+def test_a_tensor_of_groups_that_are_no_whole_number_of_columns_is_refused(group_size):
+    """As a damaged file may have it: ops would fail at it later."""
+    made = quantize_int4(torch.randn(2, 64), 32)
+
+    with pytest.raises(ValueError, match="are not those of a tensor"):
+        type(made)(made.codes, made.scales, group_size, (2, 64), torch.float32)

@@ -180,6 +180,27 @@ def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> 
     assert "OffloadedTensor(3, name='w')" == str(offloaded(torch.tensor(3)))
 
 
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: path.unlink(), "(file missing)"),
+        (lambda path: path.write_bytes(b"short"), "(not readable: CorruptFileError)"),
+    ],
+)
+def test_text_of_a_tensor_whose_file_is_gone_tells_so(tmp_path: Path, harm: Any, words: str) -> None:
+    """A debugger, a notebook and `print(model)` show tensors that can't be read any more."""
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(offloaded(layer.weight.detach(), "w", tmp_path))
+    harm(tmp_path / "w.safetensors")
+
+    text = repr(layer.weight)
+
+    assert words in text
+    for part in ("shape=(2, 3)", "dtype=torch.float32", "requires_grad=True", "name='w'", str(tmp_path)):
+        assert part in text
+    assert "Linear(in_features=3" in repr(layer)
+
+
 def test_printing_a_large_tensor_reads_little() -> None:
     """The edges only: the mapping's resident pages stay few."""
     w = OffloadedTensor.empty((4096, 4096), name="w")

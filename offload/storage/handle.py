@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import ForeignFileError, UnsupportedOpError, WriteError
+from offload.errors import CorruptFileError, ForeignFileError, UnsupportedOpError, WriteError
 from offload.storage.buffer import Waiting, current_buffer
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder, release
-from offload.storage.header import Layout
-from offload.storage.loose import Loose, value_of
+from offload.storage.header import Layout, Loose
+from offload.storage.loose import value_of
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.names import file_name
 from offload.storage.naming import naming
 from offload.storage.stored import Stored
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value
@@ -125,6 +126,10 @@ class Handle(Stored):
 
     @classmethod
     def _copied_out(cls, file: TensorFile, loose: Loose, offload_dir: str | os.PathLike[str] | None) -> Handle:
+        try:
+            file_name(loose.key)
+        except ValueError as error:
+            raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
         handle = cls(loose.key, _folder_for(loose.key, offload_dir))
         notes, durable = {"name": loose.key}, handle.folder is not None
         with handle._claimed() as path, naming(loose.key), no_functions(), no_modes():
@@ -132,7 +137,8 @@ class Handle(Stored):
                 copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
             else:
                 value = value_of(loose, file)
-                write_values(path, {loose.key: value}, {loose.key: loose.layout}, notes, durable=durable)
+                blocks = [value] if loose.layout.overlaps else value
+                write_values(path, {loose.key: blocks}, {loose.key: loose.layout}, notes, durable=durable)
             handle._take(TensorFile.open(path))
         return handle
 
@@ -142,8 +148,12 @@ class Handle(Stored):
 
         Raises:
             NameInUseError: a live tensor is stored there.
-            ForeignFileError: `offload` did not write that file.
+            ForeignFileError: `offload` did not write that file, or a link is in its place.
         """
+        if file.path.is_symlink():
+            raise ForeignFileError(
+                f"{file.path} is a link: {name!r} can be referenced there (without this offload_dir), not written"
+            )
         if not file.is_ours:
             raise ForeignFileError(
                 f"{file.path} was not written by offload: {name!r} can be referenced there, not written"
@@ -188,7 +198,8 @@ class Handle(Stored):
         with self._lock, self._claimed() as path:
             old = self.layout
             layout = _layout_for(tensor)
-            if (layout.shape, layout.dtype) == (old.shape, old.dtype) and not is_subclass_value(tensor):
+            is_alike = (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps
+            if is_alike and not is_subclass_value(tensor):
                 layout = old
             if buffer is None:
                 self._write(path, tensor, layout, notes, durable=self.folder is not None)

@@ -3,6 +3,7 @@
 Always true:
 - a parsed header has been checked whole: known lengths, no holes, no overlap, nothing missing, nothing after the end,
   dense strides; whatever the bytes, there is a header or a `CorruptFileError`
+- an entry begins at a multiple of its element, and a tensor can be over it where it is; any other value is loose
 - a built header ends at a multiple of `ALIGNMENT`, padded with spaces
 - what safetensors has no word for stands in the metadata under `offload`, as JSON: dtypes, strides, subclasses
 
@@ -14,19 +15,16 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
-
-if TYPE_CHECKING:
-    from offload.storage.loose import Loose
+from offload.storage.regular import parse_json, short
 
 ALIGNMENT = 4096
 MARK = "offload"
@@ -39,7 +37,10 @@ _FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one value lies in memory: dtype, shape and dense strides, in elements."""
+    """How one value lies in memory: dtype, shape and strides, in elements.
+
+    The strides are dense, or those of an expanded value, or another whose elements overlap.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,7 +48,13 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes that it takes; of elements that overlap, those from the first one to the last."""
+        return min(math.prod(self.shape) * self.dtype.itemsize, span_of(self.dtype, self.shape, self.stride))
+
+    @property
+    def overlaps(self) -> bool:
+        """True if it has more elements than its bytes can hold apart."""
+        return self.nbytes < math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -75,6 +82,61 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """The bytes of a storage in a file.
+
+    Attributes:
+        start: where they begin.
+        nbytes: how many they are, unpacked.
+        packed: how many they are in the file, where they are deflated; None where they lie as they are.
+        is_swapped: whether their byte order is that of another machine.
+    """
+
+    start: int
+    nbytes: int
+    packed: int | None = None
+    is_swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A value that no tensor can be over where it lies: it is cut out of a record.
+
+    Attributes:
+        layout: how it lies once it is copied out.
+        begin: the byte of the record at which it begins.
+        stride: in elements, how it lies in the record.
+        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of those that are stored.
+    """
+
+    key: str
+    layout: Layout
+    record: Record
+    begin: int
+    stride: tuple[int, ...]
+    is_conjugated: bool = False
+    is_negated: bool = False
+
+    @property
+    def entry(self) -> Entry | None:
+        """Its bytes as they lie in the file, if copying these is enough."""
+        lies_otherwise = self.stride != self.layout.stride or self.is_conjugated or self.is_negated
+        if lies_otherwise or self.record.packed is not None or self.record.is_swapped:
+            return None
+        return Entry(self.key, self.layout, self.start)
+
+    @property
+    def start(self) -> int:
+        """The byte of the file at which it begins, where its record is not packed."""
+        return self.record.start + self.begin
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first element to its last one."""
+        return span_of(self.layout.dtype, self.layout.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What a file says of itself.
 
@@ -98,6 +160,40 @@ class Header:
     def notes(self) -> Mapping[str, Any] | None:
         """What `offload` noted in a file of its own; None in a file of somebody else's."""
         return _notes(self.metadata)
+
+
+def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Bytes from the first element to the end of the last one."""
+    last = 0
+    for size, step in zip(shape, stride, strict=True):
+        if not size:
+            return 0
+        last += (size - 1) * step
+    return (last + 1) * dtype.itemsize
+
+
+def is_countable(shape: Iterable[int], itemsize: int) -> bool:
+    """True if torch can count the bytes, and the strides, of such a value; one step at a time, as it may be long."""
+    total = itemsize
+    for size in shape:
+        total *= max(size, 1)
+        if total > _MOST:
+            return False
+    return True
+
+
+def layout_as(dtype: torch.dtype, shape: Any, stride: Any) -> Layout | None:
+    """A layout as a file says it; None if no tensor is like that, and torch would fail at it, or worse."""
+    shape, stride = list(shape), list(stride)
+    if len(shape) != len(stride) or not _are_counts(shape) or not _are_counts(stride) or not is_countable(shape, 1):
+        return None
+    layout = Layout(dtype, tuple(shape), tuple(stride))
+    return layout if span_of(dtype, layout.shape, layout.stride) <= _MOST else None
+
+
+def is_aligned(entry: Entry) -> bool:
+    """True if a tensor can be over it: torch's kernels crash on some elements that begin between two multiples."""
+    return entry.start % entry.layout.dtype.itemsize == 0
 
 
 def extent_of(entries: Iterable[Entry]) -> tuple[int, int]:
@@ -133,6 +229,8 @@ def header_length(prefix: bytes, size: int) -> int:
     if len(prefix) < _LENGTH.size:
         raise CorruptFileError(f"it has {size} bytes, fewer than the 8 that a safetensors file starts with")
     (length,) = _LENGTH.unpack(prefix)
+    if length > _LONGEST and prefix.isascii() and "".join(prefix.decode().split()).isprintable():
+        raise CorruptFileError(f"it is text ({prefix.decode()!r}...), not a file of tensors")
     if length > _LONGEST:
         raise CorruptFileError(
             f"its first 8 bytes claim a header of {length} bytes: not a safetensors file, nor one of torch.save"
@@ -158,20 +256,27 @@ def parse(text: bytes, size: int) -> Header:
         raise CorruptFileError("its `offload` metadata is malformed")
     data_start = _LENGTH.size + len(text)
     entries: dict[str, Entry] = {}
+    loose: dict[str, Loose] = {}
     unreadable: dict[str, str] = {}
     for key, (word, shape, begin, end) in _in_order(raw, size - data_start):
         layout = _layout(word, shape, noted.get(key, {}))
         if layout is None:
             unreadable[key] = f"is stored as {word}: no torch dtype fits"
-        elif layout.nbytes != end - begin:
+            continue
+        if layout.nbytes != end - begin:
             raise CorruptFileError(
-                f"its header gives {key!r} {end - begin} bytes, but {word} {_short(shape)} takes {layout.nbytes}"
+                f"its header gives {key!r} {end - begin} bytes, but {word} {short(shape)} takes {layout.nbytes}"
             )
+        entry = Entry(key, layout, data_start + begin)
+        if is_aligned(entry):
+            entries[key] = entry
         else:
-            entries[key] = Entry(key, layout, data_start + begin)
+            loose[key] = Loose(key, layout, Record(entry.start, layout.nbytes), 0, layout.stride)
     if "name" in notes:
         _check_name(notes, raw)
-    return Header(metadata, entries, unreadable)
+        if loose:
+            raise CorruptFileError(f"its value {short(next(iter(loose)))!r} begins in the middle of an element")
+    return Header(metadata, entries, unreadable, loose)
 
 
 def build(
@@ -214,28 +319,30 @@ def _refuse_unstorable(key: str, layout: Layout) -> None:
         raise UnsupportedOpError(
             f"{key!r} is of {layout.dtype}, which means nothing without its scale: dequantize() it"
         )
-    if not _are_counts(list(layout.shape)) or not _is_countable(layout.shape, layout.dtype.itemsize):
-        raise ValueError(f"{key!r} can't have the shape {_short(layout.shape)}: no tensor is like that")
+    itemsize = 1 if layout.overlaps else layout.dtype.itemsize
+    if not _are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
+        raise ValueError(f"{key!r} can't have the shape {short(layout.shape)}: no tensor is like that")
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
-        raw = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
-        if isinstance(error, CorruptFileError):
-            raise
-        raise CorruptFileError(f"its header is not JSON ({_short(error)})") from error
+        raw = parse_json(text)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits, a name twice
+        raise CorruptFileError(f"its header is not JSON that can be used ({short(error)})") from error
     if not isinstance(raw, dict):
         raise CorruptFileError("its header is not a JSON object")
+    if not is_unicode(json.dumps(raw, ensure_ascii=False) if b"\\u" in text else ""):
+        raise CorruptFileError("its header holds half a surrogate pair: no text has that")
     return raw
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise CorruptFileError(f"its header names {_short(counts.most_common(1)[0][0])!r} twice")
-    return unique
+def is_unicode(text: str) -> bool:
+    """False if a half of a surrogate pair stands alone in it, as JSON and pickles can have it, and no file name."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_text_mapping(metadata: Any) -> bool:
@@ -253,8 +360,8 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
 def _check_name(notes: Mapping[str, Any], keys: Container[str]) -> None:
     """What a file of ours is of must be in it: by its name, or as the parts of a subclass."""
     name, recipe = notes["name"], notes.get("subclass")
-    if not isinstance(name, str) or (name not in keys and not isinstance(recipe, dict)):
-        raise CorruptFileError(f"its `offload` metadata says that it holds {_short(name)!r}, and it does not")
+    if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(recipe, dict)):
+        raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 
 def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
@@ -264,7 +371,7 @@ def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, 
     for key, spec in sorted(specs.items(), key=lambda item: item[1][2:]):
         if spec[2] != at:
             raise CorruptFileError(
-                f"its header has a hole or an overlap before {_short(key)!r} (byte {spec[2]}, expected {at})"
+                f"its header has a hole or an overlap before {short(key)!r} (byte {spec[2]}, expected {at})"
             )
         at = spec[3]
         yield key, spec
@@ -278,24 +385,14 @@ def _checked_spec(key: str, spec: Any) -> tuple[str, tuple[int, ...], int, int]:
     try:
         word, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"its header says of {_short(key)!r} no dtype, shape and data_offsets") from error
+        raise CorruptFileError(f"its header says of {short(key)!r} no dtype, shape and data_offsets") from error
     if not isinstance(word, str) or not _are_counts(shape) or not _are_counts([begin, end]) or begin > end:
-        raise CorruptFileError(f"its header has a malformed entry {_short(key)!r}: {_short(spec)}")
+        raise CorruptFileError(f"its header has a malformed entry {short(key)!r}: {short(spec)}")
     return word, tuple(shape), begin, end
 
 
 def _are_counts(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
-
-
-def _is_countable(shape: tuple[int, ...], itemsize: int) -> bool:
-    """True if torch can count the bytes, and the strides, of such a value; one step at a time, as it may be long."""
-    total = itemsize
-    for size in shape:
-        total *= max(size, 1)
-        if total > _MOST:
-            return False
-    return True
 
 
 def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layout | None:
@@ -307,8 +404,10 @@ def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layou
         dtype, shape = _FLOAT4, (*shape[:-1], shape[-1] // 2)
     if dtype is None:
         return None
-    if not _is_countable(shape, dtype.itemsize):
-        raise CorruptFileError(f"its header has a value of shape {_short(shape)}, larger than any file")
+    if not is_countable(shape, dtype.itemsize):
+        raise CorruptFileError(f"its header has a value of shape {short(shape)}, larger than any file")
+    if "shape" in note:
+        return _overlapping(dtype, shape, note["shape"], note.get("stride"))
     if "stride" in note:
         return _strided(dtype, shape, note["stride"])
     return contiguous(dtype, shape)
@@ -336,15 +435,24 @@ def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
     return layout
 
 
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride: Any) -> Layout:
+    """The layout of a value that has more elements than there are bytes for: what is stored is all that they share."""
+    layout = layout_as(dtype, shape, stride) if isinstance(shape, list) and isinstance(stride, list) else None
+    if layout is None:
+        raise CorruptFileError("its `offload` metadata gives a value a malformed shape, or malformed strides")
+    if not layout.overlaps or stored != (layout.nbytes // dtype.itemsize,):
+        raise CorruptFileError("its `offload` metadata gives a value a shape that does not fit what is stored")
+    return layout
 
 
 def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Any]]:
     """The safetensors word, the shape in memory order, and what the metadata must add."""
     note: dict[str, Any] = {}
-    shape = [layout.shape[dim] for dim in layout.order]
+    if layout.overlaps:
+        note["shape"] = list(layout.shape)
+        shape = [layout.nbytes // layout.dtype.itemsize]
+    else:
+        shape = [layout.shape[dim] for dim in layout.order]
     if layout.stride != contiguous_stride(layout.shape):
         note["stride"] = list(layout.stride)
     if layout.dtype == _FLOAT4 and shape:

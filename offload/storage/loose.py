@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from offload.errors import CorruptFileError
-from offload.storage.header import Entry, Layout
+from offload.storage.header import Loose, Record, contiguous
 from offload.storage.scratch import scratch, scratch_bytes
 
 if TYPE_CHECKING:
@@ -25,79 +24,21 @@ if TYPE_CHECKING:
 _STEP = 1 << 20  # bytes that are read at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The bytes of a storage in a file.
-
-    Attributes:
-        start: where they begin.
-        nbytes: how many they are, unpacked.
-        packed: how many they are in the file, where they are deflated; None where they lie as they are.
-        is_swapped: whether their byte order is that of another machine.
-    """
-
-    start: int
-    nbytes: int
-    packed: int | None = None
-    is_swapped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Loose:
-    """A value that is cut out of a record.
-
-    Attributes:
-        layout: how it lies once it is copied out.
-        begin: the byte of the record at which it begins.
-        stride: in elements, how it lies in the record.
-        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of those that are stored.
-    """
-
-    key: str
-    layout: Layout
-    record: Record
-    begin: int
-    stride: tuple[int, ...]
-    is_conjugated: bool = False
-    is_negated: bool = False
-
-    @property
-    def entry(self) -> Entry | None:
-        """Its bytes as they lie in the file, if copying these is enough."""
-        lies_otherwise = self.stride != self.layout.stride or self.is_conjugated or self.is_negated
-        if lies_otherwise or self.record.packed is not None or self.record.is_swapped:
-            return None
-        return Entry(self.key, self.layout, self.start)
-
-    @property
-    def start(self) -> int:
-        """The byte of the file at which it begins, where its record is not packed."""
-        return self.record.start + self.begin
-
-    @property
-    def span(self) -> int:
-        """Bytes from its first element to its last one."""
-        return span_of(self.layout.dtype, self.layout.shape, self.stride)
-
-
-def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Bytes from the first element to the end of the last one."""
-    if 0 in shape:
-        return 0
-    return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * dtype.itemsize
-
-
 def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
-    """The value as a plain tensor of its own, of the layout in which it is copied out.
+    """The value as a plain tensor of its own, of the layout in which it is copied out; if that overlaps, all in a row.
 
     Raises:
         CorruptFileError, and as `TensorFile.descriptor`.
     """
     storage = _bytes_of(loose, file)
-    value = torch.empty(0, dtype=loose.layout.dtype, device="cpu").set_(storage, 0, loose.layout.shape, loose.stride)
+    layout, stride = loose.layout, loose.stride
+    if layout.overlaps:
+        layout = contiguous(layout.dtype, (layout.nbytes // layout.dtype.itemsize,))
+        stride = layout.stride
+    value = torch.empty(0, dtype=layout.dtype, device="cpu").set_(storage, 0, layout.shape, stride)
     if loose.is_conjugated:
         value = value.conj()
-    return scratch(loose.layout).copy_(value._neg_view() if loose.is_negated else value)
+    return scratch(layout).copy_(value._neg_view() if loose.is_negated else value)
 
 
 def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
@@ -105,6 +46,8 @@ def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
     record, dtype = loose.record, loose.layout.dtype
     if record.packed is not None:
         storage = _in_memory(_unpacked(record, file)[loose.begin : loose.begin + loose.span])
+        if loose.begin % dtype.itemsize:
+            storage = storage.clone()
     elif record.is_swapped or loose.start % dtype.itemsize:
         storage = _in_memory(_read(file, loose.start, loose.span))
     else:

@@ -31,9 +31,9 @@ from torch import _weights_only_unpickler
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.header import Entry, Header, Layout, contiguous
-from offload.storage.loose import Loose, Record, span_of
+from offload.storage.header import Entry, Header, Loose, Record, contiguous, is_aligned, is_unicode, layout_as, span_of
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.regular import short
 
 MAGIC_SIZE = 512  # bytes that tell how a file is to be read
 NESTS = ("state_dict", "model", "module", "model_state_dict")
@@ -44,6 +44,7 @@ _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: mark, length of its name,
 _NUMEL = struct.Struct("<q")
 _LONGEST = 1 << 28  # bytes of a pickle
 _DENSEST = 64  # bytes of a pickle for one of it packed
+_DEFLATED = 1032  # the most bytes that deflate makes one of
 _DEEPEST = 4  # models are not nested under more keys than that
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CALLS = (b"R", b"\x81")  # the opcodes REDUCE and NEWOBJ
@@ -115,6 +116,10 @@ def _read_zip(file: BinaryIO) -> Saved:
             raise CorruptFileError(f"it has no record data/{piece.key}, which its pickle names")
         if piece.key not in records:
             records[piece.key] = _zip_record(file, info, archive.start_dir, is_swapped=is_swapped)
+        if records[piece.key].nbytes != piece.whole:
+            raise CorruptFileError(
+                f"its record data/{piece.key} has {info.file_size} bytes, and {piece.whole} by its pickle"
+            )
     return saved, pieces, records
 
 
@@ -163,6 +168,11 @@ def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: 
     if not is_there or info.flag_bits & 1:
         raise CorruptFileError(f"its record {info.filename} is not where its zip directory says")
     if info.compress_type == zipfile.ZIP_DEFLATED:
+        if info.file_size > _DEFLATED * info.compress_size:
+            raise CorruptFileError(
+                f"its record {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
+                "nothing can be packed like that"
+            )
         return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise _unknown_packing(info)
@@ -225,6 +235,7 @@ class Piece:
 def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
     """The next object in a file, with the storages that it names, by address."""
     pieces: dict[int, Piece] = {}
+    known: dict[str, tuple[torch.dtype, int]] = {}
 
     def storage_for(saved_id: Any) -> torch.TypedStorage:
         _, kind, key, _, numel, *view = saved_id
@@ -233,6 +244,8 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if dtype_named(dtype_name(dtype)) is None:
             raise CheckpointError(f"holds a quantized tensor ({dtype}): dequantize() it, or save its parts")
+        if known.setdefault(key, (dtype, numel)) != (dtype, numel):
+            raise CorruptFileError(f"its pickle names storage {key} twice, as different ones")
         begin, count = (0, numel) if not view or view[0] is None else view[0][1:]
         if not 0 <= begin <= begin + count <= numel:
             raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
@@ -303,7 +316,7 @@ def _explained() -> Iterator[None]:
             f"is a pickle of more than tensors, and is not opened, as it could run code ({reason}): {_SAVE_TENSORS}"
         ) from error
     except Exception as error:  # whatever made-up bytes lead the unpickler, or torch, to
-        raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {_short(error)})") from error
+        raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {short(error)})") from error
 
 
 @contextmanager
@@ -329,6 +342,8 @@ def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
         if nests:
             return _tensors_in(saved[nests[0]], deepest - 1)
         tensors = {key: value for key, value in saved.items() if isinstance(key, str) and _is_tensor(value)}
+        if not is_unicode("".join(tensors)):
+            raise CheckpointError(f"names a tensor by half a surrogate pair, which is no text: {_SAVE_TENSORS}")
         if tensors:
             return tensors
     raise CheckpointError(f"holds no tensors by name, but {_told(saved)}: {_SAVE_TENSORS}")
@@ -349,7 +364,7 @@ def _told(saved: Any) -> str:
     if not isinstance(saved, dict):
         return f"a {type(saved).__name__}"
     items = ", ".join(
-        f"{_short(reprlib.repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8]
+        f"{short(reprlib.repr(key), 40)}: {type(value).__name__}" for key, value in list(saved.items())[:8]
     )
     return f"a dictionary of {len(saved)} ({items})" if saved else "an empty dictionary"
 
@@ -362,7 +377,7 @@ def _header(tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, Piece], re
         found = _place(key, tensor, pieces, records)
         if isinstance(found, str):
             unreadable[key] = found
-        elif found.entry is not None and found.start % found.layout.dtype.itemsize == 0:
+        elif found.entry is not None and is_aligned(found.entry):
             entries[key] = found.entry
         else:
             loose[key] = found
@@ -378,20 +393,17 @@ def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records:
     piece = pieces.get(tensor.untyped_storage()._cdata)
     if piece is None:
         return "has no data: it was on the meta device when it was saved"
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    begin = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    layout = layout_as(tensor.dtype, shape, stride)
+    if layout is None or offset < 0:
+        raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: no tensor is like that")
+    begin = offset * tensor.dtype.itemsize
     record = records[piece.key]
     end = piece.begin + begin + span_of(tensor.dtype, shape, stride)
     if end > min(piece.begin + piece.nbytes, record.nbytes):
-        raise CorruptFileError(f"its pickle places {_short(key)!r} outside of its record {piece.key}")
-    layout = Layout(tensor.dtype, shape, stride)
-    if not layout.is_dense or tensor.is_contiguous():
+        raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record {piece.key}")
+    if not (layout.is_dense or layout.overlaps) or tensor.is_contiguous():
         layout = contiguous(tensor.dtype, shape)
     if tensor.is_contiguous():  # the stride of a dimension of one element may be anything
         stride = layout.stride
     return Loose(key, layout, record, piece.begin + begin, stride, tensor.is_conj(), tensor.is_neg())
-
-
-def _short(value: object, most: int = 200) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -161,7 +161,8 @@ class Stored:
         if self.recipe is None:
             return self.file.tensor(self.name, shared=self.owned)
         parts = {key: self.file.tensor(key, shared=self.owned) for key in self.file.entries}
-        return unflatten(parts, self.recipe, self.name)
+        with naming(self.name, self.file.path):
+            return unflatten(parts, self.recipe, self.name)
 
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
@@ -184,7 +185,7 @@ class Stored:
             raise ChangedFileError(f"{self.path} now holds {self.layout}, not {old}: open it again")
 
     def _open(self, file: TensorFile) -> None:
-        with naming(self.name):
+        with naming(self.name, file.path):
             recipe = file.notes.get("subclass") if self.name not in file.entries else None
             layout = file.entry(self.name).layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.errors import CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.header import Layout
+from offload.storage.header import Layout, layout_as
 
 # Classes that are known without being registered: package -> class -> the modules that may have it, the newest first.
 _AO = "torchao.quantization"
@@ -123,16 +123,13 @@ def layout_from(recipe: Any) -> Layout:
         CorruptFileError: that is no recipe.
     """
     try:
-        dtype, shape, stride = dtype_named(recipe["dtype"]), tuple(recipe["shape"]), tuple(recipe["stride"])
+        dtype = dtype_named(recipe["dtype"])
+        layout = None if dtype is None else layout_as(dtype, recipe["shape"], recipe["stride"])
     except (KeyError, TypeError) as error:
         raise _malformed(recipe) from error
-    if (
-        dtype is None
-        or len(shape) != len(stride)
-        or not all(type(size) is int and size >= 0 for size in shape + stride)
-    ):
+    if layout is None:
         raise _malformed(recipe)
-    return Layout(dtype, shape, stride)
+    return layout
 
 
 def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> torch.Tensor:

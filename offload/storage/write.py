@@ -3,6 +3,7 @@
 Always true:
 - a target is only ever replaced by a complete file, in one step
 - after a failure the old file stands and no temporary file is left; one left by a killed process is swept later
+- a file that replaces another has its mode, and where that may be its owner, before anything is in it
 - only files that `offload` wrote are replaced; only temporary files of its dead processes are removed
 """
 
@@ -12,6 +13,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -112,6 +114,7 @@ def put_in_place(temporary: Path, path: Path, size: int) -> None:
     with explained(path, size):
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            _take_access(fd, path)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -136,7 +139,7 @@ def write_beside(
     """
     head, starts = build(layouts, notes or {}, metadata)
     size = _end(head, layouts)
-    with explained(path, size, "folder"), _new_file(temporary, size, durable=True) as fd:
+    with explained(path, size, "folder"), _new_file(temporary, size, like=path, durable=True) as fd:
         write_all(fd, memoryview(head), 0)
         for key, start in zip(layouts, starts, strict=True):
             fill(fd, key, start)
@@ -180,6 +183,7 @@ def put_file(path: Path, data: bytes, size: int | None = None, *, durable: bool 
     with explained(path, len(data), "folder"):
         try:
             with open(temporary, "xb") as file:
+                _take_access(file.fileno(), path)
                 file.write(data)
                 file.truncate(size)
                 file.flush()
@@ -236,16 +240,35 @@ def temporary_for(path: Path) -> Path:
 
 
 @contextmanager
-def _new_file(path: Path, size: int, *, durable: bool) -> Iterator[int]:
-    """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left."""
+def _new_file(path: Path, size: int, *, like: Path | None = None, durable: bool) -> Iterator[int]:
+    """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left.
+
+    It is to replace the one at `like`, if that is given.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
+        if like is not None:
+            _take_access(fd, like)
         _reserve(fd, size)
         yield fd
         if durable:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _take_access(fd: int, path: Path) -> None:
+    """Give a new file the mode of the one at `path`, if there is one, and its owner and group where that may be."""
+    try:
+        old = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return
+    for owner in (old.st_uid, -1):
+        with suppress(OSError):
+            os.fchown(fd, owner, old.st_gid)
+            break
+    with suppress(OSError):  # file systems without modes
+        os.fchmod(fd, stat.S_IMODE(old.st_mode))
 
 
 @contextmanager
@@ -270,7 +293,7 @@ def _replacing(path: Path, size: int, *, durable: bool) -> Iterator[int]:
     temporary = temporary_for(path)
     with explained(path, size):
         try:
-            with _new_file(temporary, size, durable=durable) as fd:
+            with _new_file(temporary, size, like=path, durable=durable) as fd:
                 yield fd
             os.replace(temporary, path)
         except BaseException:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from offload.errors import MissingFileError, OffloadError
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.traced import Traced
@@ -80,12 +81,20 @@ class SeenFromOutside(torch.Tensor):
         handle = self._handle
         if type(handle) is not Handle:
             return f"OffloadedTensor({handle.base()!r})"
-        with no_functions(), no_modes():
-            value = self._on_cpu()
-            text = repr(value) if handle.is_subclass else torch._tensor_str._str(value, tensor_contents=tensor_contents)
         extra = "" if self._target == CPU else f", device='{self._target}'"
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}{grad}, name={handle.name!r})"
+        extra += ", requires_grad=True" if self.requires_grad else ""
+        try:
+            with no_functions(), no_modes():
+                value = self._on_cpu()
+                if handle.is_subclass:
+                    text = repr(value)
+                else:
+                    text = torch._tensor_str._str(value, tensor_contents=tensor_contents)
+        except OffloadError as error:  # who debugs that looks at it
+            why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
+            kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
+            return f"OffloadedTensor(({why}), {kind}{extra}, name={handle.name!r}, file={str(handle.path)!r})"
+        return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}, name={handle.name!r})"
 
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)

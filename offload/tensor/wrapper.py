@@ -107,7 +107,8 @@ class OffloadedTensor(SeenFromOutside):
         """A tensor over an entry of a file, in place: nothing is copied, the file is never written to.
 
         Args:
-            path: a `.safetensors` file of any origin, or one of torch.save; of that, odd entries are copied at once.
+            path: a `.safetensors` file of any origin, or one of torch.save. Entries that no tensor can be over where
+                they lie are copied at once.
             key: the entry; may be left out where the file holds one value.
             device, offload_dir: where ops on it run; where a copy goes at the first write (None: a private folder).
 

@@ -24,7 +24,14 @@ from typing import Any
 
 import torch
 
-from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, OffloadError, WriteError
+from offload.errors import (
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    OffloadError,
+    UnknownTypeError,
+    WriteError,
+)
 from offload.progress import progress_in_bytes
 from offload.storage.dtypes import dtype_name
 from offload.storage.file import TensorFile
@@ -347,6 +354,8 @@ class _Loading:
             return decode(self.manifest["structure"], self.tensor, types)
         except CorruptFileError as error:
             raise CorruptFileError(f"{self.folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
+        except UnknownTypeError as error:
+            raise UnknownTypeError(f"{self.folder / _MANIFEST}: {error}") from error
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         requires_grad, is_parameter = _DRESSES[kind]

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError
+from offload import OffloadedTensor, load_file
+from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, ForeignFileError, MissingFileError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous
@@ -50,6 +51,72 @@ def test_a_checkpoint_of_anybody_is_mapped_where_it_is(checkpoint):
     assert not file.is_ours
     assert torch.equal(torch.arange(6.0).reshape(2, 3), value_of(file, "a"))
     assert torch.equal(torch.ones(4, dtype=torch.int64), value_of(file, "b"))
+
+
+def test_a_link_in_a_folder_of_values_is_read_and_never_written_through(tmp_path):
+    kept = OffloadedTensor.from_original_tensor(torch.ones(3), "v", tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "v.safetensors").symlink_to(kept.offload_path)
+    before = kept.offload_path.read_bytes()
+
+    with pytest.raises(ForeignFileError, match=r"two/v\.safetensors is a link: 'v' can be referenced"):
+        load_file(tmp_path / "two", offload_dir=tmp_path / "two")
+    read = load_file(tmp_path / "two")["v"]
+    assert [1.0, 1.0, 1.0] == read.tolist()
+    read.mul_(5)
+
+    assert before == kept.offload_path.read_bytes()
+    assert read.offload_path != kept.offload_path
+
+
+def test_a_file_of_ours_that_a_link_took_the_place_of_is_not_written_through(tmp_path):
+    kept = OffloadedTensor.from_original_tensor(torch.ones(3), "v", tmp_path)
+    kept.offload_path.rename(tmp_path / "elsewhere")
+    kept.offload_path.symlink_to("elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+
+    for write_to in (lambda: kept.mul_(5), lambda: kept.update_values(torch.zeros(3))):
+        with contextlib.suppress(ForeignFileError):
+            write_to()
+        assert before == (tmp_path / "elsewhere").read_bytes()
+
+
+def test_a_checkpoint_of_links_is_referenced_as_the_hub_lays_it_out(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "blobs" / "0123")
+    (tmp_path / "model.safetensors").symlink_to("blobs/0123")
+    before = (tmp_path / "blobs" / "0123").read_bytes()
+
+    value = load_file(tmp_path)["w"]
+    value.mul_(2)
+
+    assert [2.0, 2.0, 2.0] == value.tolist()
+    assert before == (tmp_path / "blobs" / "0123").read_bytes()
+
+
+MISALIGNED = """
+    import json, struct, sys, torch, offload
+
+    notes = json.dumps({"version": 1, "values": {"c": {"dtype": "complex128"}}})
+    numbers = torch.arange(40.0).to(torch.complex128).reshape(8, 5)
+    specs = {
+        "__metadata__": {"offload": notes},
+        "odd": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "c": {"dtype": "U8", "shape": [8, 5, 16], "data_offsets": [3, 643]},
+    }
+    text = json.dumps(specs).encode()
+    text = text.ljust(-(-len(text) // 16) * 16 + 8)
+    with open(sys.argv[1], "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + b"odd" + numbers.numpy().tobytes())
+    value = offload.load_file(sys.argv[1])["c"]
+    for op in (torch.clone, lambda x: x + 1, lambda x: x[torch.tensor([1])], lambda x: torch.where(x == 0, x, x)):
+        assert torch.equal(op(numbers), op(value)), op
+    print("done")
+"""
+
+
+def test_values_in_the_middle_of_their_elements_do_not_end_the_process(tmp_path):
+    assert "done\n" == run_script(MISALIGNED, tmp_path / "x.safetensors")
 
 
 def test_a_header_is_parsed_once_for_all_who_open_the_file(checkpoint, monkeypatch):

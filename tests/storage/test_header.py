@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize
 
 from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import dtype_name, dtype_named
@@ -36,7 +37,7 @@ SPECS = st.fixed_dictionaries(
     }
 )
 NOTES = st.dictionaries(
-    st.sampled_from(["dtype", "stride", "x"]),
+    st.sampled_from(["dtype", "stride", "shape", "x"]),
     st.one_of(NUMBERS, st.lists(NUMBERS, max_size=4), st.sampled_from(["int4", "qint8", "_dynamo", "complex128"])),
 )
 JSON = st.recursive(NUMBERS, lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)), max_leaves=20)
@@ -236,6 +237,27 @@ def test_what_is_no_json_object_is_refused(text, why):
         parse(text, 8 + len(text))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"\\ud800": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}',
+        b'{"__metadata__": {"a": "\\uDC00"}}',
+        b'{"__metadata__": {"\\uDC00": "a"}}',
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_as_safetensors_does(text):
+    with pytest.raises(CorruptFileError, match="half a surrogate pair"):
+        parse(text, 9 + len(text))
+    with pytest.raises(SafetensorError):
+        deserialize(struct.pack("<Q", len(text)) + text + b"\0")
+
+
+def test_an_escaped_name_is_read():
+    name = "\U0001f600"
+
+    assert (name,) == parse(*bytes_of({name: entry("U8", [1], 0, 1)}, room=1)).keys
+
+
 @pytest.mark.parametrize("notes", ["[" * 100_000, "9" * 5000, "nonsense", "7", '{"no": "version"}'])
 def test_metadata_of_somebody_elses_under_our_word_makes_no_file_of_ours(notes):
     header = parse(*bytes_of({"__metadata__": {MARK: notes}}))
@@ -247,6 +269,30 @@ def test_metadata_of_somebody_elses_under_our_word_makes_no_file_of_ours(notes):
 def test_a_huge_header_length_is_refused_unread(length):
     with pytest.raises(CorruptFileError, match="not a safetensors file"):
         header_length(struct.pack("<Q", length), 2**64)
+
+
+@pytest.mark.parametrize("text", [b'{"architectures"', b'{\n  "model": 1}', b"<!DOCTYPE html>"])
+def test_text_is_called_text(text):
+    with pytest.raises(CorruptFileError, match="it is text"):
+        header_length(text[:8], 2**64)
+
+
+def test_a_value_in_the_middle_of_its_elements_is_loose():
+    text = json.dumps({"a": entry("U8", [1], 0, 1), "b": entry("F32", [2], 1, 9)}).encode().ljust(200)
+
+    header = parse(text, 8 + len(text) + 9)
+
+    assert {"a"} == set(header.entries)
+    assert {"b": 209} == {key: loose.start for key, loose in header.loose.items()}
+
+
+def test_a_value_of_ours_is_not_in_the_middle_of_its_elements():
+    said = {MARK: json.dumps({"version": 1, "name": "b"})}
+    specs = {"__metadata__": said, "a": entry("U8", [1], 0, 1), "b": entry("F32", [2], 1, 9)}
+    text = json.dumps(specs).encode().ljust(400)
+
+    with pytest.raises(CorruptFileError, match="'b' begins in the middle of an element"):
+        parse(text, 8 + len(text) + 9)
 
 
 def test_a_header_cut_off_and_a_file_of_a_few_bytes_are_refused():

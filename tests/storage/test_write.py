@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,23 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from offload import load_file as offload_file
+from offload import write_buffer
 from offload.errors import ChangedFileError, ForeignFileError, WriteError
 from offload.storage import write as write_module
 from offload.storage.dtypes import WORDS, dtype_name, dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT, Layout, contiguous_stride
 from offload.storage.process import process_tag
-from offload.storage.write import copy_entries, layout_of, sweep, sweep_folders, write_empty, write_values
+from offload.storage.write import (
+    copy_entries,
+    layout_of,
+    put_file,
+    sweep,
+    sweep_folders,
+    write_empty,
+    write_values,
+)
 from tests.processes import run_script
 
 DTYPES = [
@@ -250,6 +261,54 @@ def test_a_new_value_replaces_the_old_file_and_readers_of_the_old_keep_it(tmp_pa
     assert torch.equal(torch.ones(5), read(path))
     assert torch.equal(torch.zeros(3), kept)
     assert ["w.safetensors"] == os.listdir(tmp_path)
+
+
+def access(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+
+
+def replaced_in_a_buffer(path: Path) -> None:
+    with write_buffer():
+        offload_file(path.parent, offload_dir=path.parent)["w"].update_values(torch.ones(5), strict_shape=False)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda path: write(path, torch.ones(5)),
+        lambda path: write_empty(path, "w", Layout(torch.float32, (5,), (1,)), {"name": "w"}, durable=False),
+        lambda path: offload_file(path.parent, offload_dir=path.parent)["w"].update_values(
+            torch.ones(5), strict_shape=False
+        ),
+        replaced_in_a_buffer,
+        lambda path: put_file(path, b"more bytes"),
+    ],
+    ids=["write", "empty", "update_values", "write_buffer", "put_file"],
+)
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_file_that_is_replaced_keeps_its_mode_and_owner(tmp_path, replace, mode):
+    path = write(tmp_path / "w.safetensors", torch.zeros(2))
+    if not os.geteuid():
+        os.chown(path, 12345, 54321)
+    os.chmod(path, mode)
+    before, size = access(path), path.stat().st_size
+
+    replace(path)
+
+    assert size != path.stat().st_size
+    assert before == access(path)
+
+
+def test_what_replaces_a_file_is_never_open_to_more_than_the_file_was(tmp_path, monkeypatch):
+    path = write(tmp_path / "w.safetensors", torch.zeros(2))
+    os.chmod(path, 0o600)
+    seen = []
+    monkeypatch.setattr(write_module, "write_tensor", lambda fd, *_: seen.append(stat.S_IMODE(os.fstat(fd).st_mode)))
+
+    write(path, torch.ones(2))
+
+    assert [0o600] == seen
 
 
 def foreign_safetensors(path: Path) -> None:

@@ -1,0 +1,680 @@
+"""Damage files of every kind that is read, and see that each is read rightly or refused in words.
+
+Always true:
+- a trial is told by its kind, its number and the seed: `--only KIND --trial NUMBER` does it again
+- each is done in a forked child; one that dies by a signal, or does not get on, has failed, and the next child goes on
+  behind it
+- equal is bit for bit what safetensors, or `torch.load(weights_only=True)`, gives; where they refuse, or nobody else
+  reads such a file, it is only counted as read
+- an error that is not an `OffloadError`, memory or disk out of proportion, and a file that was changed or made beside
+  the others by looking at it, have failed too
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import io
+import json
+import mmap
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file as their_load_file
+from torch import nn
+
+import offload
+from bench.mutations import (
+    bytes_damaged,
+    json_file_damaged,
+    legacy_damaged,
+    safetensors_damaged,
+    safetensors_made,
+    zip_damaged,
+)
+from offload.errors import OffloadError
+from offload.journal import NAME as JOURNAL
+from offload.journal import Journal
+from offload.storage.file import TensorFile
+from offload.storage.pickled import _tensors_in
+from offload.verify import verify
+
+Files = dict[str, bytes]  # by their way from a folder
+EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")
+_BATCH = 2000  # trials of a child
+_LIMIT = 20.0  # seconds for a trial
+_MEMORY = 2 << 30  # bytes that a child may map beside what it has from its start
+_GROWTH = 192 << 20  # bytes of memory that a trial may take: files are a few KB, and one that is packed has its limit
+_DISK = 4 << 20  # bytes that it may write
+_PERTURB = -6  # what glibc fills new memory with
+_BOARD = struct.Struct("6q")  # the trial, whether it is somebody else's turn, and the outcomes
+
+
+class Wrong(Exception):
+    """What was read is not what is there."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of files.
+
+    Attributes:
+        samples: whole folders of them.
+        damage: gives other files for some, by chance.
+        read: reads a folder; gives what was read, to be compared.
+        theirs: what somebody else reads there; None if nobody does.
+        weight: its share of the time.
+    """
+
+    name: str
+    samples: Sequence[Files]
+    damage: Callable[[Files, random.Random], Files]
+    read: Callable[[Path], Mapping[str, torch.Tensor]]
+    theirs: Callable[[Path], Mapping[str, torch.Tensor]] | None = None
+    weight: float = 1.0
+
+
+@dataclass
+class Found:
+    """What came of the trials of a kind."""
+
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        return sum(self.counts.values())
+
+
+# A trial
+
+
+def _trial(kind: Kind, seed: int, number: int, work: Path, board: mmap.mmap) -> str:
+    """The outcome of one.
+
+    Raises:
+        Exception: it has failed.
+    """
+    chance = random.Random(f"{seed} {kind.name} {number}")
+    files = kind.damage(dict(chance.choice(kind.samples)), chance)
+    folder = work / f"{number}"
+    _put(folder, files)
+    try:
+        before, memory = _seen(folder), _new_peak()
+        try:
+            values = kind.read(folder)
+        except OffloadError as error:
+            _require_words(error, work)
+            return REFUSED
+        finally:
+            _require_modest(folder, work, _peak() - memory)
+            if _seen(folder) != before:
+                raise Wrong("a file was changed, made or removed by looking")
+        return _compared(kind, values, folder, board)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compared(kind: Kind, values: Mapping[str, torch.Tensor], folder: Path, board: mmap.mmap) -> str:
+    notes = TensorFile.open(folder / _TENSORS).notes if kind.name == "safetensors" else {}
+    if kind.theirs is None or "subclass" in notes:
+        return READ
+    _note(board, 1, 1)
+    try:
+        theirs = kind.theirs(folder)
+    except Exception:
+        return READ
+    finally:
+        _note(board, 1, 0)
+    try:
+        if values.keys() != theirs.keys():
+            raise Wrong(f"names {sorted(values.keys() ^ theirs.keys())[:3]}")
+        for name, value in values.items():
+            (_require_same_bytes if notes else _require_same)(name, theirs[name].detach(), value)
+    except Wrong:
+        if _is_by_chance(kind, folder):
+            return READ
+        raise
+    return EQUAL
+
+
+def _is_by_chance(kind: Kind, folder: Path) -> bool:
+    """Whether what they read is what memory held before: torch.load leaves what it can't unpack as it is."""
+    seen = []
+    for filled_with in (0x55, 0xAA):
+        ctypes.CDLL(None).mallopt(_PERTURB, filled_with)
+        seen.append(
+            {name: _flat(value.detach().resolve_conj()).tobytes() for name, value in kind.theirs(folder).items()}
+        )
+    ctypes.CDLL(None).mallopt(_PERTURB, 0)
+    return seen[0] != seen[1]
+
+
+def _require_same_bytes(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    """Where a header says for us of which dtype and strides the bytes are."""
+    if _flat(expected).tobytes() != _flat(found._on_cpu()).tobytes():
+        raise Wrong(f"{name!r} has other bytes")
+
+
+def _require_same(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    if (expected.shape, expected.dtype) != (found.shape, found.dtype):
+        raise Wrong(f"{name!r} is {found.dtype} {tuple(found.shape)} for {expected.dtype} {tuple(expected.shape)}")
+    if expected.numel() * expected.itemsize > 1 << 20:  # expanded
+        index = (slice(0, 2),) * expected.dim()
+        expected, found = expected[index], found[index]
+    if expected.dtype == torch.bool:  # a byte of another number is as true as 1
+        expected, found = expected.logical_and(expected), found.logical_and(found)
+    expected, found = expected.resolve_conj().resolve_neg().contiguous(), offload.materialize(found)
+    if _flat(expected).tobytes() != _flat(found.resolve_conj().resolve_neg().contiguous()).tobytes():
+        raise Wrong(f"{name!r} has other values")
+
+
+def _flat(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor as they lie in its memory."""
+    count = min(tensor.numel(), 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
+    flat = torch.empty(0, dtype=torch.uint8)
+    start = tensor.storage_offset() * tensor.itemsize
+    return flat.set_(tensor.untyped_storage(), start, (max(count, 0) * tensor.itemsize,), (1,)).numpy()
+
+
+def _require_words(error: OffloadError, work: Path) -> None:
+    """An error names a file or a tensor, and does not say that the disk is full: nothing was to be written."""
+    text = str(error)
+    if str(work) not in text:
+        raise Wrong(f"an error without a path: {type(error).__name__}: {text}") from error
+    if isinstance(error, offload.errors.WriteError):
+        raise Wrong(f"something was written: {text}") from error
+
+
+def _new_peak() -> int:
+    """The most memory so far, from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def _require_modest(folder: Path, work: Path, grown: int) -> None:
+    if grown > _GROWTH:
+        raise Wrong(f"{grown >> 20} MiB of memory were taken")
+    for at, _, names in os.walk(work):
+        if not at.startswith(str(folder)):
+            size = sum(os.stat(os.path.join(at, name)).st_blocks * 512 for name in names)
+            if size > _DISK:
+                raise Wrong(f"{size >> 20} MiB were written to {at}")
+
+
+def _put(folder: Path, files: Files) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _seen(folder: Path) -> dict[str, Any]:
+    """What stands in a folder, to the byte."""
+    return {
+        os.path.join(at, name): (Path(at, name).read_bytes(), os.stat(os.path.join(at, name)).st_mtime_ns)
+        for at, _, names in os.walk(folder)
+        for name in names
+    }
+
+
+def files_of(folder: Path) -> Files:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Children
+
+
+def campaign(
+    kinds: Sequence[Kind], seed: int, work: Path, *, seconds: float = 0, trials: int = 0, start: int = 0
+) -> dict[str, Found]:
+    """Try each kind for its share of some time, or for so many trials."""
+    whole = sum(kind.weight for kind in kinds)
+    found = {}
+    for kind in kinds:
+        ends = time.monotonic() + (seconds * kind.weight / whole if seconds else 10**9)
+        found[kind.name] = _tried(kind, seed, work, start, start + trials if trials else 10**12, ends)
+    return found
+
+
+def _tried(kind: Kind, seed: int, work: Path, start: int, stop: int, ends: float) -> Found:
+    found, board, log = Found(), mmap.mmap(-1, _BOARD.size), work.parent / f"{kind.name}.log"
+    at = start
+    while at < stop and time.monotonic() < ends:
+        work.mkdir(exist_ok=True)
+        log.write_bytes(b"")
+        board[:] = _BOARD.pack(at, 0, 0, 0, 0, 0)
+        pid = os.fork()
+        if not pid:
+            _be_child(kind, seed, range(at, min(at + _BATCH, stop)), ends, work, board, log)
+        what = _watched(pid, board)
+        at, is_theirs, *counts = _BOARD.unpack(board[:])
+        for outcome, count in zip(OUTCOMES, counts, strict=True):
+            found.counts[outcome] += count
+        found.failures += map(json.loads, log.read_text().splitlines())
+        if what is not None:
+            if is_theirs:
+                found.counts[READ] += 1
+            else:
+                found.counts[FAILED] += 1
+                found.failures.append({"trial": at, "what": what})
+            at += 1
+        shutil.rmtree(work, ignore_errors=True)
+    return found
+
+
+def _watched(pid: int, board: mmap.mmap) -> str | None:
+    """Wait for a child; what it died of, if it did not end well."""
+    last, since = -1, time.monotonic()
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            return None if not code else signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        now = _BOARD.unpack(board[:])[0]
+        if now != last:
+            last, since = now, time.monotonic()
+        elif time.monotonic() - since > _LIMIT:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "it hangs"
+        time.sleep(0.005)
+
+
+def _be_child(kind: Kind, seed: int, numbers: range, ends: float, work: Path, board: mmap.mmap, log: Path) -> None:
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        tempfile.tempdir = str(work)
+        os.chdir(work)
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with log.open("a") as notes, open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+            for number in numbers:
+                _note(board, 0, number)
+                if time.monotonic() > ends:
+                    break
+                try:
+                    outcome = _trial(kind, seed, number, work, board)
+                except Exception as error:
+                    outcome, trace = FAILED, traceback.extract_tb(error.__traceback__)
+                    ours = [f"{Path(step.filename).name}:{step.lineno}" for step in trace if "offload" in step.filename]
+                    what = f"{type(error).__name__}: {str(error)[:300]} ({' '.join(ours[-3:])})"
+                    notes.write(json.dumps({"trial": number, "what": what}) + "\n")
+                    notes.flush()
+                place = 2 + OUTCOMES.index(outcome)
+                _note(board, place, _BOARD.unpack(board[:])[place] + 1)
+            else:
+                _note(board, 0, numbers.stop)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _note(board: mmap.mmap, place: int, value: int) -> None:
+    board[8 * place : 8 * place + 8] = struct.pack("q", value)
+
+
+# The kinds
+
+
+def kinds(folder: Path) -> list[Kind]:
+    """All of them; samples are made below `folder`."""
+    made = [
+        Kind("safetensors", _tensor_samples(folder), _damage_tensors, _read_file, _their_tensors, 5),
+        Kind("pickle", _pickle_samples({}), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
+        Kind("packed", _packed_samples(), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 1),
+        Kind("legacy", _pickle_samples(_LEGACY), partial(_damage_one, legacy_damaged), _read_file, _their_pickle, 3),
+        Kind("folder", [_folder_sample(folder)], _damage_any, _read_folder),
+        Kind("index", [_index_sample(folder)], _damage_any, _read_folder),
+        Kind("cache", [_cache_sample(folder)], _damage_any, _read_cache),
+        Kind("tree", [_tree_sample(folder)], _damage_any, _read_tree),
+        Kind("training", [_training_sample(folder)], _damage_any, _read_training),
+        Kind("journal", [_journal_sample(folder)], _damage_any, _read_journal),
+    ]
+    with contextlib.suppress(ImportError):
+        made.append(Kind("memmap", [_memmap_sample(folder)], _damage_any, _read_memmap))
+    return made
+
+
+_LEGACY = {"_use_new_zipfile_serialization": False}
+_TENSORS, _PICKLE = "x.safetensors", "x.bin"
+
+
+def _damage_one(damage: Callable[[bytes, random.Random], bytes], files: Files, chance: random.Random) -> Files:
+    return {name: damage(data, chance) for name, data in files.items()}
+
+
+def _damage_tensors(files: Files, chance: random.Random) -> Files:
+    data = files[_TENSORS] or safetensors_made(chance)
+    return {_TENSORS: safetensors_damaged(data, chance) if chance.random() < 0.85 else data}
+
+
+def _damage_any(files: Files, chance: random.Random) -> Files:
+    """One file is damaged as what it is, or is not there, or is another one."""
+    names = sorted(files)
+    small = [name for name in names if name.endswith(".json") or name == JOURNAL]
+    name = chance.choice(small if small and chance.random() < 0.6 else names)
+    data = files[name]
+    if chance.random() < 0.05:
+        del files[name]
+    elif chance.random() < 0.05:
+        files[name] = files[chance.choice(names)]
+    elif name in small:
+        files[name] = json_file_damaged(data, chance)
+    elif name.endswith(".safetensors"):
+        files[name] = safetensors_damaged(data, chance)
+    else:
+        files[name] = bytes_damaged(data, chance)
+    return files
+
+
+def _read_file(folder: Path) -> Mapping[str, torch.Tensor]:
+    (path,) = folder.iterdir()
+    verify(path)
+    return _looked_at(offload.load_file(path))
+
+
+def _read_folder(folder: Path) -> Mapping[str, torch.Tensor]:
+    verify(folder)
+    return _looked_at(offload.load_file(folder))
+
+
+def _looked_at(found: Any) -> Any:
+    """Read every value that is small, and have ops run over it."""
+    for value in found.values() if isinstance(found, Mapping) else found:
+        if isinstance(value, torch.Tensor) and value.numel() * value.itemsize < 1 << 20:
+            offload.materialize(value)
+            if value.dim() and len(value) and value.layout == torch.strided and type(value) is offload.OffloadedTensor:
+                value.clone(), value[-1:], torch.cat([value[:1], value[:1]])
+    return found
+
+
+def _their_tensors(folder: Path) -> Mapping[str, torch.Tensor]:
+    return their_load_file(folder / _TENSORS)
+
+
+def _their_pickle(folder: Path) -> Mapping[str, torch.Tensor]:
+    return _tensors_in(torch.load(folder / _PICKLE, weights_only=True))
+
+
+def _tensor_samples(folder: Path) -> list[Files]:
+    """Files of ours with all that their notes can say; and none, for a new one."""
+    weight = torch.arange(24.0).reshape(2, 3, 4)
+    values = {
+        "plain": weight,
+        "turned": weight.permute(2, 0, 1),
+        "wide": torch.arange(6.0).to(torch.complex128),
+        "half": torch.ones(2, 3, dtype=torch.complex32),
+        "packed": offload.quantize_int4(torch.randn(8, 64), 32),
+        "many": torch.ones(3, 1).expand(3, 4),
+    }
+    torch.save({"many": values.pop("many")}, folder / "many.bin")
+    kept = [offload.OffloadedTensor.from_original_tensor(value, name, folder) for name, value in values.items()]
+    many = offload.load_file(folder / "many.bin", offload_dir=folder)["many"]
+    many[0, 0] = 3.0
+    own = [{_TENSORS: tensor.offload_path.read_bytes()} for tensor in (*kept, many)]
+    return [*own, *[{_TENSORS: b""}] * (3 * len(own))]
+
+
+def _pickle_samples(form: Mapping[str, Any]) -> list[Files]:
+    base, numbers = torch.arange(24.0).reshape(4, 6), torch.arange(5.0).to(torch.complex64)
+    states: list[Any] = [
+        {"w": base, "b": torch.arange(3, dtype=torch.int64)},
+        {"view": base[1:, ::2], "turned": base.t(), "wide": base[:1].expand(3, 6), "windows": base[0].unfold(0, 3, 1)},
+        {"model": nn.Linear(3, 2).state_dict(), "step": 7, "name": "x", "betas": (0.9, 0.99)},
+        {"p": nn.Parameter(base[0].clone()), "half": base.half(), "bool": base > 3, "none": torch.ones(0, 3)},
+        {
+            "conj": numbers.conj(),
+            "neg": numbers.clone().conj().imag,
+            "c": numbers.to(torch.complex128),
+            "s": torch.tensor(3),
+        },
+    ]
+    made = []
+    for state in states:
+        data = io.BytesIO()
+        torch.save(state, data, **form)
+        made.append({_PICKLE: data.getvalue()})
+    return made
+
+
+def _packed_samples() -> list[Files]:
+    """As others write them: deflated, and not aligned."""
+    made = []
+    for files in _pickle_samples({}):
+        data = io.BytesIO()
+        with (
+            zipfile.ZipFile(io.BytesIO(files[_PICKLE])) as old,
+            zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as new,
+        ):
+            for info in old.infolist():
+                new.writestr(info.filename, old.read(info))
+        made.append({_PICKLE: data.getvalue()})
+    return made
+
+
+def _folder_sample(folder: Path) -> Files:
+    place = folder / "values"
+    values = {"a.weight": torch.ones(3, 4), "b": torch.arange(5), "c": offload.quantize_int4(torch.randn(8, 64), 32)}
+    offload.save_checkpoint({"x": torch.ones(2)}, folder / "other")
+    kept = [offload.OffloadedTensor.from_original_tensor(value, name, place) for name, value in values.items()]
+    assert len(kept) == len(list(place.iterdir()))
+    return files_of(place)
+
+
+def _index_sample(folder: Path) -> Files:
+    place = folder / "sharded"
+    state = {f"layer.{at}.weight": torch.full((8, 8), float(at)) for at in range(5)}
+    offload.save_checkpoint(state, place, max_shard_size=600)
+    return files_of(place)
+
+
+def _cache_sample(folder: Path) -> Files:
+    place = folder / "cache"
+    columns = {"x": (torch.float32, (3,)), "y": (torch.int64, (None,)), "said": "json", "raw": "bytes"}
+    cache = offload.TensorCache.create(place, columns, metadata={"model": "m"})
+    rows = [torch.arange(n) for n in range(6)]
+    for at in (0, 3):
+        part = {
+            "x": torch.ones(3, 3),
+            "y": rows[at : at + 3],
+            "said": [{"a": at}, "b", None],
+            "raw": [b"", b"a", b"bc"],
+        }
+        cache.append(part)
+    cache.close()
+    return {name: data[: 64 << 10] for name, data in files_of(place).items()}
+
+
+def _read_cache(folder: Path) -> Mapping[str, torch.Tensor]:
+    with offload.TensorCache.open(folder) as cache:
+        missing = cache.missing_rows()
+        for name in cache.columns:
+            with contextlib.suppress(OffloadError):
+                cache.column(name).sum()
+        if len(cache) < 1000:
+            cache.get(range(len(cache)), missing="zeros" if len(missing) else "error")
+    return {}
+
+
+@dataclass
+class _Record:
+    """What a tree may hold beside plain data."""
+
+    step: int
+    weight: torch.Tensor
+
+
+def _tree_sample(folder: Path) -> Files:
+    tied = torch.ones(2, 2)
+    tree = {
+        "record": _Record(3, torch.arange(4.0)),
+        "list": [1, 2.5, None, True, "text", b"bytes", float("inf"), 10**30, 1j, {3: tied, (1, 2): tied}],
+        "more": (torch.float16, torch.device("cpu"), torch.Size([2, 3]), {1, 2}, nn.Parameter(tied)),
+    }
+    tree["more"] = tree["more"][:3] + tree["more"][4:]
+    offload.save_tree(tree, folder / "tree")
+    return files_of(folder / "tree")
+
+
+def _read_tree(folder: Path) -> Mapping[str, torch.Tensor]:
+    found = offload.load_tree(folder, types=[_Record])
+    _looked_at(list(_leaves(found)))
+    return {}
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from (leaf for value in tree.values() for leaf in _leaves(value))
+    elif isinstance(tree, list | tuple):
+        yield from (leaf for value in tree for leaf in _leaves(value))
+    elif isinstance(tree, _Record):
+        yield from _leaves(tree.weight)
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _training_sample(folder: Path) -> Files:
+    model, optimizer = _model()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    offload.save_training(folder / "training", model, optimizer, step=3, notes={"a": [1, 2.5]})
+    return files_of(folder / "training")
+
+
+def _read_training(folder: Path) -> Mapping[str, torch.Tensor]:
+    """All of it, or nothing."""
+    model, optimizer = _model()
+    before = _state_of(model, optimizer)
+    try:
+        offload.load_training(folder, model, optimizer)
+    except OffloadError:
+        if _state_of(model, optimizer) != before:
+            raise Wrong("a training was loaded by half") from None
+        raise
+    return {}
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    tensors = [value.tolist() for value in model.state_dict().values()]
+    return repr((tensors, optimizer.state_dict(), random.getstate(), torch.get_rng_state().sum()))
+
+
+def _journal_sample(folder: Path) -> Files:
+    torch.save({"w": torch.ones(3), "v": torch.zeros(2)}, folder / "source.bin")
+    values = offload.load_file(folder / "source.bin", offload_dir=folder / "journal")
+    offload.map_values(_halved, values, resume=True, progress=False)
+    return files_of(folder / "journal")
+
+
+def _halved(_: str, value: torch.Tensor) -> torch.Tensor:
+    return value / 2
+
+
+def _read_journal(folder: Path) -> Mapping[str, torch.Tensor]:
+    journal = Journal.open(folder)
+    for run in journal.runs:
+        str(run)
+        with contextlib.suppress(OffloadError):
+            journal.resumed(run.name, run.sources)
+    return {}
+
+
+def _memmap_sample(folder: Path) -> Files:
+    from tensordict import TensorDict
+
+    inner = TensorDict(a=torch.ones(4, 2), b=torch.arange(4), batch_size=[4])
+    TensorDict({"inner": inner, "x": torch.zeros(4, 3, dtype=torch.bool), "text": "a"}, [4]).memmap(folder / "memmap")
+    return files_of(folder / "memmap")
+
+
+def _read_memmap(folder: Path) -> Mapping[str, torch.Tensor]:
+    from offload.integrations.tensordict import load_memmap
+
+    found = load_memmap(folder)
+    return _looked_at({str(name): value for name, value in found.items(True, True) if torch.is_tensor(value)})
+
+
+# The command
+
+
+def told(found: Mapping[str, Found]) -> str:
+    """A table."""
+    lines = [f"{'':12}{'tried':>9}{'equal':>9}{'read':>9}{'refused':>9}{'failed':>9}"]
+    for name, one in found.items():
+        lines.append(f"{name:12}{one.tried:9}" + "".join(f"{one.counts[outcome]:9}" for outcome in OUTCOMES))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__.splitlines()[0])
+    options.add_argument("--seconds", type=float, default=60, help="for all kinds together")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--only", default="", help="kinds, with commas between them")
+    options.add_argument("--trials", type=int, default=0, help="of each kind, in place of seconds")
+    options.add_argument("--trial", type=int, help="one trial again; what is tried is left in --keep")
+    options.add_argument("--keep", type=Path, help="a folder for what has failed")
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as place:
+        (samples := Path(place, "samples")).mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            every = [
+                kind for kind in kinds(samples) if kind.name in (chosen.only.split(",") if chosen.only else kind.name)
+            ]
+        length = {"trials": 1} if chosen.trial is not None else {"seconds": chosen.seconds, "trials": chosen.trials}
+        if chosen.trials:
+            length["seconds"] = 0
+        found = campaign(every, chosen.seed, Path(place, "work"), start=chosen.trial or 0, **length)
+        for kind in every:
+            for failure in found[kind.name].failures:
+                print(f"{kind.name} {failure['trial']}: {failure['what']}")
+                if chosen.keep:
+                    chance = random.Random(f"{chosen.seed} {kind.name} {failure['trial']}")
+                    files = kind.damage(dict(chance.choice(kind.samples)), chance)
+                    _put(chosen.keep / f"{kind.name}-{failure['trial']}", files)
+    print(told(found))
+    return 1 if any(one.counts[FAILED] for one in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

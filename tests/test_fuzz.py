@@ -1,0 +1,113 @@
+"""Damaged files of every kind are read rightly or refused in words, and a reader that does otherwise is found."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from bench import mutations
+from tests.processes import ROOT, run_script
+
+KINDS = ("safetensors", "pickle", "packed", "legacy", "folder", "index", "tree", "journal", "memmap")
+
+MISBEHAVING = """
+    import os, signal, sys, time
+    from pathlib import Path
+    import torch
+    from bench import fuzz
+    from offload.errors import CorruptFileError, MissingFileError
+
+    def damage(files, chance):
+        return files
+
+    def refuse(folder):
+        raise CorruptFileError(f"{folder / 'a'} is torn")
+
+    def refuse_without_a_path(folder):
+        raise CorruptFileError("it is torn")
+
+    def run_over(folder):
+        raise KeyError("a")
+
+    def die(folder):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def hang(folder):
+        while True:
+            time.sleep(1)
+
+    def change(folder):
+        (folder / "a").write_bytes(b"other")
+        return {}
+
+    def add(folder):
+        (folder / "b").touch()
+        return {}
+
+    def fill_memory(folder):
+        bytearray(b"x") * (300 << 20)
+        return {}
+
+    def fill_the_disk(folder):
+        (folder.parent / "apart").write_bytes(bytes(8 << 20))
+        return {}
+
+    def read(folder):
+        return {"w": torch.ones(2)}
+
+    def read_other(folder):
+        return {"w": torch.zeros(2)}
+
+    def read_more(folder):
+        return {"w": torch.ones(2), "v": torch.ones(2)}
+
+    def they_die(folder):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    fuzz._LIMIT = 1.0
+    acts = (refuse, refuse_without_a_path, run_over, die, change, add, fill_memory, fill_the_disk, read, hang)
+    kinds = [fuzz.Kind(act.__name__, [{"a": b"bytes"}], damage, act) for act in acts]
+    for act in (read, read_other, read_more):
+        kinds.append(fuzz.Kind(f"{act.__name__}_as_they", [{"a": b""}], damage, act, read))
+    kinds.append(fuzz.Kind("they_die", [{"a": b""}], damage, read, they_die))
+    for name, found in fuzz.campaign(kinds, 0, Path(sys.argv[1], "work"), trials=2).items():
+        print(name, *[outcome for outcome, count in found.counts.items() for _ in range(count)], len(found.failures))
+"""
+
+
+def test_what_a_reader_must_not_do_is_found(tmp_path):
+    found = dict(line.split(maxsplit=1) for line in run_script(MISBEHAVING, tmp_path).splitlines())
+
+    good = {"refuse": "refused", "read": "read", "read_as_they": "equal", "they_die": "read"}
+    assert {name: f"{outcome} {outcome} 0" for name, outcome in good.items()} == {
+        name: found.pop(name) for name in good
+    }
+    assert {"failed failed 2"} == set(found.values())
+
+
+def test_damaged_files_of_every_kind_are_read_rightly_or_refused():
+    pytest.importorskip("tensordict")
+    command = [sys.executable, "-m", "bench.fuzz", "--trials", "120", "--only", ",".join(KINDS)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+    assert not done.returncode, done.stdout + done.stderr
+    table = [line.split() for line in done.stdout.splitlines()]
+    assert ["tried", "equal", "read", "refused", "failed"] == table[0]
+    assert sorted(KINDS) == sorted(name for name, *_ in table[1:])
+    for name, tried, equal, read, refused, failed in table[1:]:
+        assert ("120", "0") == (tried, failed)
+        assert int(refused) > 10
+        assert int(equal if name in KINDS[:4] else read) > 10, f"{name}: hardly anything is read"
+
+
+def test_the_same_seed_damages_alike():
+    data = mutations.safetensors_made(random.Random(1))
+
+    for damage in (mutations.bytes_damaged, mutations.safetensors_damaged):
+        assert damage(data, random.Random(7)) == damage(data, random.Random(7))
+    assert 60 < len({mutations.safetensors_damaged(data, random.Random(seed)) for seed in range(100)})
