@@ -81,6 +81,12 @@ class TensorFile:
             return opened
 
     @classmethod
+    def written(cls, path: Path, head: bytes) -> TensorFile:
+        """The file at `path`, which has just been written, and begins with `head`: nothing is read."""
+        status = os.stat(path)
+        return cls(path, Identity.of(status), parse(head[8:], status.st_size))
+
+    @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
         """The file at `path`, which has no header: its one value lies as `entry` says, and other bytes may follow it.
 

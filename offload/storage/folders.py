@@ -40,14 +40,14 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     """
     folder = Path(os.path.abspath(offload_dir))
     with _LOCK:
-        if (os.getpid(), folder) not in _PREPARED or not folder.is_dir():
-            try:
+        try:
+            if (os.getpid(), folder) not in _PREPARED or not folder.is_dir():
                 folder.mkdir(parents=True, exist_ok=True)
                 sweep(folder)
-            except OSError as error:
-                message = f"offload_dir can't be used ({error.strerror}): take another one"
-                raise WriteError(error.errno, message, str(folder)) from error
-            _PREPARED.add((os.getpid(), folder))
+        except OSError as error:
+            message = f"offload_dir can't be used ({error.strerror}): take another one"
+            raise WriteError(error.errno, message, str(folder)) from error
+        _PREPARED.add((os.getpid(), folder))
     return folder
 
 
@@ -59,11 +59,19 @@ def private_folder(root: Path | None = None) -> Path:
     """
     with _LOCK:
         folder = _PRIVATE_FOLDERS.get((os.getpid(), root))
-        if folder is None or not folder.is_dir():
+        if folder is None or not _stands(folder):
             folder = _PRIVATE_FOLDERS[os.getpid(), root] = _new_private_folder(root)
             # Runs at the end of a `multiprocessing` child too, unlike `atexit`; does nothing in another process.
             util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
         return folder
+
+
+def _stands(folder: Path) -> bool:
+    try:
+        return folder.is_dir()
+    except OSError as error:
+        message = f"the temporary folder can't be looked at ({error.strerror}): try again"
+        raise WriteError(error.errno, message, str(folder)) from error
 
 
 def _new_private_folder(root: Path | None) -> Path:

@@ -27,6 +27,7 @@ from offload.storage.naming import naming
 from offload.storage.stored import Stored
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value
 from offload.storage.write import (
+    Take,
     copy_entries,
     explained,
     fill_holes,
@@ -93,8 +94,8 @@ class Handle(Stored):
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path, naming(name):
-            write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=handle.folder is not None)
-            handle._take(TensorFile.open(path))
+            durable = handle.folder is not None
+            write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=durable, take=handle._take)
         return handle
 
     @classmethod
@@ -106,8 +107,8 @@ class Handle(Stored):
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path, naming(name):
-            write_empty(path, name, layout, {"name": name}, durable=handle.folder is not None)
-            handle._take(TensorFile.open(path))
+            durable = handle.folder is not None
+            write_empty(path, name, layout, {"name": name}, durable=durable, take=handle._take)
         return handle
 
     @classmethod
@@ -129,11 +130,10 @@ class Handle(Stored):
         notes, durable = {"name": loose.key}, handle.folder is not None
         with handle._claimed() as path, naming(loose.key), plain_world():
             if loose.entry is not None:
-                copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
+                copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable, take=handle._take)
             else:
-                value = value_of(loose, file)
-                write_values(path, {loose.key: value}, {loose.key: loose.layout}, notes, durable=durable)
-            handle._take(TensorFile.open(path))
+                value, layouts = value_of(loose, file), {loose.key: loose.layout}
+                write_values(path, {loose.key: value}, layouts, notes, durable=durable, take=handle._take)
         return handle
 
     @classmethod
@@ -186,15 +186,13 @@ class Handle(Stored):
             )
         buffer = current_buffer() if self.folder is not None and notes is None else None
         with self._lock, self._claimed() as path:
-            old = self.layout
             layout = _layout_for(tensor)
-            if (layout.shape, layout.dtype) == (old.shape, old.dtype) and not is_subclass_value(tensor):
-                layout = old
+            if (layout.shape, layout.dtype) == (self.layout.shape, self.layout.dtype) and not is_subclass_value(tensor):
+                layout = self.layout
             if buffer is None:
                 self._write(path, tensor, layout, notes, durable=self.folder is not None)
             else:
                 self._write_aside(path, tensor, layout)
-            self.generation += self.layout != old
         if buffer is not None:
             buffer.add(self)
 
@@ -225,9 +223,7 @@ class Handle(Stored):
             NameInUseError: a live tensor is stored there.
         """
         with self._lock, self._claimed():
-            old = self.layout
             self._take(file)
-            self.generation += self.layout != old
 
     def clear(self, layout: Layout) -> None:
         """Make the value zeros of `layout`, as `allocate` does. Views that were cut before are stale, in any case.
@@ -236,8 +232,8 @@ class Handle(Stored):
             WriteError: the old value stands.
         """
         with self._lock, self._claimed() as path, naming(self.name):
-            write_empty(path, self.name, layout, {"name": self.name}, durable=self.folder is not None)
-            self._take(TensorFile.open(path))
+            durable = self.folder is not None
+            write_empty(path, self.name, layout, {"name": self.name}, durable=durable, take=self._take)
             self.generation += 1
 
     def flush(self) -> None:
@@ -272,15 +268,16 @@ class Handle(Stored):
         """
         copy = Handle(self.name, None)
         with copy._claimed() as path:
-            self._copy_to(path, durable=False)
-            copy._take(TensorFile.open(path))
+            self._copy_to(path, durable=False, take=copy._take)
         return copy
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
         waited, self._waiting = self._waiting, None
         aside = None if waited is None or waited.pid != os.getpid() else self.file.path
+        old = getattr(self, "layout", None)
         self._open(file)
+        self.generation += old not in (None, self.layout)
         if aside is not None:
             remove(aside)  # a newer one has come
         if not self.owned and self.folder is None:
@@ -297,7 +294,8 @@ class Handle(Stored):
         try:
             yield path
         except BaseException:
-            release(path, self)
+            if not self.owned:
+                release(path, self)
             raise
 
     def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
@@ -325,8 +323,7 @@ class Handle(Stored):
                 layouts = {key: layout_of(value) for key, value in values.items()}
             else:
                 values, layouts = {self.name: tensor}, {self.name: layout}
-            write_values(path, values, layouts, said, durable=durable)
-            self._take(TensorFile.open(path))
+            write_values(path, values, layouts, said, durable=durable, take=self._take)
 
     def _fill_holes(self) -> None:
         """A store into a hole of a full disk would end the process."""
@@ -343,17 +340,16 @@ class Handle(Stored):
             if self.owned:
                 return
             with self._claimed() as path:
-                self._copy_to(path, durable=self.folder is not None)
-                self._take(TensorFile.open(path))
+                self._copy_to(path, durable=self.folder is not None, take=self._take)
 
-    def _copy_to(self, path: Path, *, durable: bool) -> None:
+    def _copy_to(self, path: Path, *, durable: bool, take: Take) -> None:
         with self._lock:
             self.base()
             with naming(self.name):
                 keys = [self.name] if self.recipe is None else list(self.file.entries)
                 notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
                 entries = [self.file.entry(key) for key in keys]
-                copy_entries(self.file, entries, path, notes, settled=not self.owned, durable=durable)
+                copy_entries(self.file, entries, path, notes, settled=not self.owned, durable=durable, take=take)
 
 
 def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:

@@ -136,6 +136,21 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
+def is_there(path: Path) -> bool:
+    """Whether anything stands at `path`, also a link that leads nowhere.
+
+    Raises:
+        ReadError: the system does not tell. `os.path.lexists` says no then, and what is there would be lost.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise explained(path, error) from error
+    return True
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Say of an error of the system which file could not be read, as `explained` does.

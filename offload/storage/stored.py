@@ -25,6 +25,7 @@ from offload.storage.header import Layout, extent_of
 from offload.storage.locks import ForkSafeLock
 from offload.storage.modes import plain_world
 from offload.storage.naming import naming
+from offload.storage.regular import is_there
 from offload.storage.subclasses import Recipe, layout_from, unflatten
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
@@ -166,7 +167,7 @@ class Stored:
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
         waiting = self._waiting
-        if waiting is not None and waiting.pid != os.getpid() and not self.file.path.exists():
+        if waiting is not None and waiting.pid != os.getpid() and not is_there(self.file.path):
             self._waiting = None  # the process that this one was forked from has put it into its place
             self.file.moved_to(waiting.path)
         file = TensorFile.open(self.file.path)
