@@ -21,6 +21,7 @@ from offload.errors import CheckpointError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, Layout
+from offload.storage.regular import explained, is_there, reading
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -102,11 +103,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             files.
     """
     path = Path(os.path.abspath(path))
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise MissingFileError(
             f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."
         )
-    if path.is_dir():
+    with reading(path):
+        is_folder = path.is_dir()
+    if is_folder:
         return _open_folder(path)
     if path.name.endswith(INDEX):
         return _open_index(path)
@@ -119,7 +122,8 @@ def _open_file(path: Path, file: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    names = sorted(os.listdir(folder))
+    with reading(folder):
+        names = sorted(os.listdir(folder))
     files = [name for name in names if name.endswith(".safetensors")]
     found = _model_in(folder, names, "model", (".safetensors",))
     if found is None and files:
@@ -219,7 +223,9 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
         raise MissingFileError(f"{path} is missing") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path} {error}") from error
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise explained(path, error) from error
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of shards ({type(error).__name__}: {error})") from error
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(f"{path} is not an index of shards: its weight_map does not map names to file names")

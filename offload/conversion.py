@@ -21,12 +21,13 @@ import torch
 
 from offload.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
 from offload.deferred import deferred
-from offload.errors import CheckpointError, ForeignFileError
+from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.loader import PathLike, referenced
 from offload.progress import progress
 from offload.saving import PARTS_NOTE, save_checkpoint
 from offload.storage.dtypes import dtype_name
 from offload.storage.process import is_dead
+from offload.storage.regular import is_there, read_json, reading
 from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor
@@ -89,7 +90,9 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that becomes it if the block ends well, and goes if not."""
-    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+    with reading(target):
+        is_free = not is_there(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir()))
+    if not is_free:
         raise ForeignFileError(f"{target} is there, and is no empty folder: take another one, or remove it first")
     temporary = temporary_for(target)
     with explained(target, 0, "folder"):
@@ -116,7 +119,9 @@ def _sweep_folders(parent: Path) -> None:
 
 
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    for path in sorted(source.iterdir()):
+    with reading(source):
+        found = sorted(source.iterdir())
+    for path in found:
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
         if not wanted or path.name.endswith(".index.json") or not path.is_file():
             continue
@@ -136,9 +141,9 @@ def _sync(path: Path) -> None:
 def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
     """Copy a model's configuration, with the new dtype: transformers loads what it says, whatever the weights are."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): get it again, or move it away") from error
+        config = read_json(path, "a model's configuration")
+    except CorruptFileError as error:
+        raise CheckpointError(f"{error}: get it again, or move it away") from error
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in (None, "torchao"):

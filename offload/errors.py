@@ -57,7 +57,7 @@ class CorruptFileError(OffloadError, ValueError):
 
 
 class ReadError(OffloadError, OSError):
-    """A file that can't be read now, and may be whole: too many files are open, the disk failed, a right is missing..."""
+    """A file that can't be read now, and may be whole: too many files are open, the disk failed, a right is missing."""
 
 
 class ChangedFileError(OffloadError, RuntimeError):

@@ -22,6 +22,7 @@ from torch import nn
 from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.regular import explained
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import is_offloaded, wrap_handle
 
@@ -228,6 +229,8 @@ def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
         found = path.stat().st_size
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}, from which accelerate was to read {name!r}, is missing") from error
+    except OSError as error:
+        raise explained(path, error) from error
     if found != nbytes:
         raise CorruptFileError(
             f"{path} has {found} bytes, and {name!r} takes {nbytes} ({dtype}, {shape}): it is another's file"

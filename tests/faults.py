@@ -113,9 +113,9 @@ def failing(index: int, code: int, *, lasting: bool = False, only: Callable[[Cal
         if not only(call):
             return
         seen += 1
-        if seen - 1 == index or (lasting and seen > index and call.name not in _REMOVES):
+        if seen - 1 == index or (lasting and seen > index and call.name not in REMOVES):
             fault.call = fault.call or call
-            raise OSError(code, os.strerror(code), "injected")
+            raise OSError(code, os.strerror(code))
 
     with _patched(before):
         yield fault
@@ -192,7 +192,7 @@ def may_fail(call: Call, code: int) -> bool:
     """Whether such a call can fail in that way."""
     name = call.name.rpartition(".")[2]
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return call.changes and call.name not in _REMOVES
+        return call.changes and call.name not in REMOVES
     if code in (errno.EMFILE, errno.ENFILE):
         return name in ("open", "scandir", "listdir", "mmap") and call.name != "libc.mmap"
     if code in (errno.EACCES, errno.EPERM):
@@ -223,16 +223,16 @@ def forget_frames(error: BaseException | None) -> None:
 
 # What is patched
 
-_REMOVES = {"os.unlink", "os.remove", "os.rmdir"}
+REMOVES = {"os.unlink", "os.remove", "os.rmdir"}
 _CHANGES = {
-    *_REMOVES,
+    *REMOVES,
     *(f"os.{name}" for name in ("mkdir", "posix_fallocate", "ftruncate", "truncate", "pwrite", "pwritev", "write")),
     *(f"os.{name}" for name in ("sendfile", "copy_file_range", "fsync", "fdatasync", "replace", "rename", "link")),
     *(f"os.{name}" for name in ("symlink", "chmod", "fchmod", "chown", "fchown", "utime")),
     *("file.write", "file.truncate"),
 }
 _OF_PATHS = {
-    *_REMOVES,
+    *REMOVES,
     *(f"os.{name}" for name in ("open", "stat", "lstat", "scandir", "listdir", "mkdir", "replace", "rename", "link")),
     *("open", "os.symlink", "os.chmod", "os.chown", "os.utime", "os.readlink", "os.truncate"),
 }

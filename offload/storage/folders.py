@@ -21,6 +21,7 @@ from typing import Any
 from offload.errors import NameInUseError, WriteError
 from offload.storage.locks import ForkSafeLock
 from offload.storage.names import file_name
+from offload.storage.naming import naming
 from offload.storage.process import is_dead, process_tag
 from offload.storage.write import sweep
 
@@ -81,7 +82,7 @@ def _new_private_folder(root: Path | None) -> Path:
         return Path(os.path.realpath(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root)))
     except OSError as error:
         message = f"no temporary folder can be made ({error.strerror}): set TMPDIR, or give an offload_dir"
-        raise WriteError(error.errno, message, error.filename) from error
+        raise WriteError(error.errno, message, str(root or "TMPDIR")) from error
 
 
 def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) -> Path:
@@ -92,7 +93,8 @@ def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) 
     """
     file = file_name(name)
     with _LOCK:
-        path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
+        with naming(name):
+            path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
         if _CLAIMS.setdefault(path if folder is None else _true(path), owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
