@@ -33,6 +33,7 @@ from offload.storage.regular import is_there, read_json
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
+from offload.tensor.wrapper import is_offloaded
 from offload.training.optimizer import is_on_disk
 from offload.training.plain import Apart, put_together
 
@@ -116,7 +117,8 @@ def load_training(
 
     Raises:
         MissingFileError: there is no checkpoint yet.
-        CheckpointError: it is of another model, or not whole.
+        CheckpointError: it is of another model, or not whole, or was not loaded as a whole.
+        ReadError, WriteError: a file can't be opened now; nothing is changed.
         DtypeMismatchError: a tensor of the model has another dtype than the one that was saved.
     """
     checkpoint = _latest(Path(os.path.abspath(folder)))
@@ -131,7 +133,11 @@ def load_training(
     _refuse_other_model(model.state_dict(), parts["model"], set(parts["left_out"]), checkpoint)
     if optimizer is not None:
         _refuse_other_optimizer(optimizer, state, checkpoint)
-    model.load_state_dict(parts["model"], strict=False)
+    _require_open(parts["model"].values(), model.state_dict().values())
+    try:
+        model.load_state_dict(parts["model"], strict=False)
+    except RuntimeError as error:  # torch's, which tells of other errors as text
+        raise CheckpointError(f"{checkpoint} could not be loaded as a whole, so load it again: {error}") from error
     if optimizer is not None:
         optimizer.load_state_dict(state if is_on_disk(optimizer) else materialize(state))
     for name, thing in stateful.items():
@@ -207,6 +213,14 @@ def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], chec
     there, here = ([len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups))
     if there != here:
         raise CheckpointError(f"{checkpoint} is of another optimizer: its groups have {there} parameters, not {here}")
+
+
+def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
+    """Have all files open that are to be read and written, so that what the system refuses is met before any change."""
+    for tensor in filter(is_offloaded, saved):
+        tensor._file_handle().base()
+    for tensor in filter(is_offloaded, values):
+        tensor._file_handle().writable_base()
 
 
 # Folders
