@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from offload import is_offloaded
 from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError, UnsupportedOpError
 from offload.training import checkpoints
 from offload.training.plain import Apart, put_together
+from tests import faults
 from tests.conftest import contents
 from tests.processes import run_script
 
@@ -201,6 +203,21 @@ def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypat
 
     assert before == contents(tmp_path)
     assert {"step": 1} == offload.load_training(tmp_path, network())
+
+
+def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
+    """On a full disk it would be in the way of the next one."""
+    offload.save_training(tmp_path, network(), step=1)
+    before = contents(tmp_path)
+
+    def puts(call):
+        return call.name == "os.replace" and "put_file" in call.where
+
+    with faults.failing(1, errno.ENOSPC, only=puts) as fault, pytest.raises(OSError, match="free some space"):
+        offload.save_training(tmp_path, network(), step=2)
+
+    assert fault.call is not None
+    assert before == contents(tmp_path)
 
 
 # What can't be done
