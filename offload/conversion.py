@@ -120,17 +120,19 @@ def _sweep_folders(parent: Path) -> None:
 
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
     with reading(source):
-        found = sorted(source.iterdir())
-    for path in found:
-        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        if not wanted or path.name.endswith(".index.json") or not path.is_file():
-            continue
-        with explained(folder / path.name, path.stat().st_size, "folder"):
+        found = [(path, path.stat().st_size) for path in sorted(source.iterdir()) if _is_companion(path)]
+    for path, size in found:
+        with explained(folder / path.name, size, "folder"):
             if path.name == "config.json" and dtype is not None:
                 _copy_config(path, folder / path.name, dtype)
             else:
                 shutil.copyfile(path, folder / path.name)
             _sync(folder / path.name)
+
+
+def _is_companion(path: Path) -> bool:
+    wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+    return wanted and not path.name.endswith(".index.json") and path.is_file()
 
 
 def _sync(path: Path) -> None:

@@ -301,8 +301,10 @@ class Handle(Stored):
     def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
         """As `_write`, but beside `path`, and not made to survive a power cut yet."""
         waiting = self._waiting or Waiting(path, os.getpid(), self.file, self.owned)
-        refuse_foreign(path)
-        self._write(temporary_for(path), tensor, layout, None, durable=False)
+        with naming(self.name):
+            refuse_foreign(path)
+            aside = temporary_for(path)
+        self._write(aside, tensor, layout, None, durable=False)
         self._waiting = waiting
 
     def _go_back(self, waiting: Waiting) -> None:
