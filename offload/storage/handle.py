@@ -214,7 +214,8 @@ class Handle(Stored):
                 raise
             self.file.moved_to(waiting.path)
             self._waiting = None
-            sync_folder(waiting.path.parent)
+            with naming(self.name):
+                sync_folder(waiting.path.parent)
 
     def take_over(self, file: TensorFile) -> None:
         """Go on from a file of ours that stands where the first write would put one.
@@ -225,16 +226,18 @@ class Handle(Stored):
         with self._lock, self._claimed():
             self._take(file)
 
-    def clear(self, layout: Layout) -> None:
+    def clear(self, layout: Layout, parts: Iterable[tuple[int, torch.Tensor]] = ()) -> None:
         """Make the value zeros of `layout`, as `allocate` does. Views that were cut before are stale, in any case.
+
+        `parts` are what is not to be zero: plain tensors, each with the byte of the value that it begins at.
 
         Raises:
             WriteError: the old value stands.
         """
         with self._lock, self._claimed() as path, naming(self.name):
             durable = self.folder is not None
-            write_empty(path, self.name, layout, {"name": self.name}, durable=durable, take=self._take)
-            self.generation += 1
+            notes = {"name": self.name}
+            write_empty(path, self.name, layout, notes, durable=durable, take=self._take_anew, parts=parts)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk.
@@ -270,6 +273,11 @@ class Handle(Stored):
         with copy._claimed() as path:
             self._copy_to(path, durable=False, take=copy._take)
         return copy
+
+    def _take_anew(self, file: TensorFile) -> None:
+        """As `_take`, and views that were cut before are stale."""
+        self._take(file)
+        self.generation += 1
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""

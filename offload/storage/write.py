@@ -68,11 +68,19 @@ def write_values(
 
 
 def write_empty(
-    path: Path, key: str, layout: Layout, notes: Mapping[str, Any], *, durable: bool, take: Take | None = None
+    path: Path,
+    key: str,
+    layout: Layout,
+    notes: Mapping[str, Any],
+    *,
+    durable: bool,
+    take: Take | None = None,
+    parts: Iterable[tuple[int, torch.Tensor]] = (),
 ) -> None:
     """Put a file at `path` whose one value reads as zeros; where the disk can, its blocks are reserved unwritten.
 
-    `durable` and `take` are as for `write_values`.
+    `durable` and `take` are as for `write_values`. `parts` are plain tensors that lie in the value, each as it reads,
+    from the byte that is given with it.
 
     Raises: as `write_values`.
     """
@@ -81,6 +89,8 @@ def write_empty(
     with _replacing(path, head, total, durable=durable, take=take) as fd:
         if os.fstat(fd).st_blocks * 512 < total:  # a store into a hole of a full disk would end the process
             _write_zeros(fd, starts[0], layout.nbytes)
+        for begin, part in parts:
+            write_tensor(fd, starts[0] + begin, part)
 
 
 def copy_entries(
