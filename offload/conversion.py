@@ -60,8 +60,8 @@ def convert_checkpoint(
         MissingFileError, CorruptFileError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
-    with _new_folder(Path(os.path.abspath(target))) as folder:
-        if os.path.isdir(opened.path):
+    with reading(opened.path), _new_folder(Path(os.path.abspath(target))) as folder:
+        if opened.path.is_dir():
             _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,16 @@ class Act:
     all_threads: bool = False
 
 
-def meets_each_fault(tried: Act, place: Path, *, lasting: bool = False) -> int:
-    """Have each call fail in each way; how many times that was."""
+def meets_each_fault(tried: Act, place: Path, codes: Sequence[int] = faults.CODES, *, lasting: bool = False) -> int:
+    """Have each call fail in each way; how many times that was. One that lasts stands in the way of removing, too."""
     numbers, seen = itertools.count(), 0
     expected = tried.act(tried.begin(place / "expected"))
     for failure in faults.each_failure(
-        lambda: tried.begin(place / f"tried{next(numbers)}"), tried.act, lasting=lasting, all_threads=tried.all_threads
+        lambda: tried.begin(place / f"tried{next(numbers)}"),
+        tried.act,
+        codes,
+        lasting=lasting,
+        all_threads=tried.all_threads,
     ):
         seen += 1
         try:
@@ -60,7 +64,7 @@ def meets_each_fault(tried: Act, place: Path, *, lasting: bool = False) -> int:
             assert [] == failure.leaked
             tried.check(failure.given)
             assert expected == tried.act(failure.given)
-            assert _is_of_removing(failure.call) or [] == list(place.rglob(f"{TEMPORARY}*"))
+            assert lasting or _is_of_removing(failure.call) or [] == list(place.rglob(f"{TEMPORARY}*"))
         except Exception as error:
             raise AssertionError(str(failure)) from error
         del failure

@@ -6,6 +6,7 @@ Each act is done once for each call that it makes and each error that this call 
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from torch import nn
 import offload
 from offload import OffloadedTensor, write_buffer
 from offload.storage import folders
+from tests import faults
 from tests.acts import Act, dies_at_each_call, meets_each_fault
 
 ONES, TWOS = torch.ones(5), torch.full((5,), 2.0)
@@ -272,6 +274,14 @@ READS |= {"update to another shape"}  # which a tensor of another process does n
 @pytest.mark.parametrize("name", [*ACTS, *MODELS])
 def test_an_error_of_the_system_is_told_and_costs_nothing_else(name, private_place):
     assert meets_each_fault({**ACTS, **MODELS}[name], private_place) > 3
+
+
+@pytest.mark.parametrize("name", [name for name in {**ACTS, **MODELS} if name != "save_checkpoint"])  # can't go back
+def test_an_error_that_lasts_is_told_and_when_it_has_gone_all_is_well(name, private_place):
+    """A full disk, and too many files, do not go while what was begun is taken back."""
+    codes = faults.CODES if os.environ.get("OFFLOAD_FAULTS") == "all" else [errno.ENOSPC, errno.EMFILE]
+
+    meets_each_fault({**ACTS, **MODELS}[name], private_place, codes, lasting=True)
 
 
 @pytest.mark.parametrize("name", [name for name in {**ACTS, **MODELS} if name not in READS])

@@ -22,6 +22,7 @@ from offload.errors import CacheError, CorruptFileError, MissingFileError, Offlo
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.loader import load_file
+from offload.storage.regular import explained, is_there
 from offload.tensor.materialize import materialize
 
 
@@ -92,7 +93,7 @@ def _is_one(source: object, package: str, kind: str) -> bool:
 
 
 def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
-    if not path.exists():
+    if not is_there(path):
         raise MissingFileError(f"{path} is not there: name a file or folder of rows")
     with _as_read(path):
         rows = _rows_of_folder(path, columns) if path.is_dir() else _rows_of_file(path, columns)
@@ -113,12 +114,16 @@ def _as_read(path: Path) -> Iterator[None]:
     """What a neighbour makes of a file that is damaged may be any error: it is the file's.
 
     Raises:
-        CorruptFileError
+        CorruptFileError, ReadError
     """
     try:
         yield
     except (OffloadError, ImportError, MemoryError):
         raise
+    except OSError as error:
+        if error.errno is not None:  # of the system; neighbours raise such errors without one, of what is in the file
+            raise explained(path, error) from error
+        raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
     except Exception as error:
         raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
 
