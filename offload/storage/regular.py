@@ -37,6 +37,7 @@ _WAYS_OUT = {
     errno.EROFS: "the file system is read-only: take another folder for what is to be written",
     errno.ENOMEM: "free some memory, or raise the limits (ulimit -v, vm.max_map_count)",
     errno.EIO: "try again, and look after the disk if that does not help",
+    errno.ENODEV: "this file system maps no files: copy it to another one",
     errno.ELOOP: "its links lead in a circle: put the file itself there",
     errno.ENAMETOOLONG: "the path is too long here",
 }
@@ -173,7 +174,7 @@ def explained(path: Path, error: OSError) -> OffloadError:
         return MissingFileError(error.errno, reason, str(path))
     if isinstance(error, IsADirectoryError):
         return not_regular(path, stat.S_IFDIR)
-    if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device that nobody serves
+    if error.errno == errno.ENXIO:  # a socket, or a device that nobody serves
         return not_regular(path, 0)
     way_out = _WAYS_OUT.get(error.errno or 0, "try again")
     return ReadError(error.errno, f"it can't be opened or read ({error.strerror or error}): {way_out}", str(path))
