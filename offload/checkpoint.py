@@ -21,7 +21,7 @@ from offload.errors import CheckpointError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, Layout
-from offload.storage.regular import explained, is_there, reading
+from offload.storage.regular import explained, is_folder, is_there, reading
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -107,9 +107,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise MissingFileError(
             f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."
         )
-    with reading(path):
-        is_folder = path.is_dir()
-    if is_folder:
+    if is_folder(path):
         return _open_folder(path)
     if path.name.endswith(INDEX):
         return _open_index(path)

@@ -27,7 +27,7 @@ from offload.progress import progress
 from offload.saving import PARTS_NOTE, save_checkpoint
 from offload.storage.dtypes import dtype_name
 from offload.storage.process import is_dead
-from offload.storage.regular import is_there, read_json, reading
+from offload.storage.regular import is_folder, is_there, read_json, reading
 from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor
@@ -60,8 +60,8 @@ def convert_checkpoint(
         MissingFileError, CorruptFileError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
-    with reading(opened.path), _new_folder(Path(os.path.abspath(target))) as folder:
-        if opened.path.is_dir():
+    with _new_folder(Path(os.path.abspath(target))) as folder:
+        if is_folder(opened.path):
             _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
@@ -91,7 +91,7 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
 def _new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that becomes it if the block ends well, and goes if not."""
     with reading(target):
-        is_free = not is_there(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir()))
+        is_free = not is_there(target) or (is_folder(target) and not target.is_symlink() and not any(target.iterdir()))
     if not is_free:
         raise ForeignFileError(f"{target} is there, and is no empty folder: take another one, or remove it first")
     temporary = temporary_for(target)

@@ -22,7 +22,7 @@ from torch import nn
 from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.regular import explained
+from offload.storage.regular import explained, reading
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import is_offloaded, wrap_handle
 
@@ -262,7 +262,7 @@ def _memory_of(value: Any) -> Hashable:
 
 def _digest(path: Path) -> bytes:
     digest = hashlib.blake2b()
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while block := file.read(_DIGEST_BLOCK):
             digest.update(block)
     return digest.digest()

@@ -16,7 +16,7 @@ from pathlib import Path
 from offload.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
-from offload.storage.regular import reading
+from offload.storage.regular import is_folder, reading
 from offload.storage.subclasses import layout_from
 
 
@@ -91,9 +91,7 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
         ReadError: a file can't be read now, which says nothing of what is in it.
     """
     path, verdict = Path(os.path.abspath(path)), Verdict()
-    with reading(path):
-        is_folder = path.is_dir()
-    if is_folder:
+    if is_folder(path):
         _verify_folder(path, verdict)
     elif path.name.endswith(INDEX):
         _verify_index(path, verdict)

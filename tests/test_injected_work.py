@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
@@ -64,6 +65,19 @@ def computed(folder):
     return y.tolist()
 
 
+def files(folder):
+    folder.mkdir()
+    torch.save({"w": ONES}, folder / "w.pt")
+    save_file({"w": ONES}, folder / "w.safetensors")
+    return folder
+
+
+def loaded(folder):
+    with offload.offloading(min_bytes=1):
+        found = [torch.load(folder / "w.pt")["w"], load_file(folder / "w.safetensors")["w"]]
+    return [value.tolist() for value in found]
+
+
 def checkpoint(folder):
     offload.save_checkpoint({"w": ONES, "v": ONES * 2}, folder / "old")
     (folder / "old" / "config.json").write_text(json.dumps({"dtype": "float32"}))
@@ -99,6 +113,7 @@ ACTS = {
     "offload_optimizer": Act(trained, put_on_disk, optimizer_is_whole),
     "offload_activations": Act(lambda folder: folder, backward, all_threads=True),
     "offloading": Act(lambda folder: folder, computed),
+    "offloading of what is loaded": Act(files, loaded),
     "offloaded_like": Act(
         lambda folder: OffloadedTensor.from_original_tensor(ONES, "w", folder),
         lambda weight: offload.offloaded_like(lambda w: w * 3, weight, "norms").tolist(),
@@ -111,11 +126,14 @@ ACTS = {
 }
 
 
+WRITES_IN_PASSING = {"offload_activations", "offload_optimizer", "offloading of what is loaded"}
+
+
 @pytest.mark.parametrize("name", ACTS)
 def test_an_error_of_the_system_is_told_and_costs_nothing_else(name, private_place):
     assert meets_each_fault(ACTS[name], private_place) > 3
 
 
-@pytest.mark.parametrize("name", [name for name in ACTS if name not in ("offload_activations", "offload_optimizer")])
+@pytest.mark.parametrize("name", [name for name in ACTS if name not in WRITES_IN_PASSING])
 def test_a_process_that_is_killed_leaves_the_old_or_the_new_and_what_it_left_goes(name, private_place):
     assert dies_at_each_call(ACTS[name], private_place) > 2

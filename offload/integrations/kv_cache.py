@@ -19,7 +19,7 @@ import torch
 
 from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.header import Layout, contiguous_stride
-from offload.storage.regular import reading
+from offload.storage.regular import is_folder, reading
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
 
@@ -80,7 +80,7 @@ def kv_cache(
 def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
     folder = Path(os.path.abspath(offload_dir))
     with reading(folder):
-        is_used = folder.is_dir() and any(folder.iterdir())
+        is_used = is_folder(folder) and any(folder.iterdir())
     if is_used:
         raise ForeignFileError(
             f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache are "

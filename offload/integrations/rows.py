@@ -22,7 +22,7 @@ from offload.errors import CacheError, CorruptFileError, MissingFileError, Offlo
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.loader import load_file
-from offload.storage.regular import explained, is_there
+from offload.storage.regular import explained, is_folder, is_there
 from offload.tensor.materialize import materialize
 
 
@@ -96,7 +96,7 @@ def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
     if not is_there(path):
         raise MissingFileError(f"{path} is not there: name a file or folder of rows")
     with _as_read(path):
-        rows = _rows_of_folder(path, columns) if path.is_dir() else _rows_of_file(path, columns)
+        rows = _rows_of_folder(path, columns) if is_folder(path) else _rows_of_file(path, columns)
     return Incoming(rows.fields, _each_as_read(path, rows.batches))
 
 
@@ -134,7 +134,7 @@ def _each_as_read(path: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
-    if (path / "dataset_info.json").exists() and (path / "state.json").exists():
+    if is_there(path / "dataset_info.json") and is_there(path / "state.json"):
         import datasets
 
         return arrow.rows_of_dataset(datasets.load_from_disk(str(path)), columns)

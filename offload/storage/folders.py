@@ -23,6 +23,7 @@ from offload.storage.locks import ForkSafeLock
 from offload.storage.names import file_name
 from offload.storage.naming import naming
 from offload.storage.process import is_dead, process_tag
+from offload.storage.regular import is_folder
 from offload.storage.write import sweep
 
 _PRIVATE = "offload-"
@@ -42,7 +43,7 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     folder = Path(os.path.abspath(offload_dir))
     with _LOCK:
         try:
-            if (os.getpid(), folder) not in _PREPARED or not folder.is_dir():
+            if (os.getpid(), folder) not in _PREPARED or not is_folder(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 sweep(folder)
         except OSError as error:
@@ -57,22 +58,15 @@ def private_folder(root: Path | None = None) -> Path:
 
     Raises:
         WriteError: it can't be made.
+        ReadError: it can't be looked at now.
     """
     with _LOCK:
         folder = _PRIVATE_FOLDERS.get((os.getpid(), root))
-        if folder is None or not _stands(folder):
+        if folder is None or not is_folder(folder):
             folder = _PRIVATE_FOLDERS[os.getpid(), root] = _new_private_folder(root)
             # Runs at the end of a `multiprocessing` child too, unlike `atexit`; does nothing in another process.
             util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
         return folder
-
-
-def _stands(folder: Path) -> bool:
-    try:
-        return folder.is_dir()
-    except OSError as error:
-        message = f"the temporary folder can't be looked at ({error.strerror}): try again"
-        raise WriteError(error.errno, message, str(folder)) from error
 
 
 def _new_private_folder(root: Path | None) -> Path:

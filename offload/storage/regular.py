@@ -145,11 +145,25 @@ def is_there(path: Path) -> bool:
     """
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no path has a null character
         return False
     except OSError as error:
         raise explained(path, error) from error
     return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder stands at `path`, or a link to one.
+
+    Raises:
+        ReadError: the system does not tell. `Path.is_dir` says no then, since Python 3.13.
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError as error:
+        raise explained(path, error) from error
 
 
 @contextmanager
