@@ -124,6 +124,7 @@ ACTS = {
     "load_file of a pickle": Act(pickled, lambda path: [w.tolist() for w in offload.load_file(path).values()]),
     "materialize": Act(stored, lambda weight: weight.materialize().tolist(), name=W),
     "deepcopy": Act(stored, lambda weight: copy.deepcopy(weight).tolist(), old_or_new(ONES), W),
+    "torch.save": Act(stored, lambda weight: torch.save(weight, weight.offload_dir / "w.pt"), old_or_new(ONES), W),
     "pickle": Act(stored, lambda weight: pickle.loads(pickle.dumps(weight)).tolist(), old_or_new(ONES), W),
 }
 
@@ -260,7 +261,7 @@ MODELS = {
 }
 
 
-READS = {"read a checkpoint", "load_file", "materialize", "pickle", "load_tree"}
+READS = {"read a checkpoint", "load_file", "materialize", "torch.save", "pickle", "load_tree"}
 READS |= {
     "dispatch",
     "dispatch shards",
