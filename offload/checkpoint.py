@@ -99,6 +99,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         MissingFileError: nothing there, or a shard is missing.
         CorruptFileError: a file is not whole.
+        ReadError: a file can't be read now.
         CheckpointError: no checkpoint there, a pickle that holds code or no tensors, or an index that contradicts its
             files.
     """
@@ -212,6 +213,7 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
 
     Raises:
         MissingFileError: it is not there.
+        ReadError: it can't be read now.
         CheckpointError: it is no index, names something twice, or something outside its folder.
     """
     try:

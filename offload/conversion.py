@@ -57,7 +57,7 @@ def convert_checkpoint(
     Raises:
         ForeignFileError: `target` is there and not empty.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this; no JSON in its `config.json`.
-        MissingFileError, CorruptFileError, and as `open_checkpoint` and `save_checkpoint`.
+        MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
     with _new_folder(Path(os.path.abspath(target))) as folder:

@@ -67,7 +67,7 @@ def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: str | os.P
 
     Raises:
         MetaTensorError: the hook has no such value.
-        MissingFileError, CorruptFileError, ShapeMismatchError
+        MissingFileError, CorruptFileError, ReadError, ShapeMismatchError
     """
     try:
         value = _read(name, held, offload_dir)

@@ -54,7 +54,7 @@ def cache_from(
         metadata, device: as for `TensorCache.create`.
 
     Raises:
-        MissingFileError, CorruptFileError
+        MissingFileError, CorruptFileError, ReadError
         CacheError: a file that is not whole, columns of several lengths, or one that can't be kept, as pickled objects.
         CheckpointError: a pickle with code in it.
 
@@ -70,7 +70,7 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
     """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors.
 
     Raises:
-        MissingFileError, CacheError, CorruptFileError, CheckpointError
+        MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
     """
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(Path(os.path.abspath(source)), columns)

@@ -82,7 +82,7 @@ def from_pretrained(
     Raises:
         CheckpointError: no checkpoint there, one of another model, or weights are to be quantized on the way.
         TypeError: an option of transformers that has another name here, or no meaning.
-        MissingFileError, CorruptFileError, DeviceMapError
+        MissingFileError, CorruptFileError, ReadError, DeviceMapError
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -245,6 +245,7 @@ class Handle(Stored):
         Raises:
             WriteError: the disk did not take it.
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
+            ReadError: it can't be opened now.
         """
         if not self.owned:
             return

@@ -106,6 +106,7 @@ class Stored:
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
+            ReadError: it can't be read now.
         """
         file, base = self.file, self._base  # in this order: a file older than its base is looked at again
         if base is not None:

@@ -116,6 +116,7 @@ def load_tree(
 
     Raises:
         MissingFileError: there is no tree, or one of its files is gone.
+        ReadError: a file can't be read now.
         UnknownTypeError: the tree holds a class that is not among `types`.
         CorruptFileError: the manifest is of a later version, or does not fit the files.
         ForeignFileError: `tree.json` is another program's.
