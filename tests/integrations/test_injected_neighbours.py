@@ -11,6 +11,7 @@ from tests.acts import Act, meets_each_fault
 
 pytest.importorskip("transformers")
 torchao = pytest.importorskip("torchao.quantization")
+pytest.importorskip("tensordict")
 
 STATES = torch.linspace(-1, 1, 2 * 4 * 300 * 8).view(2, 4, 300, 8)
 
@@ -65,9 +66,25 @@ def runs(model):
         return model(torch.ones(1, 32)).tolist()
 
 
+def memmapped(folder):
+    from tensordict import LazyStackedTensorDict, TensorDict
+
+    layers = [TensorDict(x=STATES[0, 0, :size], batch_size=[]) for size in (2, 3)]
+    TensorDict({"a/b": STATES[0, 0], "stack": LazyStackedTensorDict(*layers)}, batch_size=[]).memmap(folder)
+    return folder
+
+
+def entries(folder):
+    from offload.integrations.tensordict import load_memmap
+
+    found = load_memmap(folder)
+    return found["a/b"].tolist(), [layer["x"].tolist() for layer in found["stack"].tensordicts]
+
+
 ACTS = {
     "kv_cache": Act(begun, one_more, has_ten_tokens),
     "kv_cache that grows": Act(begun, many_more, has_ten_tokens),
+    "load_memmap": Act(memmapped, entries),
     "quantize_": Act(layers, quantized, runs),
 }
 
