@@ -44,7 +44,7 @@ except ImportError:  # not a POSIX system
     fcntl = None
 
 T = TypeVar("T")
-CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR)
+CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +204,15 @@ def killed_at_each(
 def may_fail(call: Call, code: int) -> bool:
     """Whether such a call can fail in that way."""
     name = call.name.rpartition(".")[2]
+    if code == errno.ENOMEM or name == "anonymous":
+        return code == errno.ENOMEM and name in ("mmap", "anonymous")
     if code in (errno.ENOSPC, errno.EDQUOT):
         return call.changes and call.name not in REMOVES
     if code in (errno.EMFILE, errno.ENFILE):
         return name in ("open", "scandir", "listdir", "mmap") and call.name != "libc.mmap"
     if code in (errno.EACCES, errno.EPERM):
         return call.name in _OF_PATHS
-    if code in (errno.ENOMEM, errno.ENODEV):
+    if code == errno.ENODEV:
         return name == "mmap"
     if code == errno.EINTR:  # Python makes its own calls again
         return call.name.startswith("libc.")
@@ -355,8 +357,7 @@ def _opening(real: Callable[..., Any], count: Callable[..., None]) -> Callable[.
 def _mapping(count: Callable[..., None]) -> type[mmap.mmap]:
     class Counted(mmap.mmap):
         def __new__(cls, fileno: int, *args: Any, **kwargs: Any) -> Any:
-            if fileno >= 0:
-                count("mmap.mmap", lambda: None)
+            count("mmap.mmap" if fileno >= 0 else "mmap.anonymous", lambda: None)
             return super().__new__(cls, fileno, *args, **kwargs)
 
         def flush(self, *args: Any) -> None:
