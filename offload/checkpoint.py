@@ -19,7 +19,7 @@ from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, Layout, is_unicode
-from offload.storage.regular import read_json, short
+from offload.storage.regular import is_folder, is_there, read_json, reading, short
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -98,15 +98,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         MissingFileError: nothing there, or a shard is missing.
         CorruptFileError: a file is not whole.
+        ReadError: a file can't be read now.
         CheckpointError: no checkpoint there, a pickle that holds code or no tensors, or an index that contradicts its
             files.
     """
     path = Path(os.path.abspath(path))
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise MissingFileError(
             f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."
         )
-    if path.is_dir():
+    if is_folder(path):
         return _open_folder(path)
     if path.suffix == ".json":
         return _open_index(path)
@@ -119,7 +120,8 @@ def _open_file(path: Path, file: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    names = sorted(os.listdir(folder))
+    with reading(folder):
+        names = sorted(os.listdir(folder))
     files = [name for name in names if name.endswith(".safetensors")]
     found = _model_in(folder, names, "model", (".safetensors",))
     if found is None and files:
@@ -210,6 +212,7 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
 
     Raises:
         MissingFileError: it is not there.
+        ReadError: it can't be read now.
         CheckpointError: it is no index, names something twice, or something outside its folder.
     """
     try:

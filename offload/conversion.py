@@ -21,12 +21,13 @@ import torch
 
 from offload.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
 from offload.deferred import deferred
-from offload.errors import CheckpointError, ForeignFileError
+from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.loader import PathLike, referenced
 from offload.progress import progress
 from offload.saving import PARTS_NOTE, save_checkpoint
 from offload.storage.dtypes import dtype_name
 from offload.storage.process import is_dead
+from offload.storage.regular import is_folder, is_there, read_json, reading
 from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor
@@ -56,11 +57,11 @@ def convert_checkpoint(
     Raises:
         ForeignFileError: `target` is there and not empty.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this; no JSON in its `config.json`.
-        MissingFileError, CorruptFileError, and as `open_checkpoint` and `save_checkpoint`.
+        MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
     with _new_folder(Path(os.path.abspath(target))) as folder:
-        if os.path.isdir(opened.path):
+        if is_folder(opened.path):
             _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
@@ -89,7 +90,9 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that becomes it if the block ends well, and goes if not."""
-    if os.path.lexists(target) and not (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
+    with reading(target):
+        is_free = not is_there(target) or (is_folder(target) and not target.is_symlink() and not any(target.iterdir()))
+    if not is_free:
         raise ForeignFileError(f"{target} is there, and is no empty folder: take another one, or remove it first")
     temporary = temporary_for(target)
     with explained(target, 0, "folder"):
@@ -116,16 +119,20 @@ def _sweep_folders(parent: Path) -> None:
 
 
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    for path in sorted(source.iterdir()):
-        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        if not wanted or path.name.endswith(".index.json") or not path.is_file():
-            continue
-        with explained(folder / path.name, path.stat().st_size, "folder"):
+    with reading(source):
+        found = [(path, path.stat().st_size) for path in sorted(source.iterdir()) if _is_companion(path)]
+    for path, size in found:
+        with explained(folder / path.name, size, "folder"):
             if path.name == "config.json" and dtype is not None:
                 _copy_config(path, folder / path.name, dtype)
             else:
                 shutil.copyfile(path, folder / path.name)
             _sync(folder / path.name)
+
+
+def _is_companion(path: Path) -> bool:
+    wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+    return wanted and not path.name.endswith(".index.json") and path.is_file()
 
 
 def _sync(path: Path) -> None:
@@ -136,9 +143,9 @@ def _sync(path: Path) -> None:
 def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
     """Copy a model's configuration, with the new dtype: transformers loads what it says, whatever the weights are."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): get it again, or move it away") from error
+        config = read_json(path, "a model's configuration")
+    except CorruptFileError as error:
+        raise CheckpointError(f"{error}: get it again, or move it away") from error
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in (None, "torchao"):

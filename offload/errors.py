@@ -24,6 +24,7 @@ __all__ = [
     "MissingRowsError",
     "NameInUseError",
     "OffloadError",
+    "ReadError",
     "RowIndexError",
     "SavedTensorError",
     "ShapeMismatchError",
@@ -53,6 +54,10 @@ class MissingFileError(OffloadError, FileNotFoundError):
 
 class CorruptFileError(OffloadError, ValueError):
     """A file of tensors that is not whole, or none at all."""
+
+
+class ReadError(OffloadError, OSError):
+    """A file that can't be read now, and may be whole: too many files are open, the disk failed, a right is missing."""
 
 
 class ChangedFileError(OffloadError, RuntimeError):

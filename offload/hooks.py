@@ -22,6 +22,7 @@ from torch import nn
 from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.regular import explained, reading
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import is_offloaded, wrap_handle
 
@@ -66,7 +67,7 @@ def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: str | os.P
 
     Raises:
         MetaTensorError: the hook has no such value.
-        MissingFileError, CorruptFileError, ShapeMismatchError
+        MissingFileError, CorruptFileError, ReadError, ShapeMismatchError
     """
     try:
         value = _read(name, held, offload_dir)
@@ -228,6 +229,8 @@ def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
         found = path.stat().st_size
     except FileNotFoundError as error:
         raise MissingFileError(f"{path}, from which accelerate was to read {name!r}, is missing") from error
+    except OSError as error:
+        raise explained(path, error) from error
     if found != nbytes:
         raise CorruptFileError(
             f"{path} has {found} bytes, and {name!r} takes {nbytes} ({dtype}, {shape}): it is another's file"
@@ -259,7 +262,7 @@ def _memory_of(value: Any) -> Hashable:
 
 def _digest(path: Path) -> bytes:
     digest = hashlib.blake2b()
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while block := file.read(_DIGEST_BLOCK):
             digest.update(block)
     return digest.digest()

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.errors import JournalError
+from offload.errors import JournalError, MissingFileError
 from offload.storage.file import TensorFile
+from offload.storage.regular import read_json
 from offload.storage.write import put_file
 
 NAME = ".offload-journal"  # no value's file begins with a dot
@@ -66,16 +67,17 @@ class Journal:
 
         Raises:
             JournalError: the file is not a journal.
+            ReadError: it can't be read now.
         """
         path = folder / NAME
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json(path, "a journal")
             if raw["version"] != _VERSION:
                 raise ValueError(f"version {raw['version']}")
             return cls(path, [_checked(run) for run in raw["runs"]])
-        except FileNotFoundError:
+        except MissingFileError:
             return cls(path, [])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise JournalError(
                 f"{path} can't be read as a journal ({type(error).__name__}: {error}): "
                 "remove it to begin anew, or take another offload_dir"

@@ -124,7 +124,7 @@ def load_checkpoint_and_dispatch(
         The same model.
 
     Raises:
-        MissingFileError, CorruptFileError, CheckpointError, DeviceMapError
+        MissingFileError, CorruptFileError, ReadError, CheckpointError, DeviceMapError
         ValueError: `dtype` is no floating-point one.
         MetaTensorError: tensors are left without data; the message names them.
 
@@ -217,7 +217,7 @@ def disk_offload(
     Raises:
         MetaTensorError: some parameters have no data.
         WriteError, ForeignFileError, NameInUseError
-        MissingFileError, CorruptFileError, ShapeMismatchError: of what accelerate's hooks hold.
+        MissingFileError, CorruptFileError, ReadError, ShapeMismatchError: of what accelerate's hooks hold.
 
     Example:
         >>> model = disk_offload(nn.Linear(2, 3))
@@ -253,7 +253,7 @@ def load_file(
         offload_dir: where a tensor goes at its first write; None for a private folder.
 
     Raises:
-        MissingFileError, CorruptFileError, CheckpointError
+        MissingFileError, CorruptFileError, ReadError, CheckpointError
 
     Example:
         >>> from safetensors.torch import save_file

@@ -23,6 +23,7 @@ from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.reads import counts
 from offload.storage.handle import Handle
+from offload.storage.regular import is_there, reading
 from offload.storage.write import explained, remove, temporary_for
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -229,7 +230,9 @@ def _layer_of(name: str) -> str:
 
 
 def _refuse_other(path: Path) -> None:
-    if path.exists() and not (path.is_file() and path.read_text(errors="replace").startswith(_KIND)):
+    with reading(path):
+        is_free = not is_there(path) or (path.is_file() and path.read_text(errors="replace").startswith(_KIND))
+    if not is_free:
         raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
 
 

@@ -52,7 +52,7 @@ class Value(Range):
         """Bring it in; where not everything stays, without its neighbours.
 
         Raises:
-            CorruptFileError: the disk did not give it.
+            ReadError: the disk did not give it.
         """
         self.bring_in(exactly=not self.pool.fits)
 

@@ -24,12 +24,22 @@ import torch
 from torch import nn
 
 from offload.checkpoint import Checkpoint
-from offload.errors import CheckpointError, ForeignFileError, OffloadError, UnknownSubclassError, UnsupportedOpError
+from offload.errors import (
+    CheckpointError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    OffloadError,
+    ReadError,
+    UnknownSubclassError,
+    UnsupportedOpError,
+)
 from offload.loader import PathLike, referenced
 from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
+from offload.storage.regular import is_there, read_json, reading
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
 from offload.tensor.arguments import floating_dtype, refuse_unstorable
@@ -424,22 +434,23 @@ def _earlier(folder: Path) -> list[Path]:
 
     Of shards those that are ours, also without an index: a process that was killed left them.
     """
-    found = [path for path in (folder / _INDEX, folder / _SINGLE) if os.path.lexists(path)]
-    shards = (path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name))
+    found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
+    with reading(folder):
+        shards = [path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name)]
     return found + [path for path in shards if _is_ours(path)]
 
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(path, "an index")
+    except (MissingFileError, CorruptFileError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _refuse_foreign(paths: Iterable[Path]) -> None:
     for path in sorted(paths):
-        if os.path.lexists(path) and not _is_ours(path):
+        if is_there(path) and not _is_ours(path):
             raise ForeignFileError(
                 f"{path} exists and is not of a checkpoint that offload saved: it is left as it is. "
                 "Save to another folder, or move it away first."
@@ -448,7 +459,9 @@ def _refuse_foreign(paths: Iterable[Path]) -> None:
 
 def _refuse_offload_folder(folder: Path) -> None:
     """A checkpoint among values of single names would hide them: what is opened then is the checkpoint."""
-    for path in folder.glob("*.safetensors"):
+    with reading(folder):
+        found = list(folder.glob("*.safetensors"))
+    for path in found:
         if _value_name(path) is not None:
             raise ForeignFileError(f"{folder} is an offload folder ({path.name}...): save to another one")
 
@@ -456,19 +469,25 @@ def _refuse_offload_folder(folder: Path) -> None:
 def _value_name(path: Path) -> str | None:
     try:
         return TensorFile.open(path).notes.get("name")
+    except ReadError:
+        raise
     except OffloadError:
         return None
 
 
 def _is_ours(path: Path) -> bool:
     """Whether `save_checkpoint` wrote it."""
-    if path.is_symlink():
+    with reading(path):
+        is_link = path.is_symlink()
+    if is_link:
         return False
     if path.name == _INDEX:
         metadata = _json(path).get("metadata")
         return isinstance(metadata, dict) and MARK in metadata
     try:
         return TensorFile.open(path).is_ours
+    except ReadError:
+        raise
     except OffloadError:
         return False
 

@@ -33,6 +33,7 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import named_folder
 from offload.storage.handle import Handle
 from offload.storage.names import file_name
+from offload.storage.regular import is_there
 from offload.tensor.arguments import refuse_other_kind, refuse_unstorable
 from offload.tensor.cuts import metadata_of, twin_of
 from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
@@ -257,7 +258,7 @@ class _Value:
         is_cut = self._is_cut_from_a_checkpoint(tensor)
         handle = tensor._file_handle()
         path = self.folder / file_name(self.name if is_cut else handle.name)
-        if not path.exists():
+        if not is_there(path):
             return
         file = TensorFile.open(path)
         if not file.is_ours or key not in marks_of(file):

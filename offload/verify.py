@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offload.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
-from offload.errors import CheckpointError, OffloadError
+from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
+from offload.storage.regular import is_folder, reading
 from offload.storage.subclasses import layout_from
 
 
@@ -57,12 +58,15 @@ class Verdict:
     def open(self, path: Path) -> TensorFile | None:
         """The file at `path`, looked at once; None, and a finding, if it can't be used."""
         if path not in self.files:
-            self.files[path] = None
             try:
-                file = self.files[path] = TensorFile.open(path)
+                file = TensorFile.open(path)
+            except ReadError:
+                raise
             except OffloadError as error:
                 self.findings.append(Finding(path, _without(str(error), path)))
+                self.files[path] = None
             else:
+                self.files[path] = file
                 unreadable = file.header.unreadable.items()
                 self.findings.extend(Finding(path, f"{name!r} {why}") for name, why in unreadable)
                 self.findings.extend(_of_subclass(file))
@@ -84,9 +88,10 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
     Raises:
         MissingFileError: nothing is there.
         CheckpointError: a folder without tensors.
+        ReadError: a file can't be read now, which says nothing of what is in it.
     """
     path, verdict = Path(os.path.abspath(path)), Verdict()
-    if path.is_dir():
+    if is_folder(path):
         _verify_folder(path, verdict)
     elif path.suffix == ".json":
         _verify_index(path, verdict)
@@ -96,7 +101,8 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
 
 
 def _verify_folder(folder: Path, verdict: Verdict) -> None:
-    names = sorted(os.listdir(folder))
+    with reading(folder):
+        names = sorted(os.listdir(folder))
     for name in names:
         if name.endswith(INDEX):
             _verify_index(folder / name, verdict)
@@ -125,6 +131,8 @@ def _claims(verdict: Verdict) -> Iterator[Finding]:
 def _verify_index(path: Path, verdict: Verdict) -> None:
     try:
         places, _ = read_index(path)
+    except ReadError:
+        raise
     except OffloadError as error:
         verdict.findings.append(Finding(path, _without(str(error), path)))
         return

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.storage import folders
+
+pytest.register_assert_rewrite("tests.acts")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -46,6 +49,14 @@ def quick_folder() -> Iterator[str]:
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=root) as folder:
         yield folder
+
+
+@pytest.fixture
+def private_place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Such a folder, in which private folders are made too."""
+    monkeypatch.setattr(tempfile, "tempdir", quick_folder)
+    monkeypatch.setattr(folders, "_PRIVATE_FOLDERS", {})
+    return Path(quick_folder)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

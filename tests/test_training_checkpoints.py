@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from offload import is_offloaded
 from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError, UnsupportedOpError
 from offload.training import checkpoints
 from offload.training.plain import Apart, put_together
+from tests import faults
 from tests.conftest import contents
 from tests.processes import run_script
 
@@ -203,6 +205,21 @@ def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypat
     assert {"step": 1} == offload.load_training(tmp_path, network())
 
 
+def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
+    """On a full disk it would be in the way of the next one."""
+    offload.save_training(tmp_path, network(), step=1)
+    before = contents(tmp_path)
+
+    def puts(call):
+        return call.name == "os.replace" and "put_file" in call.where
+
+    with faults.failing(1, errno.ENOSPC, only=puts) as fault, pytest.raises(OSError, match="free some space"):
+        offload.save_training(tmp_path, network(), step=2)
+
+    assert fault.call is not None
+    assert before == contents(tmp_path)
+
+
 # What can't be done
 
 
@@ -296,18 +313,13 @@ DRIVER = """
     import json, mmap, os, random, signal, sys, time, torch, offload
     from pathlib import Path
     from torch import nn
+    from tests import faults
 
     folder, kills, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     SAVING, SAVED, CALLS, LAST = range(4)
     board = memoryview(mmap.mmap(-1, 32)).cast("q")  # CALLS that change files while it saves; LAST: to be killed at
-    changing = {os.mkdir, os.posix_fallocate, os.pwrite, os.fsync, os.replace, os.rename, os.unlink, os.rmdir}
-
-    def counted(frame, event, value):
-        if event == "c_call" and value in changing:
-            board[CALLS] += 1
-            if board[CALLS] == board[LAST]:
-                os.kill(os.getpid(), signal.SIGKILL)
+    board[LAST] = -1
 
     def run(name, losses):
         torch.manual_seed(0)
@@ -327,9 +339,9 @@ DRIVER = """
                 file.write(json.dumps([step, loss.item()]) + "\\n")
                 if step % 3 == 2:
                     board[SAVING] = 1
-                    sys.setprofile(counted)
-                    offload.save_training(folder / name / "run", model, optimizer, step=step + 1)
-                    sys.setprofile(None)
+                    with faults.watched() as calls, faults.killed(board[LAST]):
+                        offload.save_training(folder / name / "run", model, optimizer, step=step + 1)
+                    board[CALLS] += sum(call.changes for call in calls)
                     board[SAVING] = 0
                     board[SAVED] += 1
 
@@ -357,7 +369,7 @@ DRIVER = """
     while True:  # killed with a checkpoint behind it, at each call of a save, and then at random moments
         at_random = found["later"] < (kills if found["saving"] == found["calls"] else 1)
         board[SAVING] = board[SAVED] = board[CALLS] = 0
-        board[LAST] = found["saving"] + 1 if not at_random and found["saving"] < found["calls"] else -1
+        board[LAST] = found["saving"] if not at_random and found["saving"] < found["calls"] else -1
         pid = forked("killed", folder / "found")
         if at_random:
             while not (board[SAVED] or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):

@@ -14,8 +14,9 @@ from conftest import contents
 from safetensors.torch import save_file
 
 from offload import OffloadedTensor, cli
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, ReadError
 from offload.verify import Finding, verify
+from tests import faults
 
 INDEXES = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
 
@@ -209,3 +210,11 @@ def test_the_command_says_that_nothing_is_there(tmp_path: Path, capsys: pytest.C
     assert 1 == cli.main(["verify", str(tmp_path)])
 
     assert "holds no tensors" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_now_is_no_finding(tmp_path: Path) -> None:
+    """Who removes what is not whole would remove good files."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    for failure in faults.each_failure(lambda: tmp_path, verify):
+        assert isinstance(failure.error, ReadError) or failure.result.is_whole, str(failure)

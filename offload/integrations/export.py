@@ -22,6 +22,7 @@ from offload.cache.table import TensorCache
 from offload.errors import CacheError, ForeignFileError
 from offload.integrations.parquet import write_parquet
 from offload.progress import progress
+from offload.storage.regular import is_there
 from offload.storage.write import explained, remove, sync_folder, temporary_for
 
 _GUESS = 1024  # bytes of a value of any length
@@ -72,7 +73,7 @@ def _write_arrays(cache: TensorCache, folder: Path, names: Sequence[str]) -> Non
         folder.mkdir(exist_ok=True)
     for name, dtype in dtypes.items():
         path = folder / f"{name.replace('/', '.')}.npy"
-        if path.exists():
+        if is_there(path):
             raise ForeignFileError(f"{path} is there already, and is left as it is: name another folder")
         temporary = temporary_for(path)
         with explained(path, 0, "folder"):

@@ -17,6 +17,7 @@ import numpy as np
 from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen, field_of, values_of
+from offload.storage.regular import explained
 
 _GUESS = 1024  # bytes of a value of any length
 
@@ -26,12 +27,15 @@ def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
 
     Raises:
         CacheError: it can't be opened, has no datasets, or some of another length or kind.
+        MissingFileError, ReadError: it can't be read now.
     """
     import h5py
 
     try:
         file = h5py.File(path, "r")
     except OSError as error:
+        if error.errno is not None:  # of the system; what is wrong with the file has none
+            raise explained(path, error) from error
         raise CacheError(f"{path} can't be opened as HDF5 ({error}): get the file again") from error
     return rows_of_group(file, columns)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from offload.checkpoint import COMPANIONS
 from offload.errors import CheckpointError
+from offload.storage.regular import is_folder, is_there
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
 _PICKLED = ["*.bin"]
@@ -30,9 +31,9 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
         CheckpointError: a file, or neither a folder nor a model that the hub, or its cache, has.
     """
     folder = Path(name_or_path)
-    if folder.is_dir():
+    if is_folder(folder):
         return folder.absolute()
-    if folder.is_file():
+    if is_there(folder):
         raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.parent}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

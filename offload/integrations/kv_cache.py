@@ -19,6 +19,7 @@ import torch
 
 from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.header import Layout, contiguous_stride
+from offload.storage.regular import is_folder, reading
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
 
@@ -78,7 +79,9 @@ def kv_cache(
 
 def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
     folder = Path(os.path.abspath(offload_dir))
-    if folder.is_dir() and any(folder.iterdir()):
+    with reading(folder):
+        is_used = is_folder(folder) and any(folder.iterdir())
+    if is_used:
         raise ForeignFileError(
             f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache are "
             "not opened again. Take a new folder, or empty this one."
@@ -158,6 +161,13 @@ class _Rows:
             return states
         return self.append(None, states)
 
+    def again(self, kept: torch.Tensor | None) -> torch.Tensor | None:
+        """The tokens of `kept`, which may have been given more room, and stand at the beginning of that then."""
+        if kept is None or not self._holds(kept) or kept._generation == kept._handle.generation:  # type: ignore[attr-defined]
+            return kept
+        assert self._file is not None
+        return self._file[:, :, : kept.shape[-2]].to(kept.device)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
         copy = _Rows(self._name, None, self._max_length)
         copy._file = None if self._file is None else self._file.__deepcopy__(memo)
@@ -186,12 +196,13 @@ class _Rows:
         if self._file is None:
             self._file = OffloadedTensor.empty(shape, dtype=states.dtype, name=self._name, offload_dir=self._folder)
             return 0
-        before = None if kept is None else mapped_value(kept.to(CPU))  # type: ignore[arg-type]
-        handle = self._file._file_handle()
-        handle.clear(Layout(states.dtype, shape, contiguous_stride(shape)))
-        self._file = wrap_handle(handle, CPU)
-        if before is not None:
-            self._file[:, :, :count] = before
+        handle, layout = self._file._file_handle(), Layout(states.dtype, shape, contiguous_stride(shape))
+        before = () if kept is None else mapped_value(kept.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]
+        row = layout.nbytes // (batch * heads)
+        try:
+            handle.clear(layout, ((number * row, part) for number, part in enumerate(before)))
+        finally:
+            self._file = wrap_handle(handle, CPU)
         return count
 
     def _refuse_others(self, kept: torch.Tensor, states: torch.Tensor) -> None:
@@ -256,8 +267,13 @@ class _LayerOnDisk:
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys = self._rows_of_keys.append(self._keys, key_states)
-        return keys, self._rows_of_values.append(self._values, value_states)
+        try:
+            keys = self._rows_of_keys.append(self._keys, key_states)
+            return keys, self._rows_of_values.append(self._values, value_states)
+        except BaseException:
+            self._keys = self._rows_of_keys.again(self._keys)
+            self._values = self._rows_of_values.again(self._values)
+            raise
 
 
 class _SlidingLayerOnDisk(_LayerOnDisk):

@@ -19,6 +19,7 @@ import torch
 from offload.cache.fields import PRESENT, Batch, Field
 from offload.errors import CacheError, ForeignFileError
 from offload.integrations.arrow import IS_JSON
+from offload.storage.regular import is_there
 from offload.storage.write import explained, remove, sync_folder, temporary_for
 
 
@@ -35,7 +36,7 @@ def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Bat
 
     names = [name for name in fields if name.removesuffix(PRESENT) == name or name.removesuffix(PRESENT) not in fields]
     schema = pa.schema([_field(name, fields[name]) for name in names])
-    if path.exists():
+    if is_there(path):
         raise ForeignFileError(f"{path} is there already, and is left as it is: name another file")
     temporary = temporary_for(path)
     with explained(path, 0, "path"):

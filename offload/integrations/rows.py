@@ -22,6 +22,7 @@ from offload.errors import CacheError, CorruptFileError, MissingFileError, Offlo
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.loader import load_file
+from offload.storage.regular import explained, is_folder, is_there
 from offload.tensor.materialize import materialize
 
 
@@ -53,7 +54,7 @@ def cache_from(
         metadata, device: as for `TensorCache.create`.
 
     Raises:
-        MissingFileError, CorruptFileError
+        MissingFileError, CorruptFileError, ReadError
         CacheError: a file that is not whole, columns of several lengths, or one that can't be kept, as pickled objects.
         CheckpointError: a pickle with code in it.
 
@@ -69,7 +70,7 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
     """The rows of a file, a folder, an array, a table, a dataset, or a dict of tensors.
 
     Raises:
-        MissingFileError, CacheError, CorruptFileError, CheckpointError
+        MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
     """
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(Path(os.path.abspath(source)), columns)
@@ -92,10 +93,10 @@ def _is_one(source: object, package: str, kind: str) -> bool:
 
 
 def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
-    if not path.exists():
+    if not is_there(path):
         raise MissingFileError(f"{path} is not there: name a file or folder of rows")
     with _as_read(path):
-        rows = _rows_of_folder(path, columns) if path.is_dir() else _rows_of_file(path, columns)
+        rows = _rows_of_folder(path, columns) if is_folder(path) else _rows_of_file(path, columns)
     return Incoming(rows.fields, _each_as_read(path, rows.batches))
 
 
@@ -113,12 +114,16 @@ def _as_read(path: Path) -> Iterator[None]:
     """What a neighbour makes of a file that is damaged may be any error: it is the file's.
 
     Raises:
-        CorruptFileError
+        CorruptFileError, ReadError
     """
     try:
         yield
     except (OffloadError, ImportError, MemoryError):
         raise
+    except OSError as error:
+        if error.errno is not None:  # of the system; neighbours raise such errors without one, of what is in the file
+            raise explained(path, error) from error
+        raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
     except Exception as error:
         raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
 
@@ -129,7 +134,7 @@ def _each_as_read(path: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
-    if (path / "dataset_info.json").exists() and (path / "state.json").exists():
+    if is_there(path / "dataset_info.json") and is_there(path / "state.json"):
         import datasets
 
         return arrow.rows_of_dataset(datasets.load_from_disk(str(path)), columns)

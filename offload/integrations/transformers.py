@@ -32,6 +32,7 @@ from offload.loader import (
 from offload.order import expect_reads
 from offload.pretrained import filled
 from offload.slots import place_tensors, tensor_slots
+from offload.storage.regular import reading
 from offload.tensor.arguments import floating_dtype
 
 _CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def from_pretrained(
     Raises:
         CheckpointError: no checkpoint there, one of another model, or weights are to be quantized on the way.
         TypeError: an option of transformers that has another name here, or no meaning.
-        MissingFileError, CorruptFileError, DeviceMapError
+        MissingFileError, CorruptFileError, ReadError, DeviceMapError
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -96,7 +97,9 @@ def from_pretrained(
     _refuse_options(options)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
-    if config is None and not (folder / "config.json").is_file():
+    with reading(folder):
+        has_config = (folder / "config.json").is_file()
+    if config is None and not has_config:
         raise CheckpointError(
             f"{folder} has no config.json, so it is no model of transformers: pass config=, or fill a model of "
             "your own with offload.load_checkpoint_and_dispatch"
@@ -157,7 +160,9 @@ def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Check
 
 
 def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
-    if not (folder / "generation_config.json").is_file() or not model_class.can_generate():
+    with reading(folder):
+        is_one = (folder / "generation_config.json").is_file()
+    if not is_one or not model_class.can_generate():
         return {}
     from transformers import GenerationConfig
 

@@ -73,7 +73,7 @@ class Engine:
         """Bring `value` in, if it is not in memory, and see to what comes next.
 
         Raises:
-            CorruptFileError: the disk did not give it.
+            ReadError: the disk did not give it.
         """
         try:
             self._arrive(value)

@@ -26,7 +26,7 @@ def arrive(value: Tracked) -> None:
     """To be called before a read of a value that is not `calm`; comes back when it is in memory.
 
     Raises:
-        CorruptFileError: the disk did not give it.
+        ReadError: the disk did not give it.
     """
     _ENGINE.arrive(value)
 

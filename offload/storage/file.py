@@ -17,6 +17,7 @@ import stat
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +28,7 @@ from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, 
 from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
 from offload.storage.locks import fork_safe_lock
-from offload.storage.regular import explained, not_regular, open_regular
+from offload.storage.regular import as_file, explained, not_regular, open_regular, reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class TensorFile:
         Raises:
             MissingFileError: there is no file at `path`.
             CorruptFileError: what is there is not a whole file of tensors.
+            ReadError: it can't be read now.
             CheckpointError: a pickle that holds code, or no tensors by name.
         """
         path = Path(os.path.abspath(path))
@@ -79,12 +81,19 @@ class TensorFile:
             return opened
 
     @classmethod
+    def written(cls, path: Path, head: bytes) -> TensorFile:
+        """The file at `path`, which has just been written, and begins with `head`: nothing is read."""
+        status = os.stat(path)
+        return cls(path, Identity.of(status), parse(head[8:], status.st_size))
+
+    @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
         """The file at `path`, which has no header: its one value lies as `entry` says, and other bytes may follow it.
 
         Raises:
             MissingFileError: there is no file at `path`.
             CorruptFileError: it is too short for the value, or not a regular file.
+            ReadError: it can't be looked at now.
         """
         path = Path(os.path.abspath(path))
         status, end = file_status(path), entry.start + entry.layout.nbytes
@@ -147,15 +156,19 @@ class TensorFile:
             settled: also refuse a file whose modification time has moved; False for one that is ours to write.
 
         Raises:
-            MissingFileError, CorruptFileError: the file can't be opened.
+            MissingFileError, CorruptFileError, ReadError: the file can't be opened.
             ChangedFileError: another one is there now.
         """
         fd = open_regular(self.path, flags)
-        now = Identity.of(os.fstat(fd))
-        if (now if settled else replace(now, modified=self.identity.modified)) == self.identity:
-            return fd
-        os.close(fd)
-        raise self._changed()
+        try:
+            with reading(self.path):
+                now = Identity.of(os.fstat(fd))
+            if (now if settled else replace(now, modified=self.identity.modified)) != self.identity:
+                raise self._changed()
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def storage(self, entry: Entry, *, shared: bool) -> torch.UntypedStorage:
         """The bytes of one entry, mapped without a copy; each call gives a storage object of its own.
@@ -215,26 +228,22 @@ class TensorFile:
 
 def file_status(path: Path) -> os.stat_result:
     """`os.stat`, with an error that says what to do."""
-    try:
+    with reading(path):
         return os.stat(path)
-    except OSError as error:
-        raise explained(path, error) from error
 
 
 def _read(path: Path) -> tuple[Identity, Header]:
-    fd = open_regular(path, os.O_RDONLY)
-    try:
+    with reading(path), as_file(open_regular(path)) as file:
         if hasattr(os, "posix_fadvise"):  # else the system reads on behind the header, by megabytes on some disks
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        with open(fd, "rb") as file:
-            identity = Identity.of(os.fstat(fd))
+            with suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        identity = Identity.of(os.fstat(file.fileno()))
+        try:
             return identity, _read_header(file, identity.size)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from (error.__cause__ or error)
-    except OffloadError as error:
-        raise CorruptFileError(f"{path} can't be used: {error}. Get the file again.") from error
-    except OSError as error:
-        raise explained(path, error) from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from (error.__cause__ or error)
+        except OffloadError as error:
+            raise CorruptFileError(f"{path} can't be used: {error}. Get the file again.") from error
 
 
 def _read_header(file: BinaryIO, size: int) -> Header:
@@ -262,7 +271,7 @@ def _map(fd: int, path: Path, size: int, *, shared: bool) -> torch.UntypedStorag
     address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address is None or address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise OSError(code, f"can't be mapped ({os.strerror(code)})", str(path))
+        raise explained(path, OSError(code, os.strerror(code)))
     buffer = view_memory(address, size)
     weakref.finalize(buffer, _munmap, address, size).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()

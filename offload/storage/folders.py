@@ -21,7 +21,9 @@ from typing import Any
 from offload.errors import NameInUseError, WriteError
 from offload.storage.locks import fork_safe_lock
 from offload.storage.names import file_name
+from offload.storage.naming import naming
 from offload.storage.process import is_dead, process_tag
+from offload.storage.regular import is_folder
 from offload.storage.write import sweep
 
 _PRIVATE = "offload-"
@@ -40,14 +42,14 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     """
     folder = Path(os.path.abspath(offload_dir))
     with _LOCK:
-        if (os.getpid(), folder) not in _PREPARED or not folder.is_dir():
-            try:
+        try:
+            if (os.getpid(), folder) not in _PREPARED or not is_folder(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 sweep(folder)
-            except OSError as error:
-                message = f"offload_dir can't be used ({error.strerror}): take another one"
-                raise WriteError(error.errno, message, str(folder)) from error
-            _PREPARED.add((os.getpid(), folder))
+        except OSError as error:
+            message = f"offload_dir can't be used ({error.strerror}): take another one"
+            raise WriteError(error.errno, message, str(folder)) from error
+        _PREPARED.add((os.getpid(), folder))
     return folder
 
 
@@ -56,10 +58,11 @@ def private_folder(root: Path | None = None) -> Path:
 
     Raises:
         WriteError: it can't be made.
+        ReadError: it can't be looked at now.
     """
     with _LOCK:
         folder = _PRIVATE_FOLDERS.get((os.getpid(), root))
-        if folder is None or not folder.is_dir():
+        if folder is None or not is_folder(folder):
             folder = _PRIVATE_FOLDERS[os.getpid(), root] = _new_private_folder(root)
             # Runs at the end of a `multiprocessing` child too, unlike `atexit`; does nothing in another process.
             util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=0)
@@ -73,7 +76,7 @@ def _new_private_folder(root: Path | None) -> Path:
         return Path(os.path.realpath(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root)))
     except OSError as error:
         message = f"no temporary folder can be made ({error.strerror}): set TMPDIR, or give an offload_dir"
-        raise WriteError(error.errno, message, error.filename) from error
+        raise WriteError(error.errno, message, str(root or "TMPDIR")) from error
 
 
 def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) -> Path:
@@ -84,7 +87,8 @@ def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) 
     """
     file = file_name(name)
     with _LOCK:
-        path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
+        with naming(name):
+            path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
         if _CLAIMS.setdefault(path if folder is None else _true(path), owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "

@@ -28,6 +28,7 @@ from offload.storage.naming import naming
 from offload.storage.stored import Stored
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value
 from offload.storage.write import (
+    Take,
     copy_entries,
     explained,
     fill_holes,
@@ -94,8 +95,8 @@ class Handle(Stored):
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path, naming(name):
-            write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=handle.folder is not None)
-            handle._take(TensorFile.open(path))
+            durable = handle.folder is not None
+            write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=durable, take=handle._take)
         return handle
 
     @classmethod
@@ -107,8 +108,8 @@ class Handle(Stored):
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path, naming(name):
-            write_empty(path, name, layout, {"name": name}, durable=handle.folder is not None)
-            handle._take(TensorFile.open(path))
+            durable = handle.folder is not None
+            write_empty(path, name, layout, {"name": name}, durable=durable, take=handle._take)
         return handle
 
     @classmethod
@@ -134,12 +135,11 @@ class Handle(Stored):
         notes, durable = {"name": loose.key}, handle.folder is not None
         with handle._claimed() as path, naming(loose.key), no_functions(), no_modes():
             if loose.entry is not None:
-                copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable)
+                copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable, take=handle._take)
             else:
-                value = value_of(loose, file)
+                value, layouts = value_of(loose, file), {loose.key: loose.layout}
                 blocks = [value] if loose.layout.overlaps else value
-                write_values(path, {loose.key: blocks}, {loose.key: loose.layout}, notes, durable=durable)
-            handle._take(TensorFile.open(path))
+                write_values(path, {loose.key: blocks}, layouts, notes, durable=durable, take=handle._take)
         return handle
 
     @classmethod
@@ -196,8 +196,8 @@ class Handle(Stored):
             )
         buffer = current_buffer() if self.folder is not None and notes is None else None
         with self._lock, self._claimed() as path:
-            old = self.layout
             layout = _layout_for(tensor)
+            old = self.layout
             is_alike = (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps
             if is_alike and not is_subclass_value(tensor):
                 layout = old
@@ -205,7 +205,6 @@ class Handle(Stored):
                 self._write(path, tensor, layout, notes, durable=self.folder is not None)
             else:
                 self._write_aside(path, tensor, layout)
-            self.generation += self.layout != old
         if buffer is not None:
             buffer.add(self)
 
@@ -227,7 +226,8 @@ class Handle(Stored):
                 raise
             self.file.moved_to(waiting.path)
             self._waiting = None
-            sync_folder(waiting.path.parent)
+            with naming(self.name):
+                sync_folder(waiting.path.parent)
 
     def take_over(self, file: TensorFile) -> None:
         """Go on from a file of ours that stands where the first write would put one.
@@ -236,20 +236,20 @@ class Handle(Stored):
             NameInUseError: a live tensor is stored there.
         """
         with self._lock, self._claimed():
-            old = self.layout
             self._take(file)
-            self.generation += self.layout != old
 
-    def clear(self, layout: Layout) -> None:
+    def clear(self, layout: Layout, parts: Iterable[tuple[int, torch.Tensor]] = ()) -> None:
         """Make the value zeros of `layout`, as `allocate` does. Views that were cut before are stale, in any case.
+
+        `parts` are what is not to be zero: plain tensors, each with the byte of the value that it begins at.
 
         Raises:
             WriteError: the old value stands.
         """
         with self._lock, self._claimed() as path, naming(self.name):
-            write_empty(path, self.name, layout, {"name": self.name}, durable=self.folder is not None)
-            self._take(TensorFile.open(path))
-            self.generation += 1
+            durable = self.folder is not None
+            notes = {"name": self.name}
+            write_empty(path, self.name, layout, notes, durable=durable, take=self._take_anew, parts=parts)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk.
@@ -257,6 +257,7 @@ class Handle(Stored):
         Raises:
             WriteError: the disk did not take it.
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
+            ReadError: it can't be opened now.
         """
         if not self.owned:
             return
@@ -283,15 +284,21 @@ class Handle(Stored):
         """
         copy = Handle(self.name, None)
         with copy._claimed() as path:
-            self._copy_to(path, durable=False)
-            copy._take(TensorFile.open(path))
+            self._copy_to(path, durable=False, take=copy._take)
         return copy
+
+    def _take_anew(self, file: TensorFile) -> None:
+        """As `_take`, and views that were cut before are stale."""
+        self._take(file)
+        self.generation += 1
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
         waited, self._waiting = self._waiting, None
         aside = None if waited is None or waited.pid != os.getpid() else self.file.path
+        old = getattr(self, "layout", None)
         self._open(file)
+        self.generation += old not in (None, self.layout)
         if aside is not None:
             remove(aside)  # a newer one has come
         if not self.owned and self.folder is None:
@@ -308,15 +315,18 @@ class Handle(Stored):
         try:
             yield path
         except BaseException:
-            release(path, self)
+            if not self.owned:
+                release(path, self)
             raise
 
     def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
         """As `_write`, but beside `path`, and not made to survive a power cut yet."""
-        before, aside = self._waiting, temporary_for(path)
+        before = self._waiting
         waiting = before or Waiting(path, os.getpid(), self.file, self.owned)
         waits = self.file.path
-        refuse_foreign(path)
+        with naming(self.name):
+            refuse_foreign(path)
+            aside = temporary_for(path)
         try:
             self._write(aside, tensor, layout, None, durable=False)
             self._waiting = waiting
@@ -348,8 +358,7 @@ class Handle(Stored):
                 layouts = {key: layout_of(value) for key, value in values.items()}
             else:
                 values, layouts = {self.name: tensor}, {self.name: layout}
-            write_values(path, values, layouts, said, durable=durable)
-            self._take(TensorFile.open(path))
+            write_values(path, values, layouts, said, durable=durable, take=self._take)
 
     def _fill_holes(self) -> None:
         """A store into a hole of a full disk would end the process."""
@@ -366,17 +375,16 @@ class Handle(Stored):
             if self.owned:
                 return
             with self._claimed() as path:
-                self._copy_to(path, durable=self.folder is not None)
-                self._take(TensorFile.open(path))
+                self._copy_to(path, durable=self.folder is not None, take=self._take)
 
-    def _copy_to(self, path: Path, *, durable: bool) -> None:
+    def _copy_to(self, path: Path, *, durable: bool, take: Take) -> None:
         with self._lock:
             self.base()
             with naming(self.name):
                 keys = [self.name] if self.recipe is None else list(self.file.entries)
                 notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
                 entries = [self.file.entry(key) for key in keys]
-                copy_entries(self.file, entries, path, notes, settled=not self.owned, durable=durable)
+                copy_entries(self.file, entries, path, notes, settled=not self.owned, durable=durable, take=take)
 
 
 def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:

@@ -16,12 +16,14 @@ import re
 import sys
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from offload.errors import CorruptFileError, OffloadError
 from offload.storage.file import TensorFile, view_memory
+from offload.storage.regular import explained
 
 PAGE = mmap.PAGESIZE
 _SAMPLES = 8  # pages that are asked for, of many
@@ -29,6 +31,8 @@ _ASKED_WHOLE = 1 << 20  # bytes up to which every page is asked for
 _BLOCK = 2 << 20  # bytes that are read at a time; the kernel takes no more for an announcement than it reads ahead
 _BLOCKS = 4  # that are on their way at a time
 _HUGE = 2 << 20
+# Why the kernel may not bring pages in that can be read all the same: it does not know how, or has better to do.
+_MAY_BE_TOUCHED = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 _MADV_NORMAL, _MADV_RANDOM, _MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_PAGEOUT, _MADV_POPULATE_READ = 0, 1, 3, 14, 21, 22
 
 
@@ -110,7 +114,8 @@ class Range:
             exactly: and little of its neighbours, which on some disks the system reads along by megabytes.
 
         Raises:
-            CorruptFileError: the disk did not give it.
+            ReadError: the disk did not give it.
+            CorruptFileError: the file has been cut.
         """
         mapped = self._mapped()
         if mapped is None:
@@ -121,9 +126,7 @@ class Range:
         try:
             read(address, self.nbytes)
         except OSError as error:
-            file = self._file()
-            path = file.path if file else "a file"
-            raise CorruptFileError(f"{path} can't be read: {error.strerror}") from error
+            raise self._explained(error) from error
 
     def let_go(self) -> None:
         """Drop it from memory, written out if need be, unless others use it too; the next read brings it back.
@@ -161,6 +164,15 @@ class Range:
                 return False
             _libc.madvise(*extent, _MADV_RANDOM if exactly else _MADV_NORMAL)
         return True
+
+    def _explained(self, error: OSError) -> OffloadError:
+        file = self._file()
+        if file is None:
+            return explained(Path("a file that is gone"), error)
+        with suppress(OSError):
+            if os.stat(file.path).st_size < self._start + self.nbytes:
+                return CorruptFileError(f"{file.path} has been cut off since it was opened: get the file again")
+        return explained(file.path, error)
 
     def _mapped(self) -> torch.UntypedStorage | None:
         """None for a file that is gone, or has changed: it is for who reads the value to say so."""
@@ -210,6 +222,8 @@ def bring_in(address: int, nbytes: int) -> None:
         code = ctypes.get_errno() if _libc is not None else errno.ENOSYS
         if code == errno.EFAULT:
             raise OSError(errno.EIO, "the disk did not give what was asked for")
+        if code not in _MAY_BE_TOUCHED:
+            raise OSError(code, os.strerror(code))
         touch(address, nbytes)
 
 

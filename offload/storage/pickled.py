@@ -15,6 +15,7 @@ Source of the formats: `torch/serialization.py` (`_save`, `_legacy_save`), and P
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import reprlib
@@ -101,6 +102,7 @@ def _read_zip(file: BinaryIO) -> Saved:
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, EOFError, NotImplementedError) as error:
+        _leave_to_the_system(error)
         raise CorruptFileError(f"it is cut off or damaged: its zip directory can't be read ({error})") from error
     infos = {info.filename: info for info in archive.infolist()}
     if len(infos) < len(archive.infolist()):
@@ -155,6 +157,7 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         with archive.open(info) as record:
             return record.read(info.file_size)  # `archive.read` unpacks whatever there is, and cuts it then
     except Exception as error:  # a bad checksum, an unknown method, a wish for a password, bytes that are not deflated
+        _leave_to_the_system(error)
         raise CorruptFileError(f"its {info.filename} can't be read ({error})") from error
 
 
@@ -316,7 +319,15 @@ def _explained() -> Iterator[None]:
             f"is a pickle of more than tensors, and is not opened, as it could run code ({reason}): {_SAVE_TENSORS}"
         ) from error
     except Exception as error:  # whatever made-up bytes lead the unpickler, or torch, to
+        _leave_to_the_system(error)
         raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {short(error)})") from error
+
+
+def _leave_to_the_system(error: Exception) -> None:
+    """Raise what the system refused, if that is where an error comes from: it says nothing of the bytes."""
+    for each in (error, error.__context__):
+        if isinstance(each, OSError) and each.errno not in (None, errno.EINVAL):  # EINVAL: they led to no place
+            raise each
 
 
 @contextmanager

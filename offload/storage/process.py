@@ -2,7 +2,7 @@
 
 Always true:
 - a tag names one process of one machine (and one pid namespace), also after its number is used again
-- only a process of this machine can be called dead
+- only a process of this machine can be called dead, and only if the system says so: one that can't be looked at lives
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import psutil
 
 
 def process_tag() -> str:
-    """`machine-pid-start` of the running process, in letters and digits."""
+    """`machine-pid-start` of the running process, in letters and digits.
+
+    Raises:
+        OSError: the system does not tell, as too many files are open.
+    """
     return _tag(os.getpid())
 
 
@@ -26,10 +30,13 @@ def is_dead(tag: str) -> bool:
     """True if the process of this tag ran on this machine and has ended; False where that can't be told."""
     machine, _, rest = tag.partition("-")
     pid, _, start = rest.partition("-")
-    if machine != _machine() or not pid.isdecimal() or not start:
+    try:
+        if machine != _machine() or not pid.isdecimal() or not start:
+            return False
+        now = _start(int(pid))
+        return now != start if now else not _is_hidden(int(pid))
+    except OSError:
         return False
-    now = _start(int(pid))
-    return now != start if now else not _is_hidden(int(pid))
 
 
 @lru_cache(maxsize=4)
@@ -43,17 +50,26 @@ def _start(pid: int) -> str:
     Linux: in clock ticks since boot, which, unlike a wall-clock time, no clock correction moves.
     """
     try:
-        if os.path.exists("/proc/self/stat"):
+        if _has_proc():
             fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
             return "" if fields[0] in "ZX" else fields[19]
         return str(int(psutil.Process(pid).create_time()))
-    except (OSError, OverflowError, psutil.Error):
+    except (FileNotFoundError, ProcessLookupError, OverflowError, psutil.Error):
         return ""
+
+
+def _has_proc() -> bool:
+    """Whether the system tells of processes in files."""
+    try:
+        os.stat("/proc/self/stat")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _is_hidden(pid: int) -> bool:
     """True for a living process of another user, where those can't be looked at (`/proc` mounted with `hidepid`)."""
-    if not os.path.exists("/proc/self/stat"):
+    if not _has_proc():
         return bool(psutil.pid_exists(pid))
     try:
         os.kill(pid, 0)
@@ -68,8 +84,8 @@ def _is_hidden(pid: int) -> bool:
 def _machine() -> str:
     """Host name, machine id and pid namespace: containers, and machines that share a folder, differ in one of them."""
     marks = [socket.gethostname()]
-    with suppress(OSError):
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         marks.append(Path("/etc/machine-id").read_text(errors="replace").strip())
-    with suppress(OSError):
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         marks.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256(" ".join(marks).encode()).hexdigest()[:8]

@@ -11,14 +11,22 @@ import mmap
 
 import torch
 
+from offload.errors import ReadError
 from offload.storage.header import Layout
 
 
 def scratch_bytes(count: int) -> mmap.mmap:
-    """At least `count` writable bytes, all zero."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, max(count, 1))
+    """At least `count` writable bytes, all zero.
+
+    Raises:
+        ReadError: the system does not give them.
+    """
+    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        return mmap.mmap(-1, max(count, 1), **options)
+    except OSError as error:
+        reason = f"there are no {count} bytes of memory for a value on its way ({error.strerror}): free some memory"
+        raise ReadError(error.errno, reason) from error
 
 
 def scratch(layout: Layout) -> torch.Tensor:

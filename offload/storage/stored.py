@@ -25,6 +25,7 @@ from offload.storage.header import Layout, extent_of
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.naming import naming
+from offload.storage.regular import is_there
 from offload.storage.subclasses import Recipe, layout_from, unflatten
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
@@ -105,6 +106,7 @@ class Stored:
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
+            ReadError: it can't be read now.
         """
         file, base = self.file, self._base  # in this order: a file older than its base is looked at again
         if base is not None:
@@ -167,7 +169,7 @@ class Stored:
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
         waiting = self._waiting
-        if waiting is not None and waiting.pid != os.getpid() and not self.file.path.exists():
+        if waiting is not None and waiting.pid != os.getpid() and not is_there(self.file.path):
             self._waiting = None  # the process that this one was forked from has put it into its place
             self.file.moved_to(waiting.path)
         file = TensorFile.open(self.file.path)

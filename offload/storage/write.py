@@ -17,15 +17,18 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import ForeignFileError, OffloadError, WriteError
+from offload.errors import ChangedFileError, ForeignFileError, MissingFileError, OffloadError, ReadError, WriteError
 from offload.storage.file import TensorFile
 from offload.storage.header import Entry, Layout, build, contiguous
 from offload.storage.process import is_dead, process_tag
+from offload.storage.regular import is_there, reading
 from offload.storage.scratch import scratch
+
+Take: TypeAlias = Callable[[TensorFile], object]
 
 TEMPORARY = ".offload-tmp-"
 _BLOCK = 4 << 20  # bytes that are gathered at a time from a value that is not contiguous, or not on the CPU
@@ -46,18 +49,19 @@ def write_values(
     notes: Mapping[str, Any],
     *,
     durable: bool,
+    take: Take | None = None,
 ) -> None:
     """Put a file with these plain tensors at `path`, atomically; `durable` also makes it survive a power cut.
 
-    In place of a tensor there may be contiguous ones on the CPU that make it up, as its layout orders them.
+    In place of a tensor there may be contiguous ones on the CPU that make it up, as its layout orders them. `take` is
+    called with the file as soon as it stands at `path`: from then on no error takes it away again.
 
     Raises:
         ForeignFileError: a file that `offload` did not write stands there.
         WriteError: the disk is full, the folder is read-only...
     """
     head, starts = build(layouts, notes)
-    with _replacing(path, _end(head, layouts), durable=durable) as fd:
-        write_all(fd, memoryview(head), 0)
+    with _replacing(path, head, _end(head, layouts), durable=durable, take=take) as fd:
         for (key, value), start in zip(values.items(), starts, strict=True):
             if isinstance(value, torch.Tensor):
                 write_tensor(fd, start, value.permute(layouts[key].order))
@@ -65,17 +69,30 @@ def write_values(
                 _write_blocks(fd, start, value)
 
 
-def write_empty(path: Path, key: str, layout: Layout, notes: Mapping[str, Any], *, durable: bool) -> None:
+def write_empty(
+    path: Path,
+    key: str,
+    layout: Layout,
+    notes: Mapping[str, Any],
+    *,
+    durable: bool,
+    take: Take | None = None,
+    parts: Iterable[tuple[int, torch.Tensor]] = (),
+) -> None:
     """Put a file at `path` whose one value reads as zeros; where the disk can, its blocks are reserved unwritten.
+
+    `durable` and `take` are as for `write_values`. `parts` are plain tensors that lie in the value, each as it reads,
+    from the byte that is given with it.
 
     Raises: as `write_values`.
     """
     head, starts = build({key: layout}, notes)
     total = _end(head, {key: layout})
-    with _replacing(path, total, durable=durable) as fd:
-        write_all(fd, memoryview(head), 0)
+    with _replacing(path, head, total, durable=durable, take=take) as fd:
         if os.fstat(fd).st_blocks * 512 < total:  # a store into a hole of a full disk would end the process
             _write_zeros(fd, starts[0], layout.nbytes)
+        for begin, part in parts:
+            write_tensor(fd, starts[0] + begin, part)
 
 
 def copy_entries(
@@ -86,10 +103,11 @@ def copy_entries(
     *,
     settled: bool,
     durable: bool,
+    take: Take | None = None,
 ) -> None:
     """Copy values from one file to a file of their own, inside the kernel where it can.
 
-    `settled` is as for `TensorFile.descriptor`.
+    `settled` is as for `TensorFile.descriptor`, `durable` and `take` as for `write_values`.
 
     Raises: as `write_values` and `TensorFile.descriptor`.
     """
@@ -97,10 +115,9 @@ def copy_entries(
     head, starts = build(layouts, notes)
     fd_from = source.descriptor(settled=settled)
     try:
-        with _replacing(path, _end(head, layouts), durable=durable) as fd:
-            write_all(fd, memoryview(head), 0)
+        with _replacing(path, head, _end(head, layouts), durable=durable, take=take) as fd:
             for entry, start in zip(entries, starts, strict=True):
-                copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes)
+                copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes, source.path)
     finally:
         os.close(fd_from)
 
@@ -217,13 +234,25 @@ def _left_in(folder: Path) -> list[Path]:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises `ForeignFileError` if something that `offload` did not write stands at `path`."""
-    if not os.path.lexists(path):
+    """Nothing, if there is no file at `path` but one that `offload` wrote.
+
+    Raises:
+        ForeignFileError: another one stands there.
+        ReadError: what stands there can't be told.
+    """
+    if not is_there(path):
         return
-    if path.is_symlink():
-        raise ForeignFileError(f"{path} is a link that offload did not make: move it away, or take another offload_dir")
+    with reading(path):
+        if path.is_symlink():
+            raise ForeignFileError(
+                f"{path} is a link that offload did not make: move it away, or take another offload_dir"
+            )
     try:
         ours = TensorFile.open(path).is_ours
+    except MissingFileError:  # it has just been removed
+        return
+    except ReadError:
+        raise
     except OffloadError as error:
         raise ForeignFileError(
             f"{path} exists and is not a file of offload ({error}): move it away, or take another offload_dir"
@@ -235,8 +264,13 @@ def refuse_foreign(path: Path) -> None:
 
 
 def temporary_for(path: Path) -> Path:
-    """A name beside `path` that nobody has; what a killed process leaves under it is swept."""
-    return path.with_name(f"{TEMPORARY}{process_tag()}-{secrets.token_hex(4)}")
+    """A name beside `path` that nobody has; what a killed process leaves under it is swept.
+
+    Raises:
+        WriteError: the system does not tell which process this is.
+    """
+    with explained(path, 0, "folder"):
+        return path.with_name(f"{TEMPORARY}{process_tag()}-{secrets.token_hex(4)}")
 
 
 @contextmanager
@@ -287,18 +321,23 @@ def explained(path: Path, size: int, place: str = "offload_dir") -> Iterator[Non
 
 
 @contextmanager
-def _replacing(path: Path, size: int, *, durable: bool) -> Iterator[int]:
-    """A descriptor of a temporary file of `size` bytes that becomes `path` if the block ends well."""
+def _replacing(path: Path, head: bytes, size: int, *, durable: bool, take: Take | None) -> Iterator[int]:
+    """A descriptor of a temporary file of `size` bytes with its header that becomes `path` if the block ends well."""
     refuse_foreign(path)
     temporary = temporary_for(path)
     with explained(path, size):
         try:
             with _new_file(temporary, size, like=path, durable=durable) as fd:
+                write_all(fd, memoryview(head), 0)
                 yield fd
+            written = TensorFile.written(temporary, head)
             os.replace(temporary, path)
         except BaseException:
             remove(temporary)
             raise
+    if take is not None:
+        written.moved_to(path)
+        take(written)
     if durable:
         sync_folder(path.parent)
 
@@ -398,32 +437,33 @@ def _write_zeros(fd: int, at: int, count: int) -> None:
         write_all(fd, zeros[: count - done], at + done)
 
 
-def copy_range(source: int, start: int, target: int, at: int, count: int) -> None:
-    """Copy bytes from file to file; `sendfile` copies fewer than asked for, or cannot (macOS: sockets only)."""
+def copy_range(source: int, start: int, target: int, at: int, count: int, path: Path) -> None:
+    """Copy bytes from file to file; what the kernel does not by itself goes through memory. `path` is of the source.
+
+    Raises:
+        OSError: the target does not take it.
+        ReadError: the source does not give it.
+        ChangedFileError: it has become shorter.
+    """
     done = _send_range(source, start, target, at, count)
     while done < count:
-        block = os.pread(source, min(count - done, _STEP), start + done)
+        with reading(path):
+            block = os.pread(source, min(count - done, _STEP), start + done)
         if not block:
-            raise OSError(errno.EIO, "the source file ended early")
+            raise ChangedFileError(f"{path} has become shorter while it was copied: get the file again")
         done += write_all(target, memoryview(block), at + done)
 
 
 def _send_range(source: int, start: int, target: int, at: int, count: int) -> int:
-    """Copy as much as the kernel will by itself, and say how much that was."""
+    """Copy as much as the kernel will by itself (macOS: to sockets only), and say how much that was.
+
+    It does not say which of the two files an error is of: who reads and writes meets the same one, and knows.
+    """
     done = 0
-    if not hasattr(os, "sendfile"):
-        return done
-    os.lseek(target, at, os.SEEK_SET)
-    while done < count:
-        try:
-            sent = os.sendfile(target, source, start + done, min(count - done, 1 << 30))
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.EOPNOTSUPP):
-                return done
-            raise
-        if not sent:
-            return done
-        done += sent
+    with suppress(OSError, AttributeError):
+        os.lseek(target, at, os.SEEK_SET)
+        while done < count and (sent := os.sendfile(target, source, start + done, min(count - done, 1 << 30))):
+            done += sent
     return done
 
 
@@ -438,18 +478,20 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a replacement survive a power cut, where folders can be synced."""
+    """Make a replacement survive a power cut, where folders can be synced.
+
+    Raises:
+        WriteError: the disk did not take it. What was replaced is, until there is a power cut.
+    """
     try:
-        fd = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(fd)
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
             reason = (
                 f"a value was replaced, but may be lost in a power cut ({error.strerror}): write it again, elsewhere"
             )
             raise WriteError(error.errno, reason, str(folder)) from error
-    finally:
-        os.close(fd)

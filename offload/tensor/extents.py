@@ -27,7 +27,7 @@ def brought_in(handle: Handle, twin: torch.Tensor) -> Range:
     """What a view cut as `twin` reads, now in memory.
 
     Raises:
-        CorruptFileError: the disk did not give it.
+        ReadError: the disk did not give it.
     """
     if sys.is_finalizing():  # the reader may have stopped anywhere
         return UNTRACKED

@@ -92,7 +92,7 @@ def _copied(fd: int, at: int, tensor: torch.Tensor) -> bool:
         return False
     source = handle.file.descriptor(settled=not handle.owned)
     try:
-        copy_range(source, start, fd, at, twin.numel() * twin.itemsize)
+        copy_range(source, start, fd, at, twin.numel() * twin.itemsize, handle.file.path)
     finally:
         os.close(source)
     return True

@@ -113,7 +113,7 @@ class OffloadedTensor(SeenFromOutside):
             device, offload_dir: where ops on it run; where a copy goes at the first write (None: a private folder).
 
         Raises:
-            MissingFileError, CorruptFileError, CheckpointError, KeyError
+            MissingFileError, CorruptFileError, ReadError, CheckpointError, KeyError
         """
         file = TensorFile.open(path)
         return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), checked_device(device))
@@ -466,16 +466,27 @@ def replace_value(
             "use copy_ on the view, or update_values on the tensor that it was cut from"
         )
     refuse_other_kind(tensor, values, handle.name, strict_shape=strict_shape, strict_dtype=strict_dtype)
-    store(tensor, values, notes)
-    torch.autograd.graph.increment_version(tensor)
+    before = handle.file
+    try:
+        store(tensor, values, notes)
+    finally:
+        if handle.file is not before:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
-    """Make `values` the whole stored value, and `tensor` the whole of it, on its own device."""
+    """Make `values` the whole stored value, and `tensor` the whole of it, on its own device.
+
+    The value may have been replaced although an error is raised: that it is, the disk may not have noted for good.
+    """
     handle = tensor._file_handle()
+    before = handle.file
     with DisableTorchFunctionSubclass(), no_grad():
-        handle.replace(guest_of(values.detach()), notes)
-        redress(tensor, twin_of(handle), tensor._target)
+        try:
+            handle.replace(guest_of(values.detach()), notes)
+        finally:
+            if handle.file is not before:
+                redress(tensor, twin_of(handle), tensor._target)
 
 
 def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:

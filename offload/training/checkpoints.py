@@ -25,18 +25,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError
+from offload.errors import CheckpointError, CorruptFileError, DtypeMismatchError, ForeignFileError, MissingFileError
 from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
+from offload.storage.regular import is_there, read_json
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
+from offload.tensor.wrapper import is_offloaded
 from offload.training.optimizer import is_on_disk
 from offload.training.plain import Apart, put_together
 
 _LATEST = "latest.json"
 _STATE = "state.json"
+_MOST = 1 << 30  # bytes of JSON; plain data that is saved along may be long
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -79,7 +82,7 @@ def save_training(
     """
     folder = Path(os.path.abspath(folder))
     latest = folder / _LATEST
-    if os.path.lexists(latest) and _marked(latest) is None:
+    if is_there(latest) and _marked(latest) is None:
         raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
     apart = Apart()
     tree = _tree(apart, model, optimizer, extra, frozen=frozen)
@@ -87,9 +90,13 @@ def save_training(
         folder.mkdir(parents=True, exist_ok=True)
         sweep_folders(folder)  # what killed processes left of checkpoints that they were writing
         made = _written(folder, apart, tree)
-        _put_json(latest, {"checkpoint": made.name})
-        sync_folder(folder)
-    _remove_others(folder, made, apart.tensors.values())
+        try:
+            _put_json(latest, {"checkpoint": made.name})
+        except BaseException:
+            _remove_unless_latest(folder, made)
+            raise
+    with suppress(OSError):  # it is saved; what could not be removed is removed by the next save
+        _remove_others(folder, made, apart.tensors.values())
     return made
 
 
@@ -110,7 +117,8 @@ def load_training(
 
     Raises:
         MissingFileError: there is no checkpoint yet.
-        CheckpointError: it is of another model, or not whole.
+        CheckpointError: it is of another model, or not whole, or was not loaded as a whole.
+        ReadError, WriteError: a file can't be opened now; nothing is changed.
         DtypeMismatchError: a tensor of the model has another dtype than the one that was saved.
     """
     checkpoint = _latest(Path(os.path.abspath(folder)))
@@ -125,7 +133,11 @@ def load_training(
     _refuse_other_model(model.state_dict(), parts["model"], set(parts["left_out"]), checkpoint)
     if optimizer is not None:
         _refuse_other_optimizer(optimizer, state, checkpoint)
-    model.load_state_dict(parts["model"], strict=False)
+    _require_open(parts["model"].values(), model.state_dict().values())
+    try:
+        model.load_state_dict(parts["model"], strict=False)
+    except RuntimeError as error:  # torch's, which tells of other errors as text
+        raise CheckpointError(f"{checkpoint} could not be loaded as a whole, so load it again: {error}") from error
     if optimizer is not None:
         optimizer.load_state_dict(state if is_on_disk(optimizer) else materialize(state))
     for name, thing in stateful.items():
@@ -203,6 +215,14 @@ def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], chec
         raise CheckpointError(f"{checkpoint} is of another optimizer: its groups have {there} parameters, not {here}")
 
 
+def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
+    """Have all files open that are to be read and written, so that what the system refuses is met before any change."""
+    for tensor in filter(is_offloaded, saved):
+        tensor._file_handle().base()
+    for tensor in filter(is_offloaded, values):
+        tensor._file_handle().writable_base()
+
+
 # Folders
 
 
@@ -220,6 +240,13 @@ def _written(folder: Path, apart: Apart, tree: Mapping[str, Any]) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return made
+
+
+def _remove_unless_latest(folder: Path, made: Path) -> None:
+    """Remove what has not become the latest; where that can't be told, it stays for the next save to remove."""
+    with suppress(OSError):
+        if (_marked(folder / _LATEST) or {}).get("checkpoint") != made.name:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _latest(folder: Path) -> Path:
@@ -247,9 +274,13 @@ def _put_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _marked(path: Path) -> dict[str, Any] | None:
-    """What is in a JSON file of ours; None for any other, or none."""
+    """What is in a JSON file of ours; None for any other, or none.
+
+    Raises:
+        ReadError: it can't be read now.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path, "a note of training", most=_MOST)
+    except (MissingFileError, CorruptFileError):
         return None
     return found if isinstance(found, dict) and MARK in found else None

@@ -99,10 +99,18 @@ def offload_optimizer(
         step_bytes=None if step_bytes is None else as_bytes(step_bytes, 0),
     )
     optimizer._place = place  # type: ignore[attr-defined]
-    for number, group in enumerate(optimizer.param_groups):
-        place.welcome(group, number)
-    for parameter in list(optimizer.state):
-        place.put(parameter, optimizer.state[parameter], {})
+    hooks: list[Any] = []
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            hooks += place.welcome(group, number)
+        for parameter in list(optimizer.state):
+            place.put(parameter, optimizer.state[parameter], {})
+    except BaseException:  # it is again what it was; what is on disk already stays there, for the next call
+        for hook in hooks:
+            hook.remove()
+        optimizer.__class__ = kind
+        del optimizer._place  # type: ignore[attr-defined]
+        raise
     return optimizer
 
 
@@ -127,8 +135,9 @@ class _Place:
     step_bytes: int | None
     names: dict[torch.Tensor, str] = field(default_factory=dict)
 
-    def welcome(self, group: Mapping[str, Any], number: int) -> None:
-        """Name the parameters of a group, and have their gradients go to disk if they are to."""
+    def welcome(self, group: Mapping[str, Any], number: int) -> list[Any]:
+        """Name the parameters of a group, and have their gradients go to disk if they are to; the hooks for that."""
+        hooks = []
         taken = set(self.names.values())
         own = group.get("param_names") or [None] * len(group["params"])
         for count, (parameter, called) in enumerate(zip(group["params"], own, strict=True)):
@@ -140,7 +149,9 @@ class _Place:
             self.names[parameter] = name
             taken.add(name)
             if self.gradients and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.min_bytes, self.folder, name))
+                move = partial(_move_gradient, self.min_bytes, self.folder, name)
+                hooks.append(parameter.register_post_accumulate_grad_hook(move))
+        return hooks
 
     def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, Any]) -> None:
         """Have the state of a parameter on disk; what was there `before` is replaced."""
@@ -151,11 +162,13 @@ class _Place:
             if not _belongs_on_disk(value, self.min_bytes):
                 state[key] = materialize(value)
                 continue
+            name = f"{self.names.get(parameter, 'unknown')}.{key}"
+            if is_offloaded(value) and (value.name, value._file_handle().folder) == (name, self.folder):
+                continue  # a call that failed later put it there
             if is_offloaded(old) and old.shape == value.shape and old.dtype == value.dtype:
                 old.update_values(value)
                 state[key] = old
             else:
-                name = f"{self.names.get(parameter, 'unknown')}.{key}"
                 state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder)
                 del value
                 count_freed(state[key].nbytes)

@@ -38,6 +38,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
+from offload.storage.regular import is_there, read_json
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
 from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import identity_of, write_file
@@ -45,6 +46,7 @@ from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap_
 from offload.tree.structure import Node, Way, decode, encode, told
 
 _MANIFEST = "tree.json"
+_MOST = 1 << 30  # bytes of JSON: a tree may hold much plain data
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
@@ -121,6 +123,7 @@ def load_tree(
 
     Raises:
         MissingFileError: there is no tree, or one of its files is gone.
+        ReadError: a file can't be read now.
         UnknownTypeError: the tree holds a class that is not among `types`.
         CorruptFileError: the manifest is of a later version, or does not fit the files.
         ForeignFileError: `tree.json` is another program's.
@@ -190,9 +193,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
     if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
         yield
         return
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with explained(folder, 0, "folder"):
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _lock(fd, folder)
+        with explained(folder, 0, "folder"):
+            _lock(fd, folder)
         yield
     finally:
         os.close(fd)
@@ -213,7 +218,8 @@ def _lock(fd: int, folder: Path) -> None:
 
 def _put_in_place(folder: Path, plan: _Plan, kept: Mapping[str, str], structure: Node) -> None:
     """Write what is not `kept` to a new numbered folder, and then the manifest."""
-    number = 1 + max((int(path.name) for path in _numbered(folder)), default=0)
+    with explained(folder, 0, "folder"):
+        number = 1 + max((int(path.name) for path in _numbered(folder)), default=0)
     place, manifest = folder / str(number), folder / _MANIFEST
     temporaries = [temporary_for(place), temporary_for(manifest)]
     try:
@@ -307,13 +313,11 @@ def _is_ours(path: Path) -> bool:
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
+        found = read_json(path, "a tree", most=_MOST)
+    except MissingFileError as error:
         reason = "there is no tree here: save_tree writes this file. Is it another folder?"
         raise MissingFileError(error.errno, reason, str(path)) from error
-    except OSError as error:
-        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except CorruptFileError as error:
         raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}") from error
     mark = found.get(MARK) if isinstance(found, dict) else None
     if not isinstance(mark, dict) or "tree" not in mark:
@@ -329,7 +333,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _files_that_stand(folder: Path) -> set[str]:
     """The files of the tree in a folder, if there is one."""
-    if not os.path.lexists(folder / _MANIFEST):
+    if not is_there(folder / _MANIFEST):
         return set()
     return {spec["file"] for spec in _manifest(folder)["tensors"].values() if _is_spec(spec)}
 

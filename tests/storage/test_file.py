@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -17,11 +18,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from offload import OffloadedTensor, load_file
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, ForeignFileError, MissingFileError
+from offload.errors import (
+    ChangedFileError,
+    CheckpointError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    ReadError,
+)
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous
 from offload.storage.write import layout_of, write_values
+from tests import faults
 from tests.conftest import contents
 from tests.processes import run_script
 
@@ -294,18 +303,17 @@ def test_a_socket_is_refused(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("w")
 
-        with pytest.raises(CorruptFileError, match="w can't be opened"):
+        with pytest.raises(CorruptFileError, match="w is not a regular file"):
             TensorFile.open(tmp_path / "w")
 
 
-def test_a_file_that_may_not_be_read_is_named(checkpoint, monkeypatch):
-    def refuse(path, flags, *rest, **options):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "open", refuse)
-
-    with pytest.raises(CorruptFileError, match=r"model\.safetensors can't be opened: Permission denied"):
+def test_a_file_that_may_not_be_read_is_named_and_not_called_damaged(checkpoint):
+    """Who gets damaged files again would remove a good one."""
+    with faults.failing(0, errno.EACCES) as fault, pytest.raises(ReadError, match="Permission denied") as caught:
         TensorFile.open(checkpoint)
+
+    assert "os.open" == fault.call.name
+    assert (errno.EACCES, str(checkpoint)) == (caught.value.errno, caught.value.filename)
 
 
 # What changes while it is looked at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from offload.storage import process
 from offload.storage.locks import fork_safe_lock
 from offload.storage.process import is_dead, process_tag
+from tests import faults
 from tests.processes import in_fork
 
 
@@ -61,6 +63,29 @@ def test_a_process_of_another_user_that_cannot_be_looked_at_is_not_called_dead(m
     assert is_dead(f"{machine}-{2**22 + 1}-7")
     monkeypatch.setattr(os, "kill", refuse)
     assert not is_dead(f"{machine}-{2**22 + 1}-7")
+
+
+def test_who_cannot_be_looked_at_as_too_many_files_are_open_is_not_called_dead():
+    """What a living process is writing, and its private folder, would be removed."""
+    tag = process_tag()
+    process._machine.cache_clear()
+
+    found = list(faults.each_failure(process._machine.cache_clear, lambda _: is_dead(tag)))
+
+    assert {errno.EMFILE, errno.EIO} <= {failure.code for failure in found}
+    assert [] == [str(failure) for failure in found if failure.result is not False]
+
+
+def test_a_tag_that_could_not_be_made_is_made_the_next_time():
+    tag = process_tag()
+
+    def forget():
+        process._machine.cache_clear()
+        process._tag.cache_clear()
+
+    for failure in faults.each_failure(forget, lambda _: process_tag(), [errno.EMFILE, errno.EIO]):
+        assert isinstance(failure.error, OSError), str(failure)
+        assert tag == process_tag(), str(failure)
 
 
 def test_a_number_that_no_process_can_have_is_dead():

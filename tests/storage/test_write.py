@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from offload import load_file as offload_file
 from offload import write_buffer
-from offload.errors import ChangedFileError, ForeignFileError, WriteError
+from offload.errors import ChangedFileError, ForeignFileError, ReadError, WriteError
 from offload.storage import write as write_module
 from offload.storage.dtypes import WORDS, dtype_name, dtype_named
 from offload.storage.file import TensorFile
@@ -31,6 +31,7 @@ from offload.storage.write import (
     write_empty,
     write_values,
 )
+from tests import faults
 from tests.processes import run_script
 
 DTYPES = [
@@ -246,6 +247,31 @@ def test_a_changed_source_is_not_copied(tmp_path):
 
     with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
         copy_entries(source, [source.entry("w")], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
+    assert ["model.safetensors"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "name"),
+    [
+        ("os.pread", ReadError, "model.safetensors"),
+        ("os.pwrite", WriteError, "copy.safetensors"),
+    ],
+)
+def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call, kind, name):
+    """What the kernel copies by itself fails without a word about that."""
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    source = TensorFile.open(tmp_path / "model.safetensors")
+
+    met = []
+
+    def is_met(one):
+        met.extend([one.name] if one.name == "os.sendfile" else [])
+        return one.name == "os.sendfile" or (one.name == call and bool(met))
+
+    with faults.failing(0, errno.EIO, lasting=True, only=is_met), pytest.raises(kind, match=name) as caught:
+        copy_entries(source, [source.entry("w")], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
+
+    assert errno.EIO == caught.value.errno
     assert ["model.safetensors"] == os.listdir(tmp_path)
 
 

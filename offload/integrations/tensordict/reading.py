@@ -27,6 +27,7 @@ from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous, contiguous_stride
+from offload.storage.regular import explained, is_folder, is_there
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 
@@ -211,7 +212,7 @@ class _Reading:
         from tensordict import LazyStackedTensorDict
 
         layers: list[Any] = []
-        while (folder / str(len(layers))).is_dir():
+        while is_folder(folder / str(len(layers))):
             layers.append(self.folder(folder / str(len(layers)), (*way, str(len(layers)))))
         if not layers:
             raise CorruptFileError(f"{folder} is a stack of TensorDicts, and has none. Get the folder again.")
@@ -273,7 +274,7 @@ def _meta_of(folder: Path) -> dict[str, Any]:
     except NotADirectoryError as error:
         raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)") from error
     except OSError as error:
-        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
+        raise explained(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path} is not JSON ({error}). Get the folder again.") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("_type"), str):
@@ -312,14 +313,14 @@ def _place(folder: Path, key: str, suffix: str) -> Path:
     """The file, or folder, of a key; under its plain name where an older tensordict left it."""
     path = folder / f"{escaped(key)}{suffix}"
     plain = folder / f"{key}{suffix}"
-    if plain != path and plain.parent == folder and key not in (".", "..") and not path.exists() and plain.exists():
+    if plain != path and plain.parent == folder and key not in (".", "..") and not is_there(path) and is_there(plain):
         return plain
     return path
 
 
 def _refuse_pickles(folder: Path, way: Way) -> None:
     for name in _PICKLES:
-        if (folder / name).exists():
+        if is_there(folder / name):
             raise CheckpointError(
                 f"{folder / name} is a pickle, and is not opened, as it could run code: leave the entry out "
                 f"(without=[{way!r}]), or save it as text, numbers, lists and dicts"
