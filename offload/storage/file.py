@@ -17,6 +17,7 @@ import stat
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -76,6 +77,16 @@ class TensorFile:
             )  # the key goes with the file that it was for: at exit there is no comparing of paths
             _OPENED[path] = opened
             return opened
+
+    @classmethod
+    def is_open(cls, path: str | os.PathLike[str]) -> bool:
+        """Whether somebody in this process has the file that is at `path` now."""
+        known = _OPENED.get(Path(os.path.abspath(path)))
+        if known is None:
+            return False
+        with suppress(OSError):
+            return known.identity == Identity.of(os.stat(path))
+        return False
 
     @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:

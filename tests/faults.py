@@ -1,0 +1,437 @@
+"""Faults on purpose: calls of the system that fail, and processes that die at one.
+
+Always true:
+- what counts is a call that code of `offload` makes, itself or by way of the standard library, in the thread that asked
+- a call that is made to fail is not made; a write that a process dies at is half done
+- outside the blocks nothing is patched
+
+`OFFLOAD_FAULTS=all` tries each call, not only the first and the last one from each line.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import functools
+import gc
+import io
+import mmap
+import os
+import pickle
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+from unittest import mock
+
+import offload
+from offload.storage import file as _file
+from offload.storage import pages as _pages
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None
+
+T = TypeVar("T")
+CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the system: its name, and the line of `offload` that it comes from."""
+
+    name: str
+    where: str
+    changes: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.where}"
+
+
+@dataclass(slots=True)
+class Fault:
+    """What `failing` is to do, and the call that it did it to; None if there was none."""
+
+    index: int
+    code: int
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(Generic[T]):
+    """What came of one fault.
+
+    Attributes:
+        call, code: what failed, and with which errno.
+        given: what `begin` gave.
+        error: what came out of `act`; None if it ended well all the same.
+        result: what it returned then.
+        leaked: descriptors that were left open, and what they are of.
+    """
+
+    call: Call
+    code: int
+    given: T
+    error: BaseException | None
+    result: Any
+    leaked: list[str]
+
+    def __str__(self) -> str:
+        return f"{errno.errorcode[self.code]} of {self.call}: {self.error!r}"
+
+
+@contextmanager
+def watched() -> Iterator[list[Call]]:
+    """The calls that are made in the block, in order."""
+    calls: list[Call] = []
+    with _patched(lambda call, _: calls.append(call)):
+        yield calls
+
+
+@contextmanager
+def failing(index: int, code: int, *, lasting: bool = False, only: Callable[[Call], bool] = bool) -> Iterator[Fault]:
+    """In the block the call number `index` fails with errno `code`.
+
+    Args:
+        lasting: all that come after it fail too, but for those that remove something.
+        only: which calls are counted, and may fail.
+    """
+    fault, seen = Fault(index, code), 0
+
+    def before(call: Call, _: Callable[[], object]) -> None:
+        nonlocal seen
+        if not only(call):
+            return
+        seen += 1
+        if seen - 1 == index or (lasting and seen > index and call.name not in _REMOVES):
+            fault.call = fault.call or call
+            raise OSError(code, os.strerror(code), "injected")
+
+    with _patched(before):
+        yield fault
+
+
+@contextmanager
+def killed(index: int) -> Iterator[None]:
+    """In the block this process dies at its file-changing call number `index`, in the middle of it if that writes."""
+    seen = 0
+
+    def before(call: Call, half: Callable[[], object]) -> None:
+        nonlocal seen
+        seen += call.changes
+        if call.changes and seen - 1 == index:
+            half()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with _patched(before):
+        yield
+
+
+def each_failure(
+    begin: Callable[[], T], act: Callable[[T], object], codes: Iterable[int] = CODES, *, lasting: bool = False
+) -> Iterator[Failure[T]]:
+    """Have `act` fail at each call that it makes, with each of `codes` that the call may fail with, and say what came.
+
+    `begin` is called before each time, and what it gives is given to `act`; that is done once without a fault, too.
+    """
+    act(begin())  # what is done once in a process
+    given = begin()
+    with watched() as calls:
+        act(given)
+    del given
+    for code in codes:
+        only = functools.partial(may_fail, code=code)
+        for index in sampled(list(filter(only, calls))):
+            given, error, result = begin(), None, None
+            before = _descriptors()
+            with failing(index, code, lasting=lasting, only=only) as fault:
+                try:
+                    result = act(given)
+                except Exception as caught:
+                    error = caught
+            if fault.call is not None:
+                forget_frames(error)
+                yield Failure(fault.call, code, given, error, result, _left_open(before))
+            del given, error, result
+
+
+def killed_at_each(
+    begin: Callable[[], T], act: Callable[[T], object], check: Callable[[T, Call], object]
+) -> list[Call]:
+    """Have a forked child die at each call of `act` that changes files, and `check` here what it leaves.
+
+    `begin` is called here before each time; what it gives is given to `act` and `check`.
+
+    Returns:
+        The calls that it died at.
+    """
+    calls = [call for call in _calls_in_child(act, begin()) if call.changes]
+    chosen = sampled(calls)
+    for index in chosen:
+        given = begin()
+        status = _in_child(functools.partial(_act_killed, act, given, index))
+        assert status == -signal.SIGKILL, f"{calls[index]}: it ended with {status}"
+        try:
+            check(given, calls[index])
+        except BaseException as error:
+            raise AssertionError(f"killed at call {index} that changes files: {calls[index]}") from error
+    return [calls[index] for index in chosen]
+
+
+def may_fail(call: Call, code: int) -> bool:
+    """Whether such a call can fail in that way."""
+    name = call.name.rpartition(".")[2]
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return call.changes and call.name not in _REMOVES
+    if code in (errno.EMFILE, errno.ENFILE):
+        return name in ("open", "scandir", "listdir", "mmap") and call.name != "libc.mmap"
+    if code in (errno.EACCES, errno.EPERM):
+        return call.name in _OF_PATHS
+    if code in (errno.ENOMEM, errno.ENODEV):
+        return name == "mmap"
+    if code == errno.EINTR:  # Python makes its own calls again
+        return call.name.startswith("libc.")
+    return True
+
+
+def sampled(calls: Sequence[Call]) -> list[int]:
+    """Indexes of the first and the last call of a kind from each line; of all calls where `OFFLOAD_FAULTS` is `all`."""
+    if os.environ.get("OFFLOAD_FAULTS") == "all":
+        return list(range(len(calls)))
+    last = {call: index for index, call in enumerate(calls)}
+    first = {call: index for index, call in reversed(list(enumerate(calls)))}
+    return sorted({*first.values(), *last.values()})
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of the local variables that an error, and those that it came from, keep alive."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+# What is patched
+
+_REMOVES = {"os.unlink", "os.remove", "os.rmdir"}
+_CHANGES = {
+    *_REMOVES,
+    *(f"os.{name}" for name in ("mkdir", "posix_fallocate", "ftruncate", "truncate", "pwrite", "pwritev", "write")),
+    *(f"os.{name}" for name in ("sendfile", "copy_file_range", "fsync", "fdatasync", "replace", "rename", "link")),
+    *(f"os.{name}" for name in ("symlink", "chmod", "fchmod", "chown", "fchown", "utime")),
+    *("file.write", "file.truncate"),
+}
+_OF_PATHS = {
+    *_REMOVES,
+    *(f"os.{name}" for name in ("open", "stat", "lstat", "scandir", "listdir", "mkdir", "replace", "rename", "link")),
+    *("open", "os.symlink", "os.chmod", "os.chown", "os.utime", "os.readlink", "os.truncate"),
+}
+_READS = {f"os.{name}" for name in ("fstat", "read", "pread", "preadv", "lseek", "posix_fadvise")}
+_OS = {name.removeprefix("os.") for name in _CHANGES | _OF_PATHS | _READS if name.startswith("os.")}
+_HALVED = {"os.write": 1, "os.pwrite": 1, "os.sendfile": 3}  # which argument says how much is written
+_OURS = str(Path(offload.__file__).parent) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+
+Before = Callable[[Call, Callable[[], object]], None]
+
+
+@contextmanager
+def _patched(before: Before) -> Iterator[None]:
+    """In the block `before` is called with each call that counts, and with what does half of it."""
+    thread, is_inside = threading.get_ident(), False
+
+    def count(name: str, half: Callable[[], object], *, creates: bool = False) -> None:
+        nonlocal is_inside
+        where = None if is_inside or threading.get_ident() != thread else _place(sys._getframe(2))
+        if where is None:
+            return
+        is_inside = True
+        try:
+            before(Call(name, where, creates or name in _CHANGES), half)
+        finally:
+            is_inside = False
+
+    with ExitStack() as patches:
+        for patch in _patches(count):
+            patches.enter_context(patch)
+        yield
+
+
+def _patches(count: Callable[..., None]) -> Iterator[Any]:
+    for name in sorted(_OS):
+        if hasattr(os, name):
+            yield mock.patch.object(os, name, _counting(getattr(os, name), f"os.{name}", count))
+    opening = _opening(io.open, count)
+    for module in (builtins, io):
+        yield mock.patch.object(module, "open", opening)
+    yield mock.patch.object(mmap, "mmap", _mapping(count))
+    if fcntl is not None:
+        yield mock.patch.object(fcntl, "flock", _counting(fcntl.flock, "fcntl.flock", count))
+    if _pages._libc is not None:
+        yield mock.patch.object(_file, "_mmap", _libc_call(_file._mmap, "mmap", ctypes.c_void_p(-1).value, count))
+        for name in ("madvise", "sync_file_range"):
+            yield mock.patch.object(_pages._libc, name, _libc_call(getattr(_pages._libc, name), name, -1, count))
+
+
+def _counting(real: Callable[..., Any], name: str, count: Callable[..., None]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        creates = name == "os.open" and bool((args[1] if len(args) > 1 else kwargs["flags"]) & os.O_CREAT)
+        count(name, lambda: _half(real, args, _HALVED.get(name)), creates=creates)
+        return real(*args, **kwargs)
+
+    return counted
+
+
+def _half(real: Callable[..., Any], args: Sequence[Any], place: int | None) -> None:
+    if place is not None:
+        much = args[place]
+        half = much // 2 if isinstance(much, int) else memoryview(much).cast("B")[: memoryview(much).nbytes // 2]
+        real(*args[:place], half, *args[place + 1 :])
+
+
+def _opening(real: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> Any:
+            count("file.read", lambda: None)
+            return super().readinto(buffer)
+
+        def readall(self) -> Any:
+            count("file.read", lambda: None)
+            return super().readall()
+
+        def write(self, data: Any) -> Any:
+            count("file.write", lambda: _half(super(Counted, self).write, [data], 0))
+            return super().write(data)
+
+        def truncate(self, size: int | None = None) -> int:
+            count("file.truncate", lambda: None)
+            return super().truncate(size)
+
+    def opened(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        if _place(sys._getframe(1)) is None:
+            return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        count("open", lambda: None, creates=any(letter in mode for letter in "wxa"))
+        raw = Counted(file, mode.replace("b", "").replace("t", ""), closefd, opener)
+        if buffering == 0:
+            return raw
+        kind = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
+        return kind(raw) if "b" in mode else io.TextIOWrapper(kind(raw), encoding, errors, newline)
+
+    return opened
+
+
+def _mapping(count: Callable[..., None]) -> type[mmap.mmap]:
+    class Counted(mmap.mmap):
+        def __new__(cls, fileno: int, *args: Any, **kwargs: Any) -> Any:
+            if fileno >= 0:
+                count("mmap.mmap", lambda: None)
+            return super().__new__(cls, fileno, *args, **kwargs)
+
+        def flush(self, *args: Any) -> None:
+            count("mmap.flush", lambda: None)
+            super().flush(*args)
+
+    return Counted
+
+
+def _libc_call(real: Any, name: str, failed: int | None, count: Callable[..., None]) -> Callable[..., Any]:
+    """A function of libc, which says that it failed by what it returns."""
+
+    def counted(*args: Any) -> Any:
+        try:
+            count(f"libc.{name}", lambda: None)
+        except OSError as error:
+            ctypes.set_errno(error.errno or 0)
+            return failed
+        return real(*args)
+
+    return counted
+
+
+def _place(frame: FrameType | None) -> str | None:
+    """The line of `offload` that a call comes from, by way of nothing but the standard library; None for others."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS):
+            return f"{file.removeprefix(_OURS)}:{frame.f_lineno} {frame.f_code.co_name}"
+        is_between = file == __file__ or file.startswith(("<frozen ", _STDLIB))
+        if not is_between or "site-packages" in file:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _descriptors() -> dict[str, str]:
+    folder = "/proc/self/fd"
+    found = {}
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        try:
+            found[name] = os.readlink(f"{folder}/{name}")
+        except OSError:
+            continue  # that of the listing itself
+    return found
+
+
+def _left_open(before: dict[str, str]) -> list[str]:
+    if set(_descriptors()) - set(before):
+        gc.collect()
+    return [f"{name}: {of}" for name, of in _descriptors().items() if name not in before]
+
+
+def _calls_in_child(act: Callable[[T], object], given: T) -> list[Call]:
+    into, out = os.pipe()
+
+    def tell() -> None:
+        with watched() as calls:
+            act(given)
+        with open(out, "wb") as pipe:
+            pickle.dump(calls, pipe)
+
+    pid = _forked(tell)
+    os.close(out)
+    with open(into, "rb") as pipe:
+        told = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == 0, f"without a fault it ended with {status}"
+    calls: list[Call] = pickle.loads(told)
+    return calls
+
+
+def _act_killed(act: Callable[[T], object], given: T, index: int) -> None:
+    with killed(index):
+        act(given)
+
+
+def _in_child(act: Callable[[], object]) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(_forked(act), 0)[1])
+
+
+def _forked(act: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        act()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
