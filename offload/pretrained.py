@@ -3,6 +3,7 @@
 Always true:
 - transformers' own loader renames, stacks, splits, casts and ties; it is handed deferred tensors in place of tensors
 - nothing is read, or written, by that
+- a model does not save itself over the files that its weights are in
 
 transformers is imported when there is a model of its to fill.
 """
@@ -10,9 +11,12 @@ transformers is imported when there is a model of its to fill.
 from __future__ import annotations
 
 import copy
+import os
 import sys
+import weakref
 from collections.abc import Mapping
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from torch import nn
 from offload.deferred import DeferredTensor, deferred
 from offload.errors import CheckpointError, OffloadError
 from offload.storage.modes import plain_world
+from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import is_offloaded, mapped_value
 
 
@@ -91,10 +96,51 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def let_saving_stream(model: Any) -> None:
-    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
+    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory.
+
+    And have it refuse the folder that the weights are in.
+    """
+    let_saving_look(model)
     conversions = _conversions(model)
     if conversions and not isinstance(conversions, _Streaming):
         model._weight_conversions = _Streaming(conversions)
+
+
+def let_saving_look(model: Any) -> None:
+    """Have `save_pretrained` look, before it writes, whether it would replace files that the weights are in."""
+    if "save_pretrained" not in vars(model):
+        model.save_pretrained = _Looking(model)
+
+
+class _Looking:
+    """A model's `save_pretrained`, behind a look at the folder; in a pickle the usual one.
+
+    Raises:
+        ForeignFileError: transformers would replace, or remove, files there that weights refer to: nothing is written.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        model = self._model()
+        saves_adapters = getattr(model, "_hf_peft_config_loaded", False)
+        replaced = list(Path(save_directory).glob("adapter_model*" if saves_adapters else "model*"))
+        refuse_sources(_sources(model), replaced)
+        refuse_referenced(replaced)
+        return type(model).save_pretrained(model, save_directory, *args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), "save_pretrained")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
+        model = self._model()
+        return _Looking(memo.get(id(model), model))
+
+
+def _sources(model: nn.Module) -> dict[str, Path]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: file for name, tensor in named if (file := file_of(tensor))}
 
 
 class _Streaming(list[Any]):

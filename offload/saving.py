@@ -62,8 +62,8 @@ def save_checkpoint(
 
     Tied weights are written once. Quantized weights of torchao are written in torchao's own form.
 
-    An earlier checkpoint in the folder is replaced as a whole: a process that is killed leaves it, or the new one. Where
-    its shards have the usual names, the new ones are called `model-2-00001-of-00003.safetensors`; the index names them.
+    An earlier checkpoint in the folder is replaced as a whole: a process that is killed leaves it, or the new one.
+    Where its shards have the usual names, new ones are called `model-2-00001-of-00003.safetensors`, as the index says.
 
     Args:
         model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.errors import NameInUseError
 from offload.memory import return_freed
-from offload.pretrained import is_of_transformers, let_quantizer_save, mapped_state
+from offload.pretrained import is_of_transformers, let_quantizer_save, let_saving_look, mapped_state
 from offload.saving import in_torchaos_form
 from offload.slots import tensor_slots
 from offload.tensor.saved import subclass_value
@@ -232,6 +232,7 @@ def _tell(model: Any, quantizer: Any) -> None:
 
 def let_save_quantized(model: Any) -> None:
     """Have `save_pretrained` of a quantized model read its weights where they are; torchao's form copies none."""
+    let_saving_look(model)
     if getattr(model, "quantization_method", None) == "torchao":
         model.hf_quantizer.get_state_dict_and_metadata = _saved
     else:
