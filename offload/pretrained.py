@@ -123,7 +123,7 @@ class _Looking:
         self._model = weakref.ref(model)
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
-        model = self._model()
+        model: Any = self._model()
         saves_adapters = getattr(model, "_hf_peft_config_loaded", False)
         replaced = list(Path(save_directory).glob("adapter_model*" if saves_adapters else "model*"))
         refuse_sources(_sources(model), replaced)

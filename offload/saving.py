@@ -262,7 +262,7 @@ def _shards(plan: _Plan, most: int) -> dict[str, list[str]]:
     return {name: sorted(keys, key=lambda key: -_step(plan.parts[key].layout.nbytes)) for name, keys in files.items()}
 
 
-def _with_free_names(folder: Path, files: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
+def _with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, list[str]]:
     """The same shards, under names that no file in the folder has: an index names whole shards until it is replaced."""
     if len(files) == 1:
         return files
