@@ -46,7 +46,7 @@ class Replacing:
             old: one of the model's values.
             new: what a module has in its place.
             name: of the new one, if it gets a file of its own.
-            marks: the keys of runs that the file is to name.
+            marks: what the file is to say of runs. One that says all of it already is left as it is.
         """
         if type(old) is not OffloadedTensor or (type(new) is OffloadedTensor and new._file_handle() in self._handles):
             return None
@@ -55,7 +55,9 @@ class Replacing:
             self._holders[id(old)] -= 1
             stored = self._beside(old, new, name, marks)
         else:
-            replace_value(old, new.detach(), _notes(old, marks), strict_shape=False, strict_dtype=False)
+            if not marks or not set(marks) <= set(_marks_of(old)):
+                notes = {RUNS: [*_marks_of(old), *marks]} if marks else None
+                replace_value(old, new.detach(), notes, strict_shape=False, strict_dtype=False)
             stored = old.detach()  # type: ignore[assignment]
         return dressed(stored, requires_grad=new.requires_grad, is_parameter=isinstance(new, nn.Parameter))
 
@@ -82,8 +84,6 @@ class Replacing:
         return wrap_handle(made, new.device)
 
 
-def _notes(old: OffloadedTensor, marks: Sequence[str]) -> dict[str, list[str]] | None:
-    if not marks:
-        return None
-    handle = old._file_handle()
-    return {RUNS: [*(marks_of(handle.file) if handle.owned else ()), *marks]}
+def _marks_of(tensor: OffloadedTensor) -> tuple[str, ...]:
+    handle = tensor._file_handle()
+    return marks_of(handle.file) if handle.owned else ()

@@ -26,6 +26,7 @@ from offload.loader import PathLike
 from offload.memory import return_freed
 from offload.progress import progress_in_bytes
 from offload.replacing import Replacing
+from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 from offload.values import Book, MapReport, Value, book_for, values_of
 
@@ -72,19 +73,18 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
     places = Replacing(model, "merged")
     kind = _kind_of(adapter)
     with _as_it_was(model), warnings.catch_warnings():
-        tuner = _with_adapter(model, adapter, kind, [value.tensor for value in values], is_resumed=bool(resume))
+        tuner, read = _with_adapter(model, adapter, kind, values, is_resumed=bool(resume))
         book = book_for(values, name, resume=bool(resume))
         before = [value.name for value in values if book.has(value)]
-        merging = _Merging(book, {id(value.tensor): value for value in values})
+        merging = _Merging(book, {id(value.tensor): value for value in values}, replaced=read)
         for value in values:
             merging.values.update((id(other), value) for other in value.others)
         layers = _layers_of(model)
         with book.kept_up(), _bar(merging.nbytes_of(layers.values()), shown=progress) as merging.advance:
             with merging.of(layers):
                 _merged_by(tuner, kind, merging)
-            merging.replaced.extend(places.finish(book.key))
-    new = dict.fromkeys(merging.replaced)
-    return MapReport(tuple(new), (), tuple(one for one in before if one not in new))
+            merging.replaced.extend(places.finish(merging.marks_for_whole()))
+    return MapReport(tuple(name for name in dict.fromkeys(merging.replaced) if name not in before), (), tuple(before))
 
 
 @dataclass
@@ -137,6 +137,10 @@ class _Merging:
         self.done += 1
         return_freed()
 
+    def marks_for_whole(self) -> tuple[str, ...]:
+        """What a file says of a value that comes from the adapter as it is."""
+        return (self._run, f"{self._run} whole") if self._run else ()
+
     @property
     def _run(self) -> str:
         return "".join(self.book.key)
@@ -182,13 +186,14 @@ def _name_of(adapter: PathLike) -> str:
 
 
 def _kind_of(adapter: PathLike) -> str:
-    """Which of peft's methods an adapter is of.
+    """Which of peft's methods an adapter is of; nothing of the model is touched for that.
 
     Raises:
         CheckpointError: there is none.
         UnsupportedOpError: it can't be merged.
     """
     from peft import PeftConfig
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     try:
         config = PeftConfig.from_pretrained(os.fspath(adapter))
@@ -197,10 +202,12 @@ def _kind_of(adapter: PathLike) -> str:
             f"{adapter} should be a folder with an adapter_config.json, as peft saves an adapter, or a name on the hub "
             f"({error})"
         ) from error
-    kind = getattr(config.peft_type, "value", str(config.peft_type))
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
         raise _unmergeable(kind, "it adds virtual tokens, and changes no weights")
-    return str(kind)
+    if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "merge_and_unload"):
+        raise _unmergeable(kind, "peft has no way to")
+    return kind
 
 
 def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
@@ -208,18 +215,24 @@ def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
 
 
 def _with_adapter(
-    model: nn.Module, adapter: PathLike, kind: str, tensors: list[torch.Tensor], *, is_resumed: bool
-) -> Any:
-    """peft's model over the base.
+    model: nn.Module, adapter: PathLike, kind: str, values: list[Value], *, is_resumed: bool
+) -> tuple[Any, list[str]]:
+    """peft's model over the base, and the names of the values that reading the adapter has changed.
 
     Raises:
         CheckpointError: it is of another model.
         UnsupportedOpError: the base is quantized.
-        JournalError: reading the adapter changes the base, so that a run can't be resumed.
+        JournalError: what the adapter is added to comes out of the base as it was: a run can't be resumed.
     """
     from peft import PeftModel
 
-    before = [_state_of(tensor) for tensor in tensors]
+    quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
+    if quantized is not None:
+        raise UnsupportedOpError(
+            f"{quantized!r} is quantized, and no adapter is merged into that: merge it into the base that is not, and "
+            "quantize then (offload.quantize_)"
+        )
+    before = [_state_of(value.tensor) for value in values]
     warnings.filterwarnings("error", "Found missing adapter keys")
     try:
         with torch.random.fork_rng(devices=[]):
@@ -228,20 +241,14 @@ def _with_adapter(
         raise
     except (ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
         raise CheckpointError(f"{adapter} is no adapter for this {type(model).__name__}: {error}") from error
-    quantized = next((t for t in tensors if isinstance(t, OffloadedTensor) and t._file_handle().is_subclass), None)
-    if quantized is not None:
-        raise UnsupportedOpError(
-            f"{quantized.name!r} is quantized, and no adapter can be merged into that: merge it into the base that is "
-            "not, and quantize then (offload.quantize_)"
-        )
-    if not hasattr(tuner, "merge_and_unload"):
-        raise _unmergeable(kind, f"peft's {type(tuner).__name__} has no merge_and_unload")
-    if is_resumed and before != [_state_of(tensor) for tensor in tensors]:
+    read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
+    changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may hold whole biases
+    if is_resumed and changed is not None:
         raise JournalError(
-            f"{adapter} changes weights of the base when it is read ({kind}): a merge of it can't be resumed. "
-            "Load the base anew, and call merge_lora without resume."
+            f"{adapter} changes {changed!r} of the base when it is read ({kind}), so that a merge of it can't be "
+            "resumed: load the base anew, and call merge_lora without resume"
         )
-    return tuner
+    return tuner, read
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:

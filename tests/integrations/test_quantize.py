@@ -384,7 +384,7 @@ def test_a_process_that_is_killed_goes_on_where_it_was(quick_folder: str) -> Non
         empty = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8)).to("meta")
         return offload.load_checkpoint_and_dispatch(empty, folder / "model", offload_dir=folder / "values")
 
-    def check(given: nn.Module, call: Call) -> None:
+    def check(_: nn.Module, call: Call) -> None:
         model = load()
         offload.quantize_(model, int8(), resume=True)
         for name, parameter in expected.named_parameters():
