@@ -31,6 +31,7 @@ from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 from offload.values import Book, MapReport, Value, book_for, values_of
 
 _BLOCK = 1 << 20  # bytes that are read at a time
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRICT = {"strict_shape": False, "strict_dtype": False}
 
 
@@ -164,8 +165,8 @@ def _in_memory(parameter: Any) -> nn.Parameter:
 def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return False
-    value = old.detach()
-    return bool(torch.equal(value, new)) and bool(torch.equal(torch.signbit(value), torch.signbit(new)))
+    bits = _BITS.get(old.itemsize, old.dtype)  # 0.0 and -0.0 are equal numbers
+    return torch.equal(old.detach().view(bits), new.view(bits))
 
 
 # The adapter
