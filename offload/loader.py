@@ -109,7 +109,8 @@ def load_checkpoint_and_dispatch(
     Args:
         model: a model with empty weights (`init_empty_weights`), or one whose values are replaced.
         checkpoint: see `open_checkpoint`.
-        device_map: see `offload.device_map.places`; also accelerate's "auto", "balanced", "sequential".
+        device_map: see `offload.device_map.places`; also accelerate's "auto", "balanced", "sequential". None, which is
+            accelerate's default, loads into the CPU's memory.
         offload_dir: where values go that are converted or later written to; None for a private folder.
         dtype: of the floating-point values; None for that of the model's tensors. Others are converted once, to disk.
         strict: missing, unexpected and mismatched keys are errors.

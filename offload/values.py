@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import JournalError, MapError, MetaTensorError, WriteError
+from offload.errors import ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
 from offload.journal import RUNS, Journal, Run, marks_of, source_of
 from offload.memory import count_freed
 from offload.progress import progress_in_bytes
@@ -101,6 +101,7 @@ def map_values(
 
     Raises:
         MapError: `fn` failed; the message names the tensor. Those before it are done.
+        ArgumentTypeError: `fn` did not return a tensor; likewise.
         JournalError: the journal is of another run, or there is no folder for one.
         ShapeMismatchError, DtypeMismatchError: of what `fn` returned; those before it are done.
         ValueError: a pattern or class selects nothing.
@@ -467,11 +468,17 @@ class _Walk:
 
     def _called(self, name: str, given: torch.Tensor) -> torch.Tensor:
         try:
-            return self.fn(name, given)
+            new = self.fn(name, given)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(f"interrupted at {name!r}: {self._so_far()}") from error
         except Exception as error:
             raise MapError(f"fn failed at {name!r} ({type(error).__name__}: {error}): {self._so_far()}") from error
+        if not isinstance(new, torch.Tensor):
+            raise ArgumentTypeError(
+                f"fn gave {'None' if new is None else f'a {type(new).__name__}'} for {name!r}: it should return the "
+                f"new value, or the very tensor that it was given to leave it alone. {self._so_far()}"
+            )
+        return new
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)

@@ -98,6 +98,24 @@ def test_a_device_map_keeps_some_modules_in_memory(llama_folder: Path, in_memory
     assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
 
 
+def test_no_device_map_loads_into_memory(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
+    """As `None`, their default, means to transformers and accelerate."""
+    found = offload.from_pretrained(llama_folder, device_map=None)
+    filled = offload.load_checkpoint_and_dispatch(LlamaForCausalLM(in_memory.config), llama_folder, device_map=None)
+
+    for model in (found, filled):
+        assert not any(offload.is_offloaded(parameter) for parameter in model.parameters())
+    assert torch.equal(in_memory(tokens).logits, found(tokens).logits)
+
+
+@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
+def test_quantizing_while_loading_is_refused_with_the_way_out(option: str, llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{option}: weights are not quantized.*offload\.quantize_"):
+        offload.from_pretrained(llama_folder, **{option: True})
+
+    assert offload.from_pretrained(llama_folder, **{option: False})
+
+
 def test_an_automatic_map_on_a_machine_without_accelerators(
     llama_folder: Path, in_memory: Any, tokens: torch.Tensor
 ) -> None:
