@@ -1,7 +1,8 @@
 """Faults on purpose: calls of the system that fail, and processes that die at one.
 
 Always true:
-- what counts is a call that code of `offload` makes, itself or by way of the standard library, in the thread that asked
+- what counts is a call that code of `offload` makes, itself or by way of the standard library, in the thread that
+  asked; in all threads only where that is asked for
 - a call that is made to fail is not made; a write that a process dies at is half done
 - outside the blocks nothing is patched
 
@@ -91,15 +92,22 @@ class Failure(Generic[T]):
 
 
 @contextmanager
-def watched() -> Iterator[list[Call]]:
+def watched(*, all_threads: bool = False) -> Iterator[list[Call]]:
     """The calls that are made in the block, in order."""
     calls: list[Call] = []
-    with _patched(lambda call, _: calls.append(call)):
+    with _patched(lambda call, _: calls.append(call), all_threads=all_threads):
         yield calls
 
 
 @contextmanager
-def failing(index: int, code: int, *, lasting: bool = False, only: Callable[[Call], bool] = bool) -> Iterator[Fault]:
+def failing(
+    index: int,
+    code: int,
+    *,
+    lasting: bool = False,
+    only: Callable[[Call], bool] = bool,
+    all_threads: bool = False,
+) -> Iterator[Fault]:
     """In the block the call number `index` fails with errno `code`.
 
     Args:
@@ -113,11 +121,11 @@ def failing(index: int, code: int, *, lasting: bool = False, only: Callable[[Cal
         if not only(call):
             return
         seen += 1
-        if seen - 1 == index or (lasting and seen > index and call.name not in _REMOVES):
+        if seen - 1 == index or (lasting and seen > index and call.name not in REMOVES):
             fault.call = fault.call or call
-            raise OSError(code, os.strerror(code), "injected")
+            raise OSError(code, os.strerror(code))
 
-    with _patched(before):
+    with _patched(before, all_threads=all_threads):
         yield fault
 
 
@@ -138,7 +146,12 @@ def killed(index: int) -> Iterator[None]:
 
 
 def each_failure(
-    begin: Callable[[], T], act: Callable[[T], object], codes: Iterable[int] = CODES, *, lasting: bool = False
+    begin: Callable[[], T],
+    act: Callable[[T], object],
+    codes: Iterable[int] = CODES,
+    *,
+    lasting: bool = False,
+    all_threads: bool = False,
 ) -> Iterator[Failure[T]]:
     """Have `act` fail at each call that it makes, with each of `codes` that the call may fail with, and say what came.
 
@@ -146,7 +159,7 @@ def each_failure(
     """
     act(begin())  # what is done once in a process
     given = begin()
-    with watched() as calls:
+    with watched(all_threads=all_threads) as calls:
         act(given)
     del given
     for code in codes:
@@ -154,7 +167,7 @@ def each_failure(
         for index in sampled(list(filter(only, calls))):
             given, error, result = begin(), None, None
             before = _descriptors()
-            with failing(index, code, lasting=lasting, only=only) as fault:
+            with failing(index, code, lasting=lasting, only=only, all_threads=all_threads) as fault:
                 try:
                     result = act(given)
                 except Exception as caught:
@@ -192,7 +205,7 @@ def may_fail(call: Call, code: int) -> bool:
     """Whether such a call can fail in that way."""
     name = call.name.rpartition(".")[2]
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return call.changes and call.name not in _REMOVES
+        return call.changes and call.name not in REMOVES
     if code in (errno.EMFILE, errno.ENFILE):
         return name in ("open", "scandir", "listdir", "mmap") and call.name != "libc.mmap"
     if code in (errno.EACCES, errno.EPERM):
@@ -223,16 +236,16 @@ def forget_frames(error: BaseException | None) -> None:
 
 # What is patched
 
-_REMOVES = {"os.unlink", "os.remove", "os.rmdir"}
+REMOVES = {"os.unlink", "os.remove", "os.rmdir"}
 _CHANGES = {
-    *_REMOVES,
+    *REMOVES,
     *(f"os.{name}" for name in ("mkdir", "posix_fallocate", "ftruncate", "truncate", "pwrite", "pwritev", "write")),
     *(f"os.{name}" for name in ("sendfile", "copy_file_range", "fsync", "fdatasync", "replace", "rename", "link")),
     *(f"os.{name}" for name in ("symlink", "chmod", "fchmod", "chown", "fchown", "utime")),
     *("file.write", "file.truncate"),
 }
 _OF_PATHS = {
-    *_REMOVES,
+    *REMOVES,
     *(f"os.{name}" for name in ("open", "stat", "lstat", "scandir", "listdir", "mkdir", "replace", "rename", "link")),
     *("open", "os.symlink", "os.chmod", "os.chown", "os.utime", "os.readlink", "os.truncate"),
 }
@@ -246,20 +259,20 @@ Before = Callable[[Call, Callable[[], object]], None]
 
 
 @contextmanager
-def _patched(before: Before) -> Iterator[None]:
+def _patched(before: Before, *, all_threads: bool = False) -> Iterator[None]:
     """In the block `before` is called with each call that counts, and with what does half of it."""
-    thread, is_inside = threading.get_ident(), False
+    own, inside = threading.get_ident(), set()
 
     def count(name: str, half: Callable[[], object], *, creates: bool = False) -> None:
-        nonlocal is_inside
-        where = None if is_inside or threading.get_ident() != thread else _place(sys._getframe(2))
+        thread = threading.get_ident()
+        where = None if thread in inside or not (all_threads or thread == own) else _place(sys._getframe(2))
         if where is None:
             return
-        is_inside = True
+        inside.add(thread)
         try:
             before(Call(name, where, creates or name in _CHANGES), half)
         finally:
-            is_inside = False
+            inside.discard(thread)
 
     with ExitStack() as patches:
         for patch in _patches(count):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 import offload
+from offload import journal
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from tests.faults import Call, killed_at_each
 from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, SMALL
@@ -176,8 +177,11 @@ def three() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 4))
 
 
-def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(quick_folder: str) -> None:
+def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(
+    quick_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At each call that changes files; also where a bias is merged after its weight."""
+    monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = Path(quick_folder)
     torch.manual_seed(0)
     source = three()
