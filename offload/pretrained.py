@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import weakref
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ from offload.errors import CheckpointError, OffloadError
 from offload.storage.modes import plain_world
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import is_offloaded, mapped_value
+
+# The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
+_WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -62,6 +66,7 @@ def filled(
             raise CheckpointError(
                 f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
             ) from error
+    let_saving_look(model)
     let_saving_stream(model)
     return model, report
 
@@ -96,27 +101,24 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def let_saving_stream(model: Any) -> None:
-    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory.
-
-    And have it refuse the folder that the weights are in.
-    """
-    let_saving_look(model)
+    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
     conversions = _conversions(model)
     if conversions and not isinstance(conversions, _Streaming):
         model._weight_conversions = _Streaming(conversions)
 
 
-def let_saving_look(model: Any) -> None:
-    """Have `save_pretrained` look, before it writes, whether it would replace files that the weights are in."""
-    if "save_pretrained" not in vars(model):
-        model.save_pretrained = _Looking(model)
+def let_saving_look(model: nn.Module) -> None:
+    """Have each `save_pretrained` in a model look, before it writes, for files that live tensors refer to."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
+            module.save_pretrained = _Looking(module)  # type: ignore[assignment]
 
 
 class _Looking:
     """A model's `save_pretrained`, behind a look at the folder; in a pickle the usual one.
 
     Raises:
-        ForeignFileError: transformers would replace, or remove, files there that weights refer to: nothing is written.
+        ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
     """
 
     def __init__(self, model: Any) -> None:
@@ -124,8 +126,9 @@ class _Looking:
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
         model: Any = self._model()
-        saves_adapters = getattr(model, "_hf_peft_config_loaded", False)
-        replaced = list(Path(save_directory).glob("adapter_model*" if saves_adapters else "model*"))
+        saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
+        files = [path for path in Path(save_directory).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
+        replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
         refuse_sources(_sources(model), replaced)
         refuse_referenced(replaced)
         return type(model).save_pretrained(model, save_directory, *args, **options)
