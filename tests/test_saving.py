@@ -480,6 +480,7 @@ def test_a_mapped_model_is_saved_over_its_own_file(tmp_path: Path) -> None:
 VALUES = {name: torch.full((4,), float(number)) for number, name in enumerate("abcd")}
 OTHERS = {name: value + 10 for name, value in VALUES.items()}
 SIZES = [1000, 16, 32]  # one file, four, two
+PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
 
 
 @pytest.mark.parametrize("before", SIZES)
@@ -512,8 +513,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, what: str, fails_at: int, error: Base
     return seen
 
 
-@pytest.mark.parametrize("before", SIZES)
-@pytest.mark.parametrize("after", SIZES)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 @pytest.mark.parametrize("what", ["pwrite", "fsync", "replace", "unlink"])
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"]
@@ -575,7 +575,7 @@ def assert_readers_find_a_whole_one(folder: Path) -> None:
         assert_same(VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS, values)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1000, 1000), (1000, 16), (16, 1000), (32, 32)])
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_process_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
     quick_folder: str, before: int, after: int
 ) -> None:
@@ -596,8 +596,7 @@ def test_a_process_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("before", SIZES)
-@pytest.mark.parametrize("after", SIZES)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_other_readers_find_a_checkpoint_that_replaced_another(
     read: Callable[[Path], dict[str, torch.Tensor]], tmp_path: Path, before: int, after: int
 ) -> None:
