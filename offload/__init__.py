@@ -22,6 +22,7 @@
 | read files and tables of others into one | `cache_from` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | quantize a model with torchao, on disk | `quantize_` |
+| merge an adapter into its base, on disk | `merge_lora` |
 | round a tensor to 4 bits | `quantize_int4` |
 | train with state on disk | `offload_optimizer`, `offload_activations` |
 | save training as a whole, and go on after a crash | `save_training`, `load_training` |
@@ -39,6 +40,7 @@ from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.kv_cache import kv_cache
+from offload.integrations.peft import merge_lora
 from offload.integrations.rows import cache_from
 from offload.integrations.torchao import quantize_
 from offload.integrations.transformers import from_pretrained
@@ -86,6 +88,7 @@ __all__ = [
     "map_values",
     "materialize",
     "memory_summary",
+    "merge_lora",
     "offload_activations",
     "offload_optimizer",
     "offloaded_like",

@@ -4,6 +4,7 @@ Always true:
 - the longest prefix in the map wins
 - every tensor has a place, or there is an error that names it
 - a name in the map that is in no model places nothing, and a warning tells it
+- no map at all, None, is the CPU's memory, as with accelerate and transformers
 - a value on disk executes on the map's first accelerator, else the current one, else the CPU, unless it says which
 """
 
@@ -28,7 +29,7 @@ Word: TypeAlias = "str | int | torch.device"
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _WORDS = (ON_DISK, "cpu", "meta", "cuda", "xpu", "mps", *AUTOMATIC)
-DeviceMap: TypeAlias = "Word | Mapping[str, Word]"
+DeviceMap: TypeAlias = "Word | Mapping[str, Word] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,12 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
     Args:
         names: names of parameters and buffers.
         device_map: a word for everything, or module names to words: `"cpu"`, `0`, `"cuda:1"`, `"disk"`,
-            `"disk:cuda:1"`, `"meta"`. The name `""` stands for the whole model.
+            `"disk:cuda:1"`, `"meta"`. The name `""` stands for the whole model. None is `"cpu"` for everything.
 
     Raises:
         DeviceMapError: an unknown word, or a tensor that the map leaves out.
     """
-    words = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    words = device_map if isinstance(device_map, Mapping) else {"": "cpu" if device_map is None else device_map}
     said = {prefix: place_of(word, _CPU, module=prefix) for prefix, word in words.items() if word != ON_DISK}
     on_disk = Place(True, _first_accelerator(said.values()))
     known = {prefix: said.get(prefix, on_disk) for prefix in words}
@@ -110,7 +111,7 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
         if device is None:
             raise TypeError("None is no device")
         return Place(on_disk, existing(device))
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         where = f" for {module!r}" if module else ""
         raise DeviceMapError(
             f"{word!r}{where} is not a place that a device map can name here{_meant(word)}: "
@@ -184,8 +185,17 @@ def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
     """What somebody may have meant who wrote `word`, in words; empty if nothing is near."""
     if word in AUTOMATIC:
         return ": it is worked out for a whole model, by load_checkpoint_and_dispatch and from_pretrained"
-    near = get_close_matches(word, known, n=1) if isinstance(word, str) else []
+    near = get_close_matches(word, known, n=1) if isinstance(word, str) and not _is_device(word) else []
     return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _is_device(word: str) -> bool:
+    """Whether torch knows such devices, here or elsewhere."""
+    try:
+        torch.device(word)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _prefixes(module: str) -> Iterable[str]:

@@ -8,6 +8,8 @@ Always true:
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "BudgetError",
     "CacheError",
     "ChangedFileError",
@@ -38,6 +40,14 @@ __all__ = [
 
 class OffloadError(Exception):
     """Base of every error that `offload` raises on purpose."""
+
+
+class ArgumentError(OffloadError, ValueError):
+    """An argument of the right type whose value can't be used."""
+
+
+class ArgumentTypeError(OffloadError, TypeError):
+    """An argument of the wrong type."""
 
 
 class UnsupportedOpError(OffloadError, NotImplementedError):
@@ -117,7 +127,7 @@ class JournalError(OffloadError, ValueError):
 
 
 class MapError(OffloadError, RuntimeError):
-    """The function of `map_values` failed on a tensor."""
+    """What was to change values failed on one: the function of `map_values`, torchao, peft."""
 
 
 class CacheError(OffloadError, ValueError):

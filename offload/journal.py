@@ -116,17 +116,22 @@ class Journal:
             )
         return self._begun(name, sources)
 
-    def begun(self, name: str, sources: Mapping[str, str | None], marks: Iterable[str]) -> Run:
+    def begun(
+        self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
+    ) -> Run:
         """A new run, in place of one of the same name and of those that were given up.
 
         Args:
             marks: the keys of the runs that the values, as they are now, have gone through.
+            goes_on: whether values that an unfinished run of this name has left may be gone on with, in that run.
 
         Raises:
             JournalError: some of the values are as an unfinished run left them.
         """
         seen = set(marks)
         half = next((run for run in self.runs if not run.finished and run.key in seen), None)
+        if half is not None and goes_on and half.name == name:
+            return half
         if half is not None:
             raise JournalError(
                 f"{self.path} has the run {half}, and these values are as it left them: call that one with resume=True "

@@ -36,7 +36,7 @@ from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
 from offload.hooks import held_values, move_activations, release
 from offload.memory import uncollected
 from offload.order import expect_reads
-from offload.pretrained import as_in, is_of_transformers, let_saving_stream
+from offload.pretrained import as_in, is_of_transformers, let_saving_look, let_saving_stream
 from offload.progress import progress
 from offload.slots import (
     Slot,
@@ -109,7 +109,8 @@ def load_checkpoint_and_dispatch(
     Args:
         model: a model with empty weights (`init_empty_weights`), or one whose values are replaced.
         checkpoint: see `open_checkpoint`.
-        device_map: see `offload.device_map.places`; also accelerate's "auto", "balanced", "sequential".
+        device_map: see `offload.device_map.places`; also accelerate's "auto", "balanced", "sequential". None, which is
+            accelerate's default, loads into the CPU's memory.
         offload_dir: where values go that are converted or later written to; None for a private folder.
         dtype: of the floating-point values; None for that of the model's tensors. Others are converted once, to disk.
         strict: missing, unexpected and mismatched keys are errors.
@@ -152,6 +153,7 @@ def load_checkpoint_and_dispatch(
     )
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     refuse_meta(slots, placed, report)
+    let_saving_look(model)
     if is_of_transformers(model):
         let_saving_stream(model)
     expect_reads(model, pool)
@@ -236,6 +238,7 @@ def disk_offload(
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
     runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
     release(model, keep_moves=device is None and runs_elsewhere)
+    let_saving_look(model)
     if is_of_transformers(model):
         let_saving_stream(model)
     expect_reads(model)

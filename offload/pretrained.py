@@ -3,6 +3,7 @@
 Always true:
 - transformers' own loader renames, stacks, splits, casts and ties; it is handed deferred tensors in place of tensors
 - nothing is read, or written, by that
+- a model does not save itself over the files that its weights are in
 
 transformers is imported when there is a model of its to fill.
 """
@@ -10,9 +11,13 @@ transformers is imported when there is a model of its to fill.
 from __future__ import annotations
 
 import copy
+import os
+import re
 import sys
+import weakref
 from collections.abc import Mapping
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +26,11 @@ from torch import nn
 from offload.deferred import DeferredTensor, deferred
 from offload.errors import CheckpointError, OffloadError
 from offload.storage.modes import no_functions, no_modes
+from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import is_offloaded, mapped_value
+
+# The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
+_WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -57,6 +66,7 @@ def filled(
             raise CheckpointError(
                 f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
             ) from error
+    let_saving_look(model)
     let_saving_stream(model)
     return model, report
 
@@ -95,6 +105,45 @@ def let_saving_stream(model: Any) -> None:
     conversions = _conversions(model)
     if conversions and not isinstance(conversions, _Streaming):
         model._weight_conversions = _Streaming(conversions)
+
+
+def let_saving_look(model: nn.Module) -> None:
+    """Have each `save_pretrained` in a model look, before it writes, for files that live tensors refer to."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
+            module.save_pretrained = _Looking(module)  # type: ignore[assignment]
+
+
+class _Looking:
+    """A model's `save_pretrained`, behind a look at the folder; in a pickle the usual one.
+
+    Raises:
+        ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        model: Any = self._model()
+        saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
+        files = [path for path in Path(save_directory).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
+        replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
+        refuse_sources(_sources(model), replaced)
+        refuse_referenced(replaced)
+        return type(model).save_pretrained(model, save_directory, *args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model(), "save_pretrained")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
+        model = self._model()
+        return _Looking(memo.get(id(model), model))
+
+
+def _sources(model: nn.Module) -> dict[str, Path]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: file for name, tensor in named if (file := file_of(tensor))}
 
 
 class _Streaming(list[Any]):

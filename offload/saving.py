@@ -2,9 +2,10 @@
 
 Always true:
 - no value comes into memory as a whole: what is on disk is copied from file to file, the rest goes piece by piece
-- every file is complete beside its place before the first one is put there, the index last; after a failure the
-  checkpoint that was there stands, and no temporary file is left
-- what is replaced or removed is an earlier checkpoint of ours; a file that tensors to be saved refer to is not
+- every file is complete beside its place before the first one is put there, and shards take names that no file has;
+  the last renaming, of the index or of the one file, makes the new checkpoint the one that readers find
+- whatever happens, a reader finds the checkpoint that was there, whole, or the new one
+- what is replaced or removed is an earlier checkpoint of ours; a file that a live tensor refers to is not
 - any safetensors reader gives the values back as they are
 """
 
@@ -14,9 +15,9 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from offload.errors import (
     ReadError,
     UnknownSubclassError,
     UnsupportedOpError,
+    WriteError,
 )
 from offload.loader import PathLike, referenced
 from offload.memory import as_bytes
@@ -43,12 +45,12 @@ from offload.storage.regular import is_there, read_json, reading
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
 from offload.tensor.arguments import floating_dtype, refuse_unstorable
-from offload.tensor.saved import file_of, identity_of, subclass_value, write_value
+from offload.tensor.saved import file_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 
 PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
 _LARGEST_STEP = 64  # bytes to which values are aligned where their sizes allow it
 _OWN_METADATA = ("format", MARK)
 
@@ -64,6 +66,9 @@ def save_checkpoint(
 
     Tied weights are written once. Quantized weights of torchao are written in torchao's own form.
 
+    An earlier checkpoint in the folder is replaced as a whole: a process that is killed leaves it, or the new one.
+    Where its shards have the usual names, new ones are called `model-2-00001-of-00003.safetensors`, as the index says.
+
     Args:
         model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.
         folder: is made if need be. An earlier checkpoint in it is replaced if this function wrote it.
@@ -75,7 +80,7 @@ def save_checkpoint(
         The files, the index last.
 
     Raises:
-        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that is being saved from.
+        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that live tensors refer to.
         UnsupportedOpError: a value has no form in a safetensors file.
         UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
         WriteError: the disk is full, the folder is read-only...
@@ -89,11 +94,13 @@ def save_checkpoint(
     plan = _plan(model_or_state_dict, dtype)
     files = _shards(plan, _positive(max_shard_size))
     folder = Path(os.path.abspath(folder))
-    targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
     earlier = _earlier(folder)
-    _refuse_foreign({*targets, *earlier})
+    _refuse_foreign({*(folder / name for name in files), *earlier})
     _refuse_offload_folder(folder)
-    _refuse_sources(plan.sources, {*targets, *earlier})
+    refuse_sources(plan.sources, earlier)
+    refuse_referenced(earlier)
+    files = _with_free_names(folder, files)
+    targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
     with explained(folder, plan.nbytes, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
@@ -259,6 +266,17 @@ def _shards(plan: _Plan, most: int) -> dict[str, list[str]]:
     return {name: sorted(keys, key=lambda key: -_step(plan.parts[key].layout.nbytes)) for name, keys in files.items()}
 
 
+def _with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The same shards, under names that no file in the folder has: an index names whole shards until it is replaced."""
+    if len(files) == 1:
+        return files
+    for number in count(1):
+        named = {name if number == 1 else name.replace("-", f"-{number}-", 1): keys for name, keys in files.items()}
+        if not any(os.path.lexists(folder / name) for name in named):
+            return named
+    raise AssertionError("unreachable")
+
+
 def _step(nbytes: int) -> int:
     """The alignment that a value of so many bytes leaves to the next one: entries must lie without gaps.
 
@@ -382,57 +400,43 @@ def _write_index(target: Path, temporary: Path, plan: _Plan, files: Mapping[str,
 
 
 def _put_in_place(folder: Path, temporaries: Mapping[Path, Path], earlier: Iterable[Path]) -> None:
-    """Rename the new files to their places, the index last, and set the old ones aside; all of it, or nothing.
+    """Rename the new files to their places, and then remove the earlier ones.
 
-    Where a new shard replaces an old one the old index goes first: a process that is killed right then leaves a folder
-    without an index, which is an error, and not a mixture of two checkpoints.
+    The last renaming is what counts. What fails before it takes back the others; what fails after it leaves files that
+    no index names, which go when somebody saves here again.
     """
-    old = list(earlier)
-    aside = {path: temporary_for(path) for path in {*old, *temporaries} if path.exists()}
-    replaces_shards = any(path in temporaries and path.name != _INDEX for path in old)
+    *shards, last = temporaries
     try:
-        with ExitStack() as undo:
-            for path in (path for path in old if path.name == _INDEX and replaces_shards):
-                _set_aside(path, aside[path], undo)
-            for path, temporary in temporaries.items():
-                _keep(path, aside.get(path), undo)
-                os.replace(temporary, path)
-            for path in old:
-                if path not in temporaries and path.exists():
-                    _set_aside(path, aside[path], undo)
-            sync_folder(folder)
-            undo.pop_all()
-    finally:
-        for path in aside.values():
-            remove(path)
+        for path in shards:
+            os.replace(temporaries[path], path)
+        sync_folder(folder)
+        os.replace(temporaries[last], last)
+    except BaseException:
+        if temporaries[last].exists():
+            for path in shards:
+                remove(path)
+        raise
+    sync_folder(folder)
+    for path in earlier:
+        if path not in temporaries:
+            _remove_earlier(path)
 
 
-def _set_aside(path: Path, backup: Path, undo: ExitStack) -> None:
-    undo.callback(_restore, backup, path)
-    os.replace(path, backup)
-
-
-def _keep(path: Path, backup: Path | None, undo: ExitStack) -> None:
-    """Give what stands at `path` a second name, so that it never is without one where links can be made."""
-    if backup is None:
-        undo.callback(remove, path)
-    elif not backup.exists():
-        undo.callback(_restore, backup, path)
-        try:
-            os.link(path, backup)
-        except OSError:
-            os.replace(path, backup)
-
-
-def _restore(backup: Path, path: Path) -> None:
-    with suppress(OSError):  # not there: it was not reached
-        os.replace(backup, path)
+def _remove_earlier(path: Path) -> None:
+    """Remove a file of the earlier checkpoint; the index for good, before a shard goes that it names."""
+    try:
+        path.unlink()
+    except OSError as error:
+        reason = f"the new checkpoint is written, but this file of the earlier one stays ({error.strerror}): remove it"
+        raise WriteError(error.errno, reason, str(path)) from error
+    if path.name == _INDEX:
+        sync_folder(path.parent)
 
 
 def _earlier(folder: Path) -> list[Path]:
     """The files of the checkpoint that stands in a folder, its index first: what a new one replaces or removes.
 
-    Of shards those that are ours, also without an index: a process that was killed left them.
+    Of shards those that are ours, also ones that no index names: a process that was killed left them.
     """
     found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
     with reading(folder):
@@ -490,19 +494,3 @@ def _is_ours(path: Path) -> bool:
         raise
     except OffloadError:
         return False
-
-
-def _refuse_sources(sources: Mapping[str, Path], replaced: Iterable[Path]) -> None:
-    """Refuse to replace the files that the values come from: the tensors over them would be lost."""
-    known = {place for path in replaced for place in _places(path)}
-    for name, source in sources.items() if known else ():
-        if not known.isdisjoint(_places(source)):
-            raise ForeignFileError(
-                f"{name!r} refers to {source}, which saving here would replace: save to another folder"
-            )
-
-
-def _places(path: Path) -> Iterator[tuple[int, int]]:
-    with suppress(OSError):
-        status = os.stat(path)
-        yield status.st_dev, status.st_ino

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import JournalError, MapError, MetaTensorError, WriteError
+from offload.errors import ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
 from offload.journal import RUNS, Journal, Run, marks_of, source_of
 from offload.memory import count_freed
 from offload.progress import progress_in_bytes
@@ -102,6 +102,7 @@ def map_values(
 
     Raises:
         MapError: `fn` failed; the message names the tensor. Those before it are done.
+        ArgumentTypeError: `fn` did not return a tensor; likewise.
         JournalError: the journal is of another run, or there is no folder for one.
         ShapeMismatchError, DtypeMismatchError: of what `fn` returned; those before it are done.
         ValueError: a pattern or class selects nothing.
@@ -114,8 +115,8 @@ def map_values(
     """
     if workers < 1:
         raise ValueError(f"workers should be 1 or more, not {workers}")
-    values = _selected(_values_of(model_or_tensors), select, model_or_tensors)
-    book = _book_for(values, fn, resume)
+    values = _selected(values_of(model_or_tensors), select, model_or_tensors)
+    book = book_for(values, _name_of_run(fn, resume), resume=bool(resume))
     before = [value.name for value in values if book.has(value)]
     todo = [value for value in values if not book.has(value)]
     with book.kept_up(), _bar(sum(value.nbytes for value in todo), shown=progress) as advance:
@@ -171,7 +172,7 @@ def _stored(result: Any, name: str, folder: Path | None) -> Any:
 # The values
 
 
-class _Value:
+class Value:
     """A distinct value: a slot, and other tensors over the same bytes."""
 
     def __init__(self, slot: Slot) -> None:
@@ -279,20 +280,20 @@ class _Value:
         return tensor._is_part() and not tensor._file_handle().owned
 
 
-def _values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[_Value]:
+def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Value]:
     if isinstance(model_or_tensors, nn.Module):
         slots: Iterable[Slot] = (slot for slot in tensor_slots(model_or_tensors) if slot.keys)
     elif isinstance(model_or_tensors, MutableMapping):
         slots = _slots_of(model_or_tensors)
     else:
         raise TypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
-    values: dict[Hashable, _Value] = {}
+    values: dict[Hashable, Value] = {}
     for slot in slots:
         key = _bytes_of(slot.tensor)
         if key in values:
             values[key].add(slot)
         else:
-            values[key] = _Value(slot)
+            values[key] = Value(slot)
     empty = [value.name for value in values.values() if is_meta(value.tensor)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data, {empty[0]!r} is one: load them first")
@@ -328,12 +329,12 @@ def _bytes_of(tensor: torch.Tensor) -> Hashable:
 # Which of them
 
 
-def _selected(values: list[_Value], select: Select, source: Any) -> list[_Value]:
+def _selected(values: list[Value], select: Select, source: Any) -> list[Value]:
     if select is None:
         return values
     if callable(select) and not isinstance(select, type):
         return [value for value in values if select(value.name, value.tensor)]
-    found: dict[int, _Value] = {}
+    found: dict[int, Value] = {}
     for wanted in [select] if isinstance(select, str | type) else select:
         meant = [value for value in values if _is_meant(value, wanted, source)]
         if not meant:
@@ -343,7 +344,7 @@ def _selected(values: list[_Value], select: Select, source: Any) -> list[_Value]
     return [value for value in values if id(value) in found]
 
 
-def _is_meant(value: _Value, wanted: str | type[nn.Module], source: Any) -> bool:
+def _is_meant(value: Value, wanted: str | type[nn.Module], source: Any) -> bool:
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.slot.names)
     if not isinstance(source, nn.Module):
@@ -354,7 +355,7 @@ def _is_meant(value: _Value, wanted: str | type[nn.Module], source: Any) -> bool
 # What is done
 
 
-class _Book:
+class Book:
     """Which values a run has done, and what their files are to say of it; without a journal, nothing."""
 
     def __init__(self, journal: Journal | None = None, run: Run | None = None) -> None:
@@ -371,7 +372,7 @@ class _Book:
         """What `resume` takes to go on."""
         return None if self._run is None else self._run.name
 
-    def has(self, value: _Value) -> bool:
+    def has(self, value: Value) -> bool:
         """Whether the run has done it."""
         return self._run is not None and (self._run.key in value.marks or value.name in self._run.kept)
 
@@ -397,22 +398,29 @@ class _Book:
         self._journal.write()
 
 
-def _book_for(values: list[_Value], fn: Function, resume: bool | str) -> _Book:
-    name = _name_of_run(fn, resume)
+def book_for(values: Iterable[Value], name: str, *, resume: bool, goes_on: bool = False) -> Book:
+    """The book of a new run over values, or of the one of that name; what the latter has stored is taken up.
+
+    `goes_on` is as for `Journal.begun`.
+
+    Raises:
+        JournalError: see `Journal.begun` and `Journal.resumed`; or the values are in no folder, or in several.
+    """
     folders = {value.folder for value in values} - {None}
     if len(folders) != 1:
         if not resume:
-            return _Book()
+            return Book()
         where = f"{len(folders)} folders" if folders else "memory or in a private folder, which go with the process"
         raise JournalError(f"{name!r} can't be resumed: its values are in {where}. Load them with one offload_dir.")
     folder = named_folder(folders.pop())  # type: ignore[arg-type]
     journal, sources = Journal.open(folder), {value.name: value.source for value in values}
     if not resume:
-        return _Book(journal, journal.begun(name, sources, (key for value in values for key in value.marks)))
+        marks = (key for value in values for key in value.marks)
+        return Book(journal, journal.begun(name, sources, marks, goes_on=goes_on))
     run = journal.resumed(name, sources)
     for value in values:
         value.adopt(run.key)
-    return _Book(journal, run)
+    return Book(journal, run)
 
 
 def _name_of_run(fn: Function, resume: bool | str) -> str:
@@ -438,7 +446,7 @@ class _Walk:
     """A function on its way over values."""
 
     fn: Function
-    book: _Book
+    book: Book
     done: int
     most: int
     advance: Callable[[int], object]
@@ -449,7 +457,7 @@ class _Walk:
 
     @torch.inference_mode(False)  # tensors of that mode could not be trained later
     @torch.no_grad()
-    def see(self, value: _Value) -> None:
+    def see(self, value: Value) -> None:
         """Do one value, and note it."""
         nbytes, given = value.nbytes, value.tensor.detach()
         version = given._version
@@ -465,11 +473,17 @@ class _Walk:
 
     def _called(self, name: str, given: torch.Tensor) -> torch.Tensor:
         try:
-            return self.fn(name, given)
+            new = self.fn(name, given)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(f"interrupted at {name!r}: {self._so_far()}") from error
         except Exception as error:
             raise MapError(f"fn failed at {name!r} ({type(error).__name__}: {error}): {self._so_far()}") from error
+        if not isinstance(new, torch.Tensor):
+            raise ArgumentTypeError(
+                f"fn gave {'None' if new is None else f'a {type(new).__name__}'} for {name!r}: it should return the "
+                f"new value, or the very tensor that it was given to leave it alone. {self._so_far()}"
+            )
+        return new
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
@@ -477,7 +491,7 @@ class _Walk:
         return f"{done} of {self.most} values are done, and stay{way_on}"
 
 
-def _for_each(values: list[_Value], see: Callable[[_Value], None], workers: int) -> None:
+def _for_each(values: list[Value], see: Callable[[Value], None], workers: int) -> None:
     if workers == 1:
         for value in values:
             see(value)

@@ -65,6 +65,10 @@ def test_one_word_is_for_every_tensor() -> None:
     assert {"a.weight": Place(True, CPU), "b": Place(True, CPU)} == places(["a.weight", "b"], "disk:cpu")
 
 
+def test_no_map_is_the_memory_of_the_cpu() -> None:
+    assert {"a.weight": Place(False, CPU)} == places(["a.weight"], None)
+
+
 def test_the_longest_prefix_wins() -> None:
     device_map = {"": "cpu", "model": "meta", "model.layers.1": "disk:cpu"}
 
@@ -98,6 +102,8 @@ def test_an_unknown_word_is_named_with_its_module(word: object) -> None:
         ("cpuu", "cpu"),
         ("met", "meta"),
         ("gpu0", None),
+        ("cuda:99", None),  # torch knows such devices, and has none here
+        ("hpu", None),
     ],
 )
 def test_what_was_probably_meant_is_suggested(word: str, near: str | None) -> None:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from conftest import contents
-from huggingface_hub import save_torch_model, save_torch_state_dict
+from huggingface_hub import load_torch_model, save_torch_model, save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import offload
 from offload import OffloadedTensor, save_checkpoint
 from offload.checkpoint import open_checkpoint
 from offload.errors import (
-    CheckpointError,
     ForeignFileError,
-    MissingFileError,
     UnknownSubclassError,
     UnsupportedOpError,
     WriteError,
 )
 from offload.storage import write as write_module
 from offload.storage.dtypes import WORDS, dtype_name
-from tests.processes import in_fork, run_script
+from tests.faults import Call, killed_at_each
+from tests.processes import run_script
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
@@ -427,6 +429,26 @@ def test_an_offload_folder_does_not_become_a_checkpoint(tmp_path: Path) -> None:
     assert [1.0, 1.0] == kept.tolist()
 
 
+@pytest.mark.parametrize("before", [8, "5GB"])
+@pytest.mark.parametrize("size", ["5GB", 8])
+def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(
+    tmp_path: Path, before: int | str, size: int | str
+) -> None:
+    """Also where others are saved; what is garbage does not count."""
+    save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, before)
+    live = [offload.load_file(tmp_path)]
+    live.append(live)  # a cycle
+    stood = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match=r"tensors of this process refer to .*another folder"):
+        save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
+
+    assert stood == contents(tmp_path)
+    assert [1.0, 1.0] == live[0]["a"].tolist()
+    del live
+    assert save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
+
+
 @pytest.mark.parametrize("size", ["5GB", 8])
 def test_a_checkpoint_is_not_replaced_by_what_refers_to_it(tmp_path: Path, size: int | str) -> None:
     save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, 8)
@@ -458,6 +480,7 @@ def test_a_mapped_model_is_saved_over_its_own_file(tmp_path: Path) -> None:
 VALUES = {name: torch.full((4,), float(number)) for number, name in enumerate("abcd")}
 OTHERS = {name: value + 10 for name, value in VALUES.items()}
 SIZES = [1000, 16, 32]  # one file, four, two
+PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
 
 
 @pytest.mark.parametrize("before", SIZES)
@@ -490,61 +513,114 @@ def calls(monkeypatch: pytest.MonkeyPatch, what: str, fails_at: int, error: Base
     return seen
 
 
-@pytest.mark.parametrize("before", SIZES)
-@pytest.mark.parametrize("after", SIZES)
-@pytest.mark.parametrize("what", ["pwrite", "fsync", "replace", "link"])
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("what", ["pwrite", "fsync", "replace", "unlink"])
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"]
 )
-def test_whichever_call_fails_the_earlier_checkpoint_stands(
-    tmp_path: Path, before: int, after: int, what: str, error: BaseException
+def test_whichever_call_fails_a_whole_checkpoint_stands(
+    quick_folder: str, before: int, after: int, what: str, error: BaseException
 ) -> None:
-    """Each call in turn. Where files can't be linked that is no failure."""
-    save_checkpoint(VALUES, tmp_path, before)
-    stood = contents(tmp_path)
+    """Each call in turn: the earlier one as it was, or, once the last file is renamed, the new one."""
+    folder = Path(quick_folder)
+    save_checkpoint(VALUES, folder, before)
+    stood = contents(folder)
+    most = {1000: 0, 16: 4, 32: 2}[after]  # renamed files that do not count yet
 
     for fails_at in range(1, 100):
         with pytest.MonkeyPatch.context() as monkeypatch:
             seen = calls(monkeypatch, what, fails_at, error)
+            renamed = [] if what == "replace" else calls(monkeypatch, "replace", 0, error)
             try:
-                save_checkpoint(OTHERS, tmp_path, after)
+                save_checkpoint(OTHERS, folder, after)
             except (WriteError, KeyboardInterrupt):
-                assert stood == contents(tmp_path)
+                if len(renamed) <= most:
+                    assert stood == contents(folder)
+                else:
+                    assert_readers_find_a_whole_one(folder)
+                    save_checkpoint(VALUES, folder, before)
+                    stood = contents(folder)
                 continue
         break
 
-    assert_same(OTHERS, loaded(tmp_path))
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    assert fails_at > 1 or what == "link"
+    assert_same(OTHERS, loaded(folder))
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    assert fails_at > 1 or (what, before, after) == ("unlink", 1000, 1000)
     assert len(seen) >= fails_at - 1
 
 
-@pytest.mark.parametrize("before", SIZES)
-@pytest.mark.parametrize("after", SIZES)
-def test_a_process_that_is_killed_leaves_no_mixture(tmp_path: Path, before: int, after: int) -> None:
-    """At each renaming: there is the old checkpoint, or the new one, or an error. The next one sweeps up."""
-    save_checkpoint(VALUES, tmp_path, before)
-    real = os.replace
+def by_offload(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value.materialize() for name, value in offload.load_file(folder).items()}
 
-    for last in range(10):
 
-        def killed(last: int = last) -> None:
-            seen: list[int] = []
-            os.replace = lambda *args: os._exit(1) if len(seen) == last else (seen.append(0), real(*args))
-            save_checkpoint(OTHERS, tmp_path, after)
+def by_accelerate(folder: Path) -> dict[str, torch.Tensor]:
+    model = nn.ParameterDict({name: torch.zeros_like(value) for name, value in VALUES.items()})
+    accelerate.load_checkpoint_in_model(model, folder)
+    return dict(model.state_dict())
 
-        ended_well = in_fork(killed)
-        with suppress(CheckpointError, MissingFileError):
-            found = offload.load_file(tmp_path)
-            assert VALUES.keys() == found.keys()
-            values = {name: value.materialize() for name, value in found.items()}
-            assert_same(values, VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS)
-        paths = save_checkpoint(VALUES, tmp_path, before)
-        assert sorted(paths) == sorted(tmp_path.iterdir())
-        assert_same(VALUES, loaded(tmp_path))
-        if ended_well:
-            break
-    assert last > 0
+
+def by_hub(folder: Path) -> dict[str, torch.Tensor]:
+    model = nn.ParameterDict({name: torch.zeros_like(value) for name, value in VALUES.items()})
+    load_torch_model(model, folder, strict=True)
+    return dict(model.state_dict())
+
+
+READERS = [by_offload, by_accelerate, by_hub]
+
+
+def assert_readers_find_a_whole_one(folder: Path) -> None:
+    """The earlier values, or the new ones. The hub's own reader wants no file beside a single one."""
+    for read in READERS[:2]:
+        values = read(folder)
+        assert_same(VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS, values)
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_process_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
+    quick_folder: str, before: int, after: int
+) -> None:
+    """At each call that changes files. The next one sweeps up."""
+
+    def begin() -> Path:
+        folder = Path(quick_folder)
+        paths = save_checkpoint(VALUES, folder, before)
+        assert sorted(paths) == sorted(folder.iterdir())
+        return folder
+
+    def check(folder: Path, _: Call) -> None:
+        assert_readers_find_a_whole_one(folder)
+
+    died_at = killed_at_each(begin, lambda folder: save_checkpoint(OTHERS, folder, after), check)
+
+    assert {"os.replace", "os.pwrite", "os.fsync"} <= {call.name for call in died_at}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_other_readers_find_a_checkpoint_that_replaced_another(
+    read: Callable[[Path], dict[str, torch.Tensor]], tmp_path: Path, before: int, after: int
+) -> None:
+    for values, size in ((VALUES, before), (OTHERS, after), (VALUES, after), (OTHERS, before)):
+        save_checkpoint(values, tmp_path, size)
+
+        assert_same(values, read(tmp_path))
+
+
+def test_transformers_loads_and_replaces_shards_that_replaced_others(llama_folder: Path, tmp_path: Path) -> None:
+    """Of the same names, and in other numbers; what transformers then saves leaves no shard of ours."""
+    plain = AutoModelForCausalLM.from_pretrained(llama_folder)
+    for size in ("60KB", "100KB", "100KB"):
+        plain.model.norm.weight.data.add_(1)
+        save_checkpoint(plain, tmp_path, size)
+        plain.config.save_pretrained(tmp_path)
+
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert any(path.name.startswith("model-2-") for path in tmp_path.iterdir())
+    assert_same(dict(plain.state_dict()), dict(found.state_dict()))
+    copy.deepcopy(found).save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == shards
 
 
 def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

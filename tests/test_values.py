@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from functools import partial
 from pathlib import Path
@@ -15,19 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
-from offload import OffloadedTensor, is_offloaded, map_values
+from offload import OffloadedTensor, is_offloaded, journal, map_values
 from offload.errors import (
     DtypeMismatchError,
     JournalError,
     MapError,
     MetaTensorError,
     NameInUseError,
+    OffloadError,
     ShapeMismatchError,
     UnsupportedOpError,
     WriteError,
 )
 from offload.verify import verify
 from tests.conftest import contents
+from tests.faults import killed_at_each
 from tests.processes import run_script
 
 
@@ -255,8 +258,9 @@ def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tm
 
 
 def test_what_is_no_tensor_is_refused_by_name(tmp_path):
-    with pytest.raises(TypeError, match=r"'w': a torch\.Tensor is needed, not NoneType"):
+    with pytest.raises(TypeError, match=r"fn gave None for 'w': .*the very tensor .*0 of 1 values are done") as caught:
         map_values(lambda name, tensor: None, {"w": torch.ones(2)})
+    assert isinstance(caught.value, OffloadError)
     with pytest.raises(TypeError, match="a module or a dictionary of tensors is needed, not list"):
         map_values(double, [torch.ones(2)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers should be 1 or more, not 0"):
@@ -620,6 +624,41 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_pat
     assert said["right"]
     assert 5 == said["killed"]
     assert [] == said["left"]
+
+
+def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(quick_folder, monkeypatch):
+    """At each call that changes files; what was replaced is not given to the function."""
+    monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
+    folder = Path(quick_folder)
+    plain = {name: torch.full((3000,), number + 1.0) for number, name in enumerate("abc")}
+    offload.save_checkpoint(plain, folder / "model")
+
+    def load():
+        return offload.load_file(folder / "model", offload_dir=folder / "values")
+
+    def begin():
+        shutil.rmtree(folder / "values", ignore_errors=True)
+        return load()
+
+    def check(_, call):
+        tensors, seen = load(), []
+
+        def counted(name, tensor):
+            assert torch.equal(plain[name], tensor), name
+            seen.append(name)
+            return tensor * 2
+
+        report = map_values(counted, tensors, resume="double")
+        assert sorted(plain) == sorted([*seen, *report.before])
+        for name, value in plain.items():
+            assert torch.equal(value * 2, tensors[name].materialize()), (name, call)
+
+    def act(tensors):
+        map_values(lambda name, tensor: tensor * 2, tensors, resume="double")
+
+    died_at = killed_at_each(begin, act, check)
+
+    assert {"os.replace", "os.pwrite", "file.write"} <= {call.name for call in died_at}
 
 
 # Beside the original

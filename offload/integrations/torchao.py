@@ -4,15 +4,16 @@ Always true:
 - torchao decides what is quantized, and how: its configurations, filters and handlers are called as they are
 - a quantized weight takes the place of the old value, in its file, as soon as torchao hands it to a module
 - a weight that others are tied to gets a file of its own, as torchao unties it in memory: the others stay
+- the file of a quantized weight says which run has quantized it, so that a run goes on after a kill
 - what this thread quantizes no other thread sees
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from inspect import signature
 from typing import Any, TypeAlias
@@ -21,29 +22,38 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from offload.errors import NameInUseError
-from offload.memory import return_freed
-from offload.pretrained import is_of_transformers, let_quantizer_save, mapped_state
+from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
+from offload.pretrained import is_of_transformers, let_quantizer_save, let_saving_look, mapped_state
+from offload.progress import progress_in_bytes
+from offload.replacing import Replacing
 from offload.saving import in_torchaos_form
-from offload.slots import tensor_slots
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor, dressed
+from offload.values import Book, book_for, values_of
 
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 
 _THEIRS = "TorchAoConfig"
 _log = logging.getLogger("offload")
-_AT_WORK: ContextVar[_Replacing | None] = ContextVar("offload_quantizing", default=None)
+_AT_WORK: ContextVar[_Quantizing | None] = ContextVar("offload_quantizing", default=None)
 
 
 def quantize_(
-    model: nn.Module, config: Any, filter_fn: Filter | None = None, device: torch.device | str | int | None = None
+    model: nn.Module,
+    config: Any,
+    filter_fn: Filter | None = None,
+    device: torch.device | str | int | None = None,
+    *,
+    resume: bool | str = False,
+    progress: bool = True,
 ) -> None:
     """torchao's `quantize_`, of a model whose weights are on disk, and stay there.
 
     Weights are quantized one at a time: in memory is what torchao needs for one. What was quantized before stays as it
     is, so that after an interruption, which leaves a model that works, a second call does the rest; but torchao's
     `FqnToConfig`, which takes no filter, should name what is left.
+
+    Where the weights have an `offload_dir`, a small journal there says what is done. After a kill, load the checkpoint
+    again with that folder and run the same lines with `resume=True`: weights that were quantized are taken from there.
 
     A transformers model is told of it, so that its `save_pretrained` writes a checkpoint that transformers and
     `offload.from_pretrained` load again, where torchao's safetensors form knows the classes of its weights.
@@ -54,11 +64,16 @@ def quantize_(
             then the layers are quantized that transformers would: not its head.
         filter_fn: which modules, by module and full name; None for torchao's choice, the linear layers.
         device: the device to bring a module to first, as torchao has it.
+        resume: go on with the run of this name; True for the only one. If there is none it begins.
+        progress: show a bar, on a terminal.
 
     Raises:
+        ArgumentTypeError: `config` is no configuration of torchao.
         TypeError: a `TorchAoConfig` with a filter, or for another model than one of transformers.
+        MapError: torchao failed on a layer; the message names it. Those before it are done.
+        JournalError: the journal is of another run, or there is no folder for one.
         UnknownSubclassError: a weight became a tensor subclass that is not known; the old value stands.
-        WriteError: the disk is full...; the old value stands. And what torchao raises.
+        WriteError: the disk is full...; the old value stands.
 
     Example:
         >>> import offload
@@ -69,19 +84,58 @@ def quantize_(
         (True, 'Int8Tensor')
     """
     from torchao.quantization import FqnToConfig
-    from torchao.quantization import quantize_ as torchaos
 
+    _refuse_other_configs(config)
     quantizer = _quantizer_for(model, config, filter_fn)
     if type(config).__name__ == _THEIRS:
         config, filter_fn = config.quant_type, _as_by(quantizer, model)
+    book, has_quantized = _book_of(model, resume)
     by_name = isinstance(config, FqnToConfig)  # of which torchao wants no filter
-    with _replacing(model) as replacing, torch.no_grad():
+    chosen = None if by_name else _not_yet(filter_fn or _torchaos_choice())
+    total = sum(map(_nbytes, model.modules()))
+    with _bar(total, shown=progress) as advance, _quantizing(model, book, advance) as quantizing, torch.no_grad():
+        quantizing.has_quantized = has_quantized
         try:
-            torchaos(model, config, None if by_name else _not_yet(filter_fn or _torchaos_choice()), device)
+            with book.kept_up():
+                quantizing.run(model, config, chosen, device)
         finally:
-            replacing.finish()
-            if replacing.has_quantized and quantizer is not None:
+            quantizing.finish()
+            if quantizing.has_quantized and quantizer is not None:
                 _tell(model, quantizer)
+
+
+def _refuse_other_configs(config: Any) -> None:
+    from torchao.core.config import AOBaseConfig
+
+    if not isinstance(config, AOBaseConfig) and type(config).__name__ != _THEIRS:
+        raise ArgumentTypeError(
+            f"config should be a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not "
+            f"{config!r}"
+        )
+
+
+def _book_of(model: nn.Module, resume: bool | str) -> tuple[Book, bool]:
+    """What says which weights are done, and whether some were taken up."""
+    try:
+        values = values_of(model)
+    except MetaTensorError:  # torchao may leave these alone
+        if resume:
+            raise
+        return Book(), False
+    name = resume if isinstance(resume, str) else "quantize_"
+    book = book_for(values, name, resume=bool(resume), goes_on=True)
+    quantized = [value.tensor for value in values if book.has(value) and subclass_value(value.tensor) is not None]
+    for tensor in quantized:
+        tensor.requires_grad_(False)  # as torchao has it
+    return book, bool(quantized)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.itemsize for weight in module._parameters.values() if weight is not None)
+
+
+def _bar(total: int, *, shown: bool) -> Any:
+    return progress_in_bytes(total, "quantizing") if shown else nullcontext(int)
 
 
 def _torchaos_choice() -> Filter:
@@ -104,18 +158,21 @@ def _not_yet(wanted: Filter) -> Filter:
 # Weights
 
 
-class _Replacing:
+class _Quantizing:
     """Puts what replaces a weight on disk where the weight was.
 
     Attributes:
         has_quantized: whether a weight is quantized now that was not.
+        at: the layer that torchao is at.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, book: Book, advance: Callable[[int], object]) -> None:
         self.has_quantized = False
+        self.at = ""
         self._model = model
-        self._slots = tensor_slots(model)  # also keeps the tensors, whose identity tells them apart
-        self._holders = Counter({id(slot.tensor): len(slot.owners) for slot in self._slots})
+        self._book = book
+        self._advance = advance
+        self._places = Replacing(model, "quantized")
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def __call__(self, module: nn.Module, name: str, new: Any) -> Any:
@@ -125,52 +182,57 @@ class _Replacing:
             return None
         prefix = self._names.get(id(module))
         full_name = name if prefix == "" else f"{prefix}.{name}" if prefix else ""
-        return self._stored(old, new, full_name)
+        is_quantized = subclass_value(new) is not None and subclass_value(old) is None
+        self.has_quantized |= is_quantized
+        stored = self._places.stored(old, new, full_name, self._book.key if is_quantized else ())
+        if stored is not None:
+            _log.debug("quantized %s to a %s in %s", full_name, type(new).__name__, stored.offload_path)
+        if is_quantized:
+            self._book.note(full_name, replaced=True)
+        return stored
+
+    def run(self, model: nn.Module, config: Any, chosen: Filter | None, device: Any) -> None:
+        """torchao's own `quantize_`."""
+        from torchao.quantization import quantize_ as torchaos
+
+        def noted(module: nn.Module, name: str) -> bool:
+            self._advance(_nbytes(module))
+            self.at = name
+            return chosen is not None and chosen(module, name)
+
+        try:
+            torchaos(model, config, chosen and noted, device)
+        except OffloadError:
+            raise
+        except Exception as error:
+            at = self.at if chosen else _module_in(error)
+            raise MapError(
+                f"torchao failed at {at!r} ({type(error).__name__}: {error}): those before it are quantized, and stay"
+            ) from error
 
     def finish(self) -> None:
         """Bring to disk what replaced a weight in another way: in a module that took another's place."""
-        before = {name: slot.tensor for slot in self._slots for name in slot.names}
-        for slot in tensor_slots(self._model):
-            old = before.get(slot.name)
-            stored = None if old is None else self._stored(old, slot.tensor, slot.name)
-            if stored is not None:
-                slot.fill(stored)
-
-    def _stored(self, old: torch.Tensor, new: torch.Tensor, name: str) -> torch.Tensor | None:
-        if type(new) is OffloadedTensor:
-            return None
-        self.has_quantized |= subclass_value(new) is not None and subclass_value(old) is None
-        if type(old) is not OffloadedTensor:
-            return None
-        return_freed()  # what torchao computed with
-        if self._holders[id(old)] > 1:
-            self._holders[id(old)] -= 1
-            stored = _beside(old, new, name)
-        else:
-            old.update_values(new.detach(), strict_shape=False, strict_dtype=False)
-            stored = old.detach()  # type: ignore[assignment]
-        _log.debug("quantized %s to a %s in %s", name, type(new).__name__, stored.offload_path)
-        return dressed(stored, requires_grad=new.requires_grad, is_parameter=True)
+        for name in self._places.finish():
+            self.has_quantized |= subclass_value(self._model.get_parameter(name)) is not None
 
 
-def _beside(old: OffloadedTensor, new: torch.Tensor, name: str) -> OffloadedTensor:
-    """`new` in a file of its own, in the folder and under the memory budget of `old`."""
-    handle = old._file_handle()
-    try:
-        stored = OffloadedTensor.from_original_tensor(new.detach(), name or f"{handle.name}.quantized", handle.folder)
-    except NameInUseError:  # the value that they were tied to has this one's name
-        stored = OffloadedTensor.from_original_tensor(new.detach(), f"{name}.quantized", handle.folder)
-    stored._file_handle().pool = handle.pool
-    return stored
+def _module_in(error: Exception) -> str:
+    """The name of the module that torchao was at, which asks no filter for it."""
+    names = [
+        frame.f_locals["module_fqn"]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if "module_fqn" in frame.f_locals
+    ]
+    return str(names[-1]) if names else ""
 
 
 @contextmanager
-def _replacing(model: nn.Module) -> Iterator[_Replacing]:
-    replacing = _Replacing(model)
-    token = _AT_WORK.set(replacing)
-    hook = register_module_parameter_registration_hook(replacing)
+def _quantizing(model: nn.Module, book: Book, advance: Callable[[int], object]) -> Iterator[_Quantizing]:
+    quantizing = _Quantizing(model, book, advance)
+    token = _AT_WORK.set(quantizing)
+    hook = register_module_parameter_registration_hook(quantizing)
     try:
-        yield replacing
+        yield quantizing
     finally:
         hook.remove()
         _AT_WORK.reset(token)
@@ -232,6 +294,7 @@ def _tell(model: Any, quantizer: Any) -> None:
 
 def let_save_quantized(model: Any) -> None:
     """Have `save_pretrained` of a quantized model read its weights where they are; torchao's form copies none."""
+    let_saving_look(model)
     if getattr(model, "quantization_method", None) == "torchao":
         model.hf_quantizer.get_state_dict_and_metadata = _saved
     else:

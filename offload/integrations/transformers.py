@@ -44,6 +44,7 @@ _NOT_HERE = {
     "gguf_file": "GGUF files are not read",
     "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
 }
+_QUANTIZING = ("quantization_config", "load_in_8bit", "load_in_4bit")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -128,12 +129,15 @@ def from_pretrained(
     return (model, info) if output_loading_info else model
 
 
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    if options.get("quantization_config") is not None:
+def _refuse_options(options: dict[str, Any]) -> None:
+    wanted = next((name for name in _QUANTIZING if options.get(name)), None)
+    if wanted is not None:
         raise CheckpointError(
-            "weights are not quantized while they are loaded: load the model, then quantize it on disk with "
-            "offload.quantize_(model, quantization_config)"
+            f"{wanted}: weights are not quantized while they are loaded. Load the model, then quantize it on disk with "
+            "offload.quantize_(model, config) and a configuration of torchao, such as Int8WeightOnlyConfig()"
         )
+    for name in _QUANTIZING:
+        options.pop(name, None)
     for name in _NOT_HERE.keys() & options.keys():
         raise TypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
 

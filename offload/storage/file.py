@@ -87,6 +87,16 @@ class TensorFile:
         return cls(path, Identity.of(status), parse(head[8:], status.st_size))
 
     @classmethod
+    def is_open(cls, path: str | os.PathLike[str]) -> bool:
+        """Whether somebody in this process has the file that is at `path` now."""
+        known = _OPENED.get(Path(os.path.abspath(path)))
+        if known is None:
+            return False
+        with suppress(OSError):
+            return known.identity == Identity.of(os.stat(path))
+        return False
+
+    @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
         """The file at `path`, which has no header: its one value lies as `entry` says, and other bytes may follow it.
 

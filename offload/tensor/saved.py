@@ -7,13 +7,17 @@ Always true:
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.errors import ForeignFileError
+from offload.storage.file import TensorFile
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
@@ -70,6 +74,32 @@ def identity_of(tensor: torch.Tensor) -> Hashable:
 def file_of(tensor: torch.Tensor) -> Path | None:
     """The file that an offloaded tensor is over."""
     return tensor.offload_path if type(tensor) is OffloadedTensor else None
+
+
+def refuse_sources(sources: Mapping[str, Path], replaced: Iterable[Path]) -> None:
+    """Raises `ForeignFileError` if one of the files that values come from, by name, is one that is to be replaced."""
+    known = {place for path in replaced for place in _places(path)}
+    for name, source in sources.items() if known else ():
+        if not known.isdisjoint(_places(source)):
+            raise ForeignFileError(
+                f"{name!r} refers to {source}, which saving here would replace: save to another folder"
+            )
+
+
+def refuse_referenced(replaced: Iterable[Path]) -> None:
+    """Raises `ForeignFileError` if a live tensor refers to one of the files that are to be replaced."""
+    for path in replaced:
+        if TensorFile.is_open(path) and gc.collect() >= 0 and TensorFile.is_open(path):
+            raise ForeignFileError(
+                f"tensors of this process refer to {path}, which saving here would replace: save to another folder, or "
+                "let go of them first"
+            )
+
+
+def _places(path: Path) -> Iterator[tuple[int, int]]:
+    with suppress(OSError):
+        status = os.stat(path)
+        yield status.st_dev, status.st_ino
 
 
 def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -167,6 +167,20 @@ def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind: str, 
     assert_same_state(plain, type(plain).from_pretrained(tmp_path, torch_dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("shard", [None, "20KB"])
+def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard: str | None, tmp_path: Path) -> None:
+    """diffusers would remove shards before it has read the weights."""
+    autoencoder().save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
+    model = offload.load_checkpoint_and_dispatch(autoencoder(), tmp_path)
+    before = contents(tmp_path)
+
+    with pytest.raises(offload.errors.ForeignFileError, match=r"refers to .*save to another folder"):
+        model.save_pretrained(tmp_path, max_shard_size="50KB")
+
+    assert before == contents(tmp_path)
+    model.save_pretrained(tmp_path / "elsewhere")
+
+
 def test_an_unet_trains_on_disk() -> None:
     """Gradients, and an optimizer's step through them, with activations computed again."""
     losses, models = [], []

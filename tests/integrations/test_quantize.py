@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -12,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import contents
 from torch import nn
 
 import offload
-from offload import OffloadedTensor
-from offload.errors import UnknownSubclassError, WriteError
+from offload import OffloadedTensor, journal
+from offload.errors import JournalError, MapError, OffloadError, UnknownSubclassError, WriteError
 from offload.storage import subclasses
 from offload.storage.file import TensorFile
+from tests.faults import Call, killed_at_each
 from tests.processes import run_script
 from tests.quantized import IN_TORCHAOS_FORM, WEIGHT_ONLY, identical
 
@@ -197,7 +202,7 @@ def test_an_offload_folder_keeps_weights_of_any_class(folder: Path, tmp_path: Pa
     again = offload.from_pretrained(folder)
     again.load_state_dict(offload.load_file(tmp_path), assign=True, strict=False)
 
-    assert {f"{name}.safetensors" for name in names} == set(os.listdir(tmp_path))
+    assert {f"{name}.safetensors" for name in names} == {path.name for path in tmp_path.glob("[!.]*")}
     assert torch.equal(logits(found), logits(again))
 
 
@@ -291,7 +296,7 @@ def test_a_module_that_takes_anothers_place_is_brought_to_disk(tmp_path: Path) -
     offload.quantize_(model, Swapped())
 
     assert identical(expected.weight.detach(), model[0].weight.materialize())
-    assert ["0.weight.safetensors", "1.weight.safetensors"] == sorted(os.listdir(tmp_path))
+    assert ["0.weight.safetensors", "1.weight.safetensors"] == sorted(path.name for path in tmp_path.glob("[!.]*"))
 
 
 # One by one
@@ -322,14 +327,112 @@ def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_re
     assert_same(expected, model)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_run_goes_on_in_another_process(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """From the checkpoint: what was quantized is taken from the folder, and is not written again."""
+    expected = in_memory(folders[kind])
+    torchao.quantize_(expected, int8())
+    chosen = [name for name, module in expected.named_modules() if isinstance(module, nn.Linear)]
+    first = offload.from_pretrained(folders[kind], offload_dir=tmp_path)
+    some = chosen[:3]
+    offload.quantize_(first, int8(), lambda _, name: name in some)
+    journal = json.loads((tmp_path / ".offload-journal").read_text())
+    journal["runs"][0]["finished"] = False  # as a kill leaves it
+    (tmp_path / ".offload-journal").write_text(json.dumps(journal))
+    del first
+    gc.collect()  # torchao's layers refer to themselves
+    stood = contents(tmp_path)
+
+    model = offload.from_pretrained(folders[kind], offload_dir=tmp_path)
+    offload.quantize_(model, int8(), resume=True)
+
+    assert_same(expected, model)
+    assert torch.equal(logits(expected), logits(model))
+    done = contents(tmp_path)
+    assert all(done[name] == stood[name] for name in stood if name.endswith(".safetensors"))
+    assert ("torchao", True) == (str(model.quantization_method.value), model.is_quantized)
+
+
+def test_a_run_that_is_finished_is_taken_up(folder: Path, tmp_path: Path) -> None:
+    offload.quantize_(offload.from_pretrained(folder, offload_dir=tmp_path), int8())
+    gc.collect()  # torchao's layers refer to themselves
+    stood = contents(tmp_path)
+
+    model = offload.from_pretrained(folder, offload_dir=tmp_path)
+    offload.quantize_(model, int8(), resume=True)
+
+    done = contents(tmp_path)
+    assert all(done[name] == stood[name] for name in stood if name.endswith(".safetensors"))
+    assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
+
+
+def test_a_process_that_is_killed_goes_on_where_it_was(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each call that changes files; the model is then the one that was not killed."""
+    monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
+    folder = Path(quick_folder)
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8))
+    offload.save_checkpoint(source, folder / "model")
+    expected = copy.deepcopy(source)
+    torchao.quantize_(expected, int8())
+
+    def begin() -> nn.Module:
+        shutil.rmtree(folder / "values", ignore_errors=True)
+        return load()
+
+    def load() -> nn.Module:
+        empty = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8)).to("meta")
+        return offload.load_checkpoint_and_dispatch(empty, folder / "model", offload_dir=folder / "values")
+
+    def check(_: nn.Module, call: Call) -> None:
+        model = load()
+        offload.quantize_(model, int8(), resume=True)
+        for name, parameter in expected.named_parameters():
+            found = model.get_parameter(name)
+            assert identical(parameter.detach(), found.materialize()), (name, call)
+        for layer in model:
+            vars(layer).pop("extra_repr", None)  # torchao's, by which a layer refers to itself
+
+    died_at = killed_at_each(begin, lambda model: offload.quantize_(model, int8()), check)
+
+    assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
+
+
+def test_without_a_folder_a_run_is_not_resumed(folder: Path) -> None:
+    with pytest.raises(JournalError, match=r"'quantize_' can't be resumed: .*Load them with one offload_dir"):
+        offload.quantize_(offload.from_pretrained(folder), int8(), resume=True)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
+    """Here a group that does not divide the columns."""
+    config = torchao.IntxWeightOnlyConfig(torch.int4, granularity=torchao.PerGroup(32))
+    model = offload.disk_offload(nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(50, 8)))
+    if by_name:
+        config = torchao.FqnToConfig({"0": config, "2": config})
+
+    with pytest.raises(MapError, match=r"torchao failed at '2' \(AssertionError: .*those before it are quantized"):
+        offload.quantize_(model, config)
+
+    assert "IntxUnpackedToInt8Tensor" == type(model[0].weight.materialize()).__name__
+    assert offload.is_offloaded(model[2].weight)
+
+
+@pytest.mark.parametrize("config", ["int8", torch.int8, None, lambda layer: layer], ids=str)
+def test_what_is_no_configuration_is_told(config: Any) -> None:
+    with pytest.raises(TypeError, match=r"a configuration of torchao, such as .*Int8WeightOnlyConfig") as caught:
+        offload.quantize_(nn.Linear(2, 2), config)
+
+    assert isinstance(caught.value, OffloadError)
+
+
 def test_a_failed_write_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 64)), tmp_path)
     before = model[1].weight.materialize()
-    replace, calls = os.replace, []
+    replace = os.replace
 
     def fails_at_the_second(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2:
+        if args[1].name == "1.weight.safetensors":
             raise OSError(28, "No space left on device")
         replace(*args)
 
@@ -339,7 +442,8 @@ def test_a_failed_write_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest
 
     assert "Int8Tensor" == type(model[0].weight.materialize()).__name__
     assert torch.equal(before, model[1].weight.materialize())
-    assert sorted(f"{name}.safetensors" for name, _ in model.named_parameters()) == sorted(os.listdir(tmp_path))
+    assert {f"{name}.safetensors" for name, _ in model.named_parameters()} == {p.name for p in tmp_path.glob("[!.]*")}
+    assert not list(tmp_path.glob(".offload-tmp*"))
 
 
 def test_a_class_that_is_not_known_is_named_and_the_old_value_stands(monkeypatch: pytest.MonkeyPatch) -> None:

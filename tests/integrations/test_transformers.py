@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM
 
 import offload
-from offload.errors import CheckpointError, MissingFileError
+from offload.errors import CheckpointError, ForeignFileError, MissingFileError
+from tests.processes import run_script
 
 
 @pytest.fixture
@@ -95,6 +98,24 @@ def test_a_device_map_keeps_some_modules_in_memory(llama_folder: Path, in_memory
     assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
 
 
+def test_no_device_map_loads_into_memory(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
+    """As `None`, their default, means to transformers and accelerate."""
+    found = offload.from_pretrained(llama_folder, device_map=None)
+    filled = offload.load_checkpoint_and_dispatch(LlamaForCausalLM(in_memory.config), llama_folder, device_map=None)
+
+    for model in (found, filled):
+        assert not any(offload.is_offloaded(parameter) for parameter in model.parameters())
+    assert torch.equal(in_memory(tokens).logits, found(tokens).logits)
+
+
+@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
+def test_quantizing_while_loading_is_refused_with_the_way_out(option: str, llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{option}: weights are not quantized.*offload\.quantize_"):
+        offload.from_pretrained(llama_folder, **{option: True})
+
+    assert offload.from_pretrained(llama_folder, **{option: False})
+
+
 def test_an_automatic_map_on_a_machine_without_accelerators(
     llama_folder: Path, in_memory: Any, tokens: torch.Tensor
 ) -> None:
@@ -136,6 +157,59 @@ def test_saving_and_loading_again_gives_the_same_values(llama_folder: Path, tmp_
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], value.materialize()) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("size", ["5GB", "60KB", "100KB"])
+def test_a_model_is_not_saved_over_the_files_that_it_refers_to(
+    size: str, llama_folder: Path, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    """Nor is what transformers would remove first; nor by a copy of it, with values of its own."""
+    shutil.copytree(llama_folder, tmp_path / "llama")
+    model = offload.from_pretrained(tmp_path / "llama")
+    before, expected = contents(tmp_path / "llama"), model(tokens).logits
+
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(ForeignFileError, match=r"refer.* to .*save to another folder"):
+            one.save_pretrained(tmp_path / "llama", max_shard_size=size)
+
+    assert before == contents(tmp_path / "llama")
+    assert torch.equal(expected, model(tokens).logits)
+    model.save_pretrained(tmp_path / "elsewhere", max_shard_size=size)
+    model.save_pretrained(save_directory=tmp_path / "elsewhere", max_shard_size=size)
+    assert torch.equal(expected, AutoModelForCausalLM.from_pretrained(tmp_path / "elsewhere")(tokens).logits)
+
+
+def test_a_pickled_model_saves_itself_without_offload(llama_folder: Path, tmp_path: Path) -> None:
+    model = offload.from_pretrained(llama_folder)
+    expected = weakref.ref(model)
+    torch.save(model, tmp_path / "model.pt")
+    del model
+    script = """
+        import sys, torch
+        sys.modules["offload"] = None
+        model = torch.load(sys.argv[1] + "/model.pt", weights_only=False)
+        model.save_pretrained(sys.argv[1] + "/saved")
+    """
+
+    run_script(script, tmp_path)
+
+    assert expected() is None
+    found = offload.load_file(tmp_path / "saved")
+    for name, value in offload.load_file(llama_folder).items():
+        assert torch.equal(value.materialize(), found[name].materialize())
+
+
+def test_an_adapter_may_be_saved_beside_the_model_that_it_is_for(llama_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_folder, tmp_path / "llama")
+    before = contents(tmp_path / "llama")
+    model = offload.from_pretrained(tmp_path / "llama")
+    model.add_adapter(pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]))
+
+    model.save_pretrained(tmp_path / "llama")
+
+    after = contents(tmp_path / "llama")
+    assert all(before[name] == after[name] for name in before if name.startswith("model"))
+    assert (tmp_path / "llama" / "adapter_model.safetensors").is_file()
 
 
 def test_a_checkpoint_of_another_model_is_refused(llama_folder: Path, tmp_path: Path) -> None:

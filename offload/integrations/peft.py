@@ -1,0 +1,320 @@
+"""peft: an adapter merged into a base on disk.
+
+Always true:
+- peft itself computes: each of its layers merges as it does in memory, over a copy of its base's values
+- a merged value takes the place of the old one in one step, in its own file, which then says which layer was merged
+- no layer is merged twice in a run, also after a kill; after a failure the model is without adapters
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from offload.loader import PathLike
+from offload.memory import return_freed
+from offload.progress import progress_in_bytes
+from offload.replacing import Replacing
+from offload.tensor.saved import subclass_value
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.values import Book, MapReport, Value, book_for, values_of
+
+_BLOCK = 1 << 20  # bytes that are read at a time
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STRICT = {"strict_shape": False, "strict_dtype": False}
+
+
+def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = False, progress: bool = True) -> MapReport:
+    """Merge an adapter of peft into its base, layer by layer; values on disk stay on disk.
+
+    The values are those of `PeftModel.from_pretrained(model, adapter).merge_and_unload()`, bit for bit, for every kind
+    of adapter that peft merges: LoRA in all its forms, IA3, LoHa, OFT..., also with `modules_to_save`, trainable tokens
+    and adapted experts. In memory is what peft needs for one layer, and the adapter.
+
+    Where the values have an `offload_dir`, a journal there says which layers are done, and the same lines with `resume`
+    go on after a kill, as with `map_values`.
+
+    Args:
+        model: the base, on disk, in memory, or both; each value stays where it is.
+        adapter: a folder that peft saved, or a name on the hub.
+        resume: go on with the run of this name; True for that of this adapter, by its content.
+        progress: show a bar, on a terminal.
+
+    Returns:
+        What was done, by the names of the base's values.
+
+    Raises:
+        CheckpointError: no adapter there, or one of another model.
+        UnsupportedOpError: peft does not merge adapters of this kind, or the base is quantized. Nothing is changed.
+        MapError: peft failed on a layer; the message names it. Those before it are done.
+        JournalError: the journal is of another run, or there is no folder for one.
+        MetaTensorError, WriteError
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> base = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> config = LoraConfig(target_modules=["0"], init_lora_weights=False)
+        >>> get_peft_model(nn.Sequential(*base), config).save_pretrained("adapter")
+        >>> merge_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "adapter").replaced
+        ('0.weight',)
+    """
+    name = resume if isinstance(resume, str) else _name_of(adapter)
+    values = values_of(model)
+    places = Replacing(model, "merged")
+    kind = _kind_of(adapter)
+    with _as_it_was(model), warnings.catch_warnings():
+        tuner, read = _with_adapter(model, adapter, kind, values, is_resumed=bool(resume))
+        book = book_for(values, name, resume=bool(resume))
+        before = [value.name for value in values if book.has(value)]
+        merging = _Merging(book, {id(value.tensor): value for value in values}, replaced=read)
+        for value in values:
+            merging.values.update((id(other), value) for other in value.others)
+        layers = _layers_of(model)
+        with book.kept_up(), _bar(merging.nbytes_of(layers.values()), shown=progress) as merging.advance:
+            with merging.of(layers):
+                _merged_by(tuner, kind, merging)
+            merging.replaced.extend(places.finish(merging.marks_for_whole()))
+    return MapReport(tuple(name for name in dict.fromkeys(merging.replaced) if name not in before), (), tuple(before))
+
+
+@dataclass
+class _Merging:
+    """Layers of peft on their way into the values of the base."""
+
+    book: Book
+    values: dict[int, Value]
+    advance: Callable[[int], object] = int
+    at: str = ""
+    replaced: list[str] = field(default_factory=list)
+    done: int = 0
+
+    def nbytes_of(self, layers: Any) -> int:
+        return sum(value.nbytes for layer in layers for _, _, value in self._held_by(layer))
+
+    @contextmanager
+    def of(self, layers: Mapping[str, Any]) -> Iterator[None]:
+        """In the block the layers merge in this way."""
+        for name, layer in layers.items():
+            layer.merge = partial(self.merge, layer, name, layer.merge)
+        try:
+            yield
+        finally:
+            for layer in layers.values():
+                del layer.merge
+
+    @torch.no_grad()
+    def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: Any, **options: Any) -> None:
+        """`layer.merge`, over copies of the base's values, of which then those are stored that it has changed."""
+        self.at = name
+        held, mark = list(self._held_by(layer)), f"{self._run} {name}"
+        if self._run and held and all(mark in value.marks for _, _, value in held):
+            return
+        stored: dict[Any, Any] = {(module, key): module._parameters[key] for module, key, _ in held}
+        try:
+            for (module, key), parameter in stored.items():
+                module._parameters[key] = _in_memory(parameter)
+            merge(*args, **options)
+            new: dict[Any, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
+        finally:
+            for (module, key), parameter in stored.items():
+                module._parameters[key] = parameter
+        for module, key, value in held:
+            if mark not in value.marks and not _same_bits(value.tensor, new[module, key]):
+                value.replace(new[module, key], self._marks_for(value, mark), _STRICT)
+                self.replaced.append(value.name)
+                self.book.note(value.name, replaced=True)
+            self.advance(value.nbytes)
+        self.done += 1
+        return_freed()
+
+    def marks_for_whole(self) -> tuple[str, ...]:
+        """What a file says of a value that comes from the adapter as it is."""
+        return (self._run, f"{self._run} whole") if self._run else ()
+
+    @property
+    def _run(self) -> str:
+        return "".join(self.book.key)
+
+    def _marks_for(self, value: Value, mark: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*value.marks, *self.book.key, mark))) if self._run else ()
+
+    def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Value]]:
+        """The base's values that a layer is over."""
+        for module in layer.get_base_layer().modules():
+            for key, parameter in module._parameters.items():
+                if id(parameter) in self.values:
+                    yield module, key, self.values[id(parameter)]
+
+
+def _in_memory(parameter: Any) -> nn.Parameter:
+    copied = parameter.materialize() if is_offloaded(parameter) else parameter.detach().clone()
+    return nn.Parameter(copied, requires_grad=False)
+
+
+def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return False
+    bits = _BITS.get(old.itemsize, old.dtype)  # 0.0 and -0.0 are equal numbers
+    return torch.equal(old.detach().view(bits), new.view(bits))
+
+
+# The adapter
+
+
+def _name_of(adapter: PathLike) -> str:
+    """What a run is called: the same for the same adapter, wherever it lies."""
+    folder = Path(adapter)
+    if not folder.is_dir():
+        return f"merge {adapter}"
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("adapter_*")):
+        found.update(path.name.encode())
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                found.update(block)
+    return f"merge {folder.resolve().name} {found.hexdigest()[:12]}"
+
+
+def _kind_of(adapter: PathLike) -> str:
+    """Which of peft's methods an adapter is of; nothing of the model is touched for that.
+
+    Raises:
+        CheckpointError: there is none.
+        UnsupportedOpError: it can't be merged.
+    """
+    from peft import PeftConfig
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    try:
+        config = PeftConfig.from_pretrained(os.fspath(adapter))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{adapter} should be a folder with an adapter_config.json, as peft saves an adapter, or a name on the hub "
+            f"({error})"
+        ) from error
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if config.is_prompt_learning:
+        raise _unmergeable(kind, "it adds virtual tokens, and changes no weights")
+    if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "merge_and_unload"):
+        raise _unmergeable(kind, "peft has no way to")
+    return kind
+
+
+def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
+    return UnsupportedOpError(f"an adapter of the kind {kind} can't be merged ({why}): run the model with it, as it is")
+
+
+def _with_adapter(
+    model: nn.Module, adapter: PathLike, kind: str, values: list[Value], *, is_resumed: bool
+) -> tuple[Any, list[str]]:
+    """peft's model over the base, and the names of the values that reading the adapter has changed.
+
+    Raises:
+        CheckpointError: it is of another model.
+        UnsupportedOpError: the base is quantized.
+        JournalError: what the adapter is added to comes out of the base as it was: a run can't be resumed.
+    """
+    from peft import PeftModel
+
+    quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
+    if quantized is not None:
+        raise UnsupportedOpError(
+            f"{quantized!r} is quantized, and no adapter is merged into that: merge it into the base that is not, and "
+            "quantize then (offload.quantize_)"
+        )
+    before = [_state_of(value.tensor) for value in values]
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            tuner = PeftModel.from_pretrained(model, os.fspath(adapter)).base_model
+    except OffloadError:
+        raise
+    except (ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
+        raise CheckpointError(f"{adapter} is no adapter for this {type(model).__name__}: {error}") from error
+    read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
+    changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may hold whole biases
+    if is_resumed and changed is not None:
+        raise JournalError(
+            f"{adapter} changes {changed!r} of the base when it is read ({kind}), so that a merge of it can't be "
+            "resumed: load the base anew, and call merge_lora without resume"
+        )
+    return tuner, read
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    identity = tensor._file_handle().file.identity if isinstance(tensor, OffloadedTensor) else None
+    return identity, tensor._version
+
+
+def _layers_of(model: nn.Module) -> dict[str, Any]:
+    """The layers that peft has put over those of the base."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def _merged_by(tuner: Any, kind: str, merging: _Merging) -> None:
+    try:
+        warnings.simplefilter("ignore")  # of peft, that embeddings are untied: the page says it
+        tuner.merge_and_unload()
+    except OffloadError:
+        raise
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"interrupted at {merging.at!r}: {_so_far(merging)}") from error
+    except Exception as error:
+        if not merging.done:
+            raise _unmergeable(kind, f"peft says at {merging.at!r}: {type(error).__name__}: {error}") from error
+        raise MapError(
+            f"peft failed at {merging.at!r} ({type(error).__name__}: {error}): {_so_far(merging)}"
+        ) from error
+
+
+def _so_far(merging: _Merging) -> str:
+    way_on = f"resume={merging.book.name!r} goes on from there" if merging.book.name else "load the base anew"
+    return f"{merging.done} layers are merged, and stay; {way_on}"
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """What peft changes of a model beside its values is put back: the layers, if it failed, and its flags."""
+    grads = {name: tensor.requires_grad for name, tensor in model.named_parameters(remove_duplicate=False)}
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        _unload(model)
+        for module, was in training:
+            module.training = was
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            tensor.requires_grad_(grads.get(name, tensor.requires_grad))
+
+
+def _unload(model: nn.Module) -> None:
+    """Put the base's own modules back where peft's still are."""
+    layers = _layers_of(model)
+    wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "original_module")}
+    for name, module in {**layers, **wrapped}.items():
+        parent_name, _, attribute = name.rpartition(".")
+        try:
+            parent = model.get_submodule(parent_name)
+        except AttributeError:  # it was inside another one
+            continue
+        own = module.original_module if name in wrapped else module.get_base_layer()
+        setattr(parent, attribute, own)
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+def _bar(total: int, *, shown: bool) -> Any:
+    return progress_in_bytes(total, "merging") if shown else nullcontext(int)

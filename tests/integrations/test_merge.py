@@ -1,0 +1,332 @@
+"""Adapters merged into bases on disk: as peft merges in memory, one value at a time, and once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import contents
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.pytorch_utils import Conv1D
+
+import offload
+from offload import journal
+from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from tests.faults import Call, killed_at_each
+from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, SMALL
+
+MORE: dict[str, Callable[[], Any]] = {
+    "rslora": lambda: LoraConfig(**ONE, **NOT_NEUTRAL, use_rslora=True),
+    "patterns": lambda: LoraConfig(
+        r=4,
+        target_modules="all-linear",
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"v_proj": 3},
+        **NOT_NEUTRAL,
+    ),
+    "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj"], init_weights=False),
+    "vblora": lambda: peft.VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4, topk=2),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=["q_proj"], init_weights=False),
+    "randlora": lambda: peft.RandLoraConfig(r=4, target_modules=["q_proj"], init_weights=False),
+    "osf": lambda: peft.OSFConfig(target_modules=["q_proj"]),
+}
+KINDS_THAT_MERGE = KINDS | MORE
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Tiny Llamas: in float32, and in bfloat16 with tied embeddings."""
+    made = {}
+    for tied in (False, True):
+        torch.manual_seed(0)
+        config = LlamaConfig(**SMALL, tie_word_embeddings=tied, dtype="bfloat16" if tied else "float32")
+        made[tied] = tmp_path_factory.mktemp("llama")
+        AutoModelForCausalLM.from_config(config).save_pretrained(made[tied])
+    return made
+
+
+@pytest.fixture
+def folder(folders: dict[bool, Path]) -> Path:
+    return folders[False]
+
+
+def adapter_for(model: nn.Module, config: Any, path: Path) -> Path:
+    """An adapter that changes what comes out, saved."""
+    torch.manual_seed(3)
+    wrapped = get_peft_model(model, config)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    wrapped.save_pretrained(path)
+    return path
+
+
+def merged_in_memory(model: nn.Module, adapter: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+
+
+def assert_same(expected: nn.Module, found: nn.Module) -> None:
+    left, right = dict(expected.state_dict()), offload.materialize(dict(found.state_dict()))
+    assert list(left) == list(right)
+    torch.testing.assert_close(right, left, rtol=0, atol=0)
+    assert [type(module) for module in expected.modules()] == [type(module) for module in found.modules()]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["float32", "tied"])
+@pytest.mark.parametrize("kind", KINDS_THAT_MERGE)
+def test_a_merge_on_disk_is_that_of_peft_in_memory(
+    kind: str, tied: bool, folders: dict[bool, Path], tmp_path: Path
+) -> None:
+    """Bit for bit; what changed is in the user's folder, the checkpoint as it was, and the generator too."""
+    base = folders[tied]
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), KINDS_THAT_MERGE[kind](), tmp_path / "adapter")
+    expected = merged_in_memory(AutoModelForCausalLM.from_pretrained(base), adapter)
+    stood, random = contents(base), torch.get_rng_state()
+    model = offload.from_pretrained(base, offload_dir=tmp_path / "values")
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    report = offload.merge_lora(model, adapter)
+
+    assert_same(expected, model)
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+    written = {key for path in (tmp_path / "values").glob("*.safetensors") for key in load_file(path)}
+    assert written == set(report.replaced)
+    assert flags == {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    assert stood == contents(base)
+    assert torch.equal(random, torch.get_rng_state())
+    assert not hasattr(model, "peft_config")
+
+
+class Mixed(nn.Module):
+    """Layers of all the kinds that peft has an adapter for, some in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.turned = Conv1D(8, 8)
+        self.image = nn.Conv2d(3, 8, 2)
+        self.line = nn.Conv1d(8, 8, 2)
+        self.linear = nn.Linear(8, 4)
+        self.head = nn.Linear(4, 4)
+
+
+LAYERS = {
+    "all": {"target_modules": ["embedding", "image", "line", "linear"]},
+    "turned": {"target_modules": ["turned"], "fan_in_fan_out": True},
+    "biases": {"target_modules": ["linear", "image"], "lora_bias": True},
+    "dora": {"target_modules": ["embedding", "image", "line", "linear"], "use_dora": True},
+    "whole": {"target_modules": ["linear"], "modules_to_save": ["head"]},
+    "all biases": {"target_modules": ["linear"], "bias": "all"},
+}
+
+
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_of_all_kinds_merge_as_in_memory(kind: str, place: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = Mixed()
+    offload.save_checkpoint(source, tmp_path / "model")
+    adapter = adapter_for(source, LoraConfig(r=2, **LAYERS[kind], **NOT_NEUTRAL), tmp_path / "adapter")
+    plain, model = Mixed(), Mixed()
+    offload.load_checkpoint_in_model(plain, tmp_path / "model", "cpu")
+    offload.load_checkpoint_in_model(model, tmp_path / "model", {"": "disk", "linear": place})
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+
+    report = offload.merge_lora(model, adapter)
+
+    expected = merged_in_memory(plain, adapter)
+    assert_same(expected, model)
+    assert {name for name, value in expected.state_dict().items() if not torch.equal(before[name], value)} == set(
+        report.replaced
+    )
+    assert (place == "disk") == offload.is_offloaded(model.linear.weight)
+
+
+def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path) -> None:
+    """`target_parameters`: two of one module."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path / "model")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names, **NOT_NEUTRAL)
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), config, tmp_path / "adapter")
+    model = offload.from_pretrained(tmp_path / "model", offload_dir=tmp_path / "values")
+
+    report = offload.merge_lora(model, adapter)
+
+    assert_same(merged_in_memory(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), adapter), model)
+    assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
+    assert 6 == len(report.replaced)
+
+
+# Once
+
+
+def three() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 4))
+
+
+def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(
+    quick_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each call that changes files; also where a bias is merged after its weight."""
+    monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
+    folder = Path(quick_folder)
+    torch.manual_seed(0)
+    source = three()
+    offload.save_checkpoint(source, folder / "model")
+    config = LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"], lora_bias=True, **NOT_NEUTRAL)
+    adapter = adapter_for(source, config, folder / "adapter")
+    plain = three()
+    offload.load_checkpoint_in_model(plain, folder / "model", "cpu")
+    expected = merged_in_memory(plain, adapter)
+
+    def load() -> nn.Module:
+        return offload.load_checkpoint_and_dispatch(three().to("meta"), folder / "model", offload_dir=folder / "values")
+
+    def begin() -> nn.Module:
+        shutil.rmtree(folder / "values", ignore_errors=True)
+        return load()
+
+    def check(_: nn.Module, call: Call) -> None:
+        model = load()
+        offload.merge_lora(model, adapter, resume=True)
+        assert_same(expected, model)
+
+    died_at = killed_at_each(begin, lambda model: offload.merge_lora(model, adapter), check)
+
+    assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
+    model = load()
+    report = offload.merge_lora(model, adapter, resume=True)
+    assert ((), {"0.weight", "0.bias", "2.weight", "2.bias"}) == (report.replaced, set(report.before))
+    assert_same(expected, model)
+
+
+def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
+    """It may be moved between a kill and the next run; another one is another run."""
+    config = LoraConfig(**ONE, **NOT_NEUTRAL)
+    first = adapter_for(AutoModelForCausalLM.from_pretrained(folder), config, tmp_path / "adapter")
+    model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
+    offload.merge_lora(model, first, resume=True)
+    shutil.move(first, tmp_path / "moved" / "adapter")
+
+    assert () == offload.merge_lora(model, tmp_path / "moved" / "adapter", resume=True).replaced
+    state = load_file(tmp_path / "moved" / "adapter" / "adapter_model.safetensors")
+    save_file({key: value + 1 for key, value in state.items()}, tmp_path / "moved/adapter/adapter_model.safetensors")
+    assert 2 == len(offload.merge_lora(model, tmp_path / "moved" / "adapter", resume=True).replaced)
+
+
+def failing_at(layer: nn.Module, error: BaseException) -> None:
+    """Have a layer's weight refuse to be read."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    layer.weight.materialize = fail
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ValueError("no"), MapError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_after_a_failure_the_base_is_without_adapters_and_the_rest_can_be_done(
+    error: BaseException, kind: type[BaseException], tmp_path: Path
+) -> None:
+    source = three()
+    offload.save_checkpoint(source, tmp_path / "model")
+    adapter = adapter_for(source, LoraConfig(r=2, target_modules=["0", "1"], **NOT_NEUTRAL), tmp_path / "adapter")
+    plain = three()
+    offload.load_checkpoint_in_model(plain, tmp_path / "model", "cpu")
+    model = offload.load_checkpoint_and_dispatch(
+        three().to("meta"), tmp_path / "model", offload_dir=tmp_path / "values"
+    )
+    failing_at(model[1], error)
+
+    with pytest.raises(kind, match=r"at '1'.*1 layers are merged, and stay; resume='merge adapter \w+' goes on"):
+        offload.merge_lora(model, adapter)
+    assert [nn.Linear] * 3 == [type(layer) for layer in model]
+    assert model(torch.ones(6)).isfinite().all()
+    del model[1].weight.materialize
+    with pytest.raises(JournalError, match="resume=True"):
+        offload.merge_lora(model, adapter)
+    offload.merge_lora(model, adapter, resume=True)
+
+    assert_same(merged_in_memory(plain, adapter), model)
+
+
+# Refused
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "PREFIX_TUNING": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "POLY": lambda: peft.PolyConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "ADAPTION_PROMPT": lambda: peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_peft_does_not_merge_is_refused_by_name(kind: str, folder: Path, tmp_path: Path) -> None:
+    """And the model is as it was."""
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), REFUSED[kind]()).save_pretrained(tmp_path / "adapter")
+    model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
+    kinds = [type(module) for module in model.modules()]
+
+    with pytest.raises(UnsupportedOpError, match=f"of the kind {kind} can't be merged"):
+        offload.merge_lora(model, tmp_path / "adapter")
+
+    assert kinds == [type(module) for module in model.modules()]
+    assert not list((tmp_path / "values").glob("*.safetensors"))
+
+
+def test_a_merge_that_reads_into_the_base_is_not_resumed(folder: Path, tmp_path: Path) -> None:
+    """PiSSA takes its first factors out of the base whenever it is loaded."""
+    adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), KINDS["pissa"](), tmp_path / "adapter")
+
+    with pytest.raises(
+        JournalError, match=r"changes 'model.layers.0.self_attn.q_proj.weight' of the base when it is read \(LORA\)"
+    ):
+        offload.merge_lora(offload.from_pretrained(folder, offload_dir=tmp_path / "v"), adapter, resume=True)
+
+
+def test_a_quantized_base_is_refused(folder: Path, tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    adapter = adapter_for(
+        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "adapter"
+    )
+    model = offload.from_pretrained(folder)
+    offload.quantize_(model, torchao.Int8WeightOnlyConfig())
+
+    with pytest.raises(UnsupportedOpError, match=r"is quantized.*merge it into the base that is not"):
+        offload.merge_lora(model, adapter)
+
+    assert "LlamaAttention" == type(model.model.layers[0].self_attn).__name__
+    assert nn.Linear is type(model.model.layers[0].self_attn.q_proj)
+
+
+def test_an_adapter_of_another_model_and_no_adapter_at_all_are_told(folder: Path, tmp_path: Path) -> None:
+    adapter = adapter_for(
+        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "adapter"
+    )
+    smaller = LlamaConfig(**{**SMALL, "hidden_size": 32}, tie_word_embeddings=False)
+    other = offload.disk_offload(AutoModelForCausalLM.from_config(smaller))
+
+    with pytest.raises(CheckpointError, match="is no adapter for this LlamaForCausalLM"):
+        offload.merge_lora(other, adapter)
+    with pytest.raises(CheckpointError, match="is no adapter for this Sequential"):
+        offload.merge_lora(three(), adapter)
+    with pytest.raises(CheckpointError, match=r"should be a folder with an adapter_config.json"):
+        offload.merge_lora(other, tmp_path)
+
+    assert nn.Linear is type(other.model.layers[0].self_attn.q_proj)
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "NOVEL"}))
+    with pytest.raises(OffloadError):
+        offload.merge_lora(other, adapter)
