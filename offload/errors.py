@@ -8,6 +8,8 @@ Always true:
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "BudgetError",
     "CacheError",
     "ChangedFileError",
@@ -37,6 +39,14 @@ __all__ = [
 
 class OffloadError(Exception):
     """Base of every error that `offload` raises on purpose."""
+
+
+class ArgumentError(OffloadError, ValueError):
+    """An argument of the right type whose value can't be used."""
+
+
+class ArgumentTypeError(OffloadError, TypeError):
+    """An argument of the wrong type."""
 
 
 class UnsupportedOpError(OffloadError, NotImplementedError):

@@ -52,7 +52,7 @@ from offload.slots import (
     tied_slots,
 )
 from offload.storage.handle import Handle
-from offload.tensor.arguments import checked_device, floating_dtype
+from offload.tensor.arguments import checked_device, floating_dtype, refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handles
@@ -216,6 +216,7 @@ def disk_offload(
 
     Raises:
         MetaTensorError: some parameters have no data.
+        UnknownSubclassError: a parameter is of a class of its own that can't be stored; nothing is changed.
         WriteError, ForeignFileError, NameInUseError
         MissingFileError, CorruptFileError, ShapeMismatchError: of what accelerate's hooks hold.
 
@@ -231,6 +232,9 @@ def disk_offload(
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
+    for slot in slots:
+        if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
+            refuse_other_class(slot.tensor, slot.name)
     device = None if execution_device is None else checked_device(execution_device)
     placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)

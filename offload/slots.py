@@ -19,6 +19,7 @@ from offload.device_map import Place
 from offload.hooks import Held, origin_of, read_held
 from offload.memory import uncollected
 from offload.progress import progress
+from offload.tensor.attributes import carry_attributes
 from offload.tensor.wrapper import OffloadedTensor, PathLike, dressed, is_offloaded
 
 
@@ -49,6 +50,7 @@ class Slot:
         with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
+        carry_attributes(self.tensor, tensor)
         for members, name in self.owners:
             members[name] = tensor
         self.tensor = tensor
@@ -130,7 +132,7 @@ def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tens
     if isinstance(tensor, DeferredTensor):
         return brought(tensor, slot.name, place, offload_dir)
     if place.on_disk and not is_offloaded(tensor):
-        tensor = OffloadedTensor.from_original_tensor(tensor.detach(), slot.name, offload_dir)
+        tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir)
     elif not place.on_disk and is_offloaded(tensor):
         tensor = tensor.materialize()  # type: ignore[attr-defined]
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)

@@ -33,7 +33,7 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import named_folder
 from offload.storage.handle import Handle
 from offload.storage.names import file_name
-from offload.tensor.arguments import refuse_other_kind, refuse_unstorable
+from offload.tensor.arguments import checked_dense, refuse_other_class, refuse_other_kind
 from offload.tensor.cuts import metadata_of, twin_of
 from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
 
@@ -225,14 +225,14 @@ class _Value:
             replace_value(tensor, new, notes, **strict)
             self._follow(tensor)
             return
-        refuse_unstorable(new, self.name)
-        refuse_other_kind(tensor, new, self.name, **strict)
+        refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
         if isinstance(tensor, OffloadedTensor):
+            refuse_other_class(new, self.name)
             handle = Handle.create(guest_of(new.detach()), self.name, self.folder, notes)
             become(tensor, wrap_handle(handle, tensor._target))
             self._follow(tensor)
         else:
-            self._fill(_own(new.detach()))
+            self._fill(_own(new))
             if marks:
                 setattr(self.tensor, _MARKS, tuple(marks))
 
@@ -296,7 +296,10 @@ def _values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[_
 
 def _own(new: torch.Tensor) -> torch.Tensor:
     """A tensor of its own: what a function returned may be the function's, or another value."""
-    return new.clone() if type(new) is torch.Tensor else new
+    detached = new.detach()
+    if type(detached) is torch.Tensor:
+        return detached.clone() if type(new) in (torch.Tensor, nn.Parameter) else new  # a class that would be lost
+    return detached
 
 
 def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:

@@ -11,6 +11,8 @@ import torch
 from offload.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.modes import plain_world
+from offload.storage.subclasses import refuse_lossy
+from offload.tensor.outside import SeenFromOutside
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
@@ -26,7 +28,27 @@ def only_key(file: TensorFile, key: str | None) -> str:
 
 
 def refuse_unstorable(tensor: object, name: str) -> None:
-    """Refuse what has no dense value to store."""
+    """Refuse what has no dense value, or is more than a file can give back."""
+    refuse_other_class(checked_dense(tensor, name), name)
+
+
+def refuse_other_class(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose class is more than its numbers, unless a file can give it back.
+
+    Raises:
+        UnknownSubclassError
+    """
+    if not isinstance(tensor, SeenFromOutside):
+        refuse_lossy(tensor, name)
+
+
+def checked_dense(tensor: object, name: str) -> torch.Tensor:
+    """`tensor`, which has a dense value.
+
+    Raises:
+        TypeError: it is none.
+        UnsupportedOpError: it is empty, sparse...
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_meta:
@@ -36,6 +58,7 @@ def refuse_unstorable(tensor: object, name: str) -> None:
             f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
             f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
         )
+    return tensor
 
 
 def refuse_without_grad(stored: torch.Tensor, values: torch.Tensor, name: str) -> None:

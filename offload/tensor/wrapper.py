@@ -30,6 +30,7 @@ from offload.storage.modes import plain_world
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable, refuse_without_grad
+from offload.tensor.attributes import carry_attributes, copy_attributes
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
@@ -93,6 +94,7 @@ class OffloadedTensor(SeenFromOutside):
         refuse_unstorable(tensor, name)
         stored = wrap_handle(Handle.create(guest_of(tensor.detach()), name, offload_dir), tensor.device)
         _log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
+        carry_attributes(tensor, stored)
         return _dressed_as(stored, tensor)
 
     @classmethod
@@ -234,7 +236,9 @@ class OffloadedTensor(SeenFromOutside):
     # Copies
 
     def __copy__(self) -> OffloadedTensor:
-        return _dressed_as(self.detach(), self)  # type: ignore[arg-type]
+        copy = _dressed_as(self.detach(), self)  # type: ignore[arg-type]
+        carry_attributes(self, copy)
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedTensor:
         if id(self) in memo:
@@ -248,8 +252,9 @@ class OffloadedTensor(SeenFromOutside):
             memo[id(handle)] = handle.duplicate()
         copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
         memo[id(self)] = copy
-        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as torch has it
-            copy.grad = self.grad.__deepcopy__(memo)
+        if not isinstance(self, torch.nn.Parameter):  # as torch has it
+            copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
+            copy_attributes(self, copy, memo)
         return copy
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

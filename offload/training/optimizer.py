@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from offload.errors import UnsupportedOpError
 from offload.memory import as_bytes, count_freed
 from offload.storage.handle import Handle
+from offload.tensor.arguments import refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
@@ -156,6 +157,7 @@ class _Place:
                 state[key] = old
             else:
                 name = f"{self.names.get(parameter, 'unknown')}.{key}"
+                refuse_other_class(value, name)
                 state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder)
                 del value
                 count_freed(state[key].nbytes)
