@@ -5,6 +5,7 @@
 | `handle` | a stored value, shared by the tensors that are views of it |
 | `file` | a safetensors file, checked and mapped |
 | `write` | put a whole file in place, or leave the old one |
+| `regular` | a file that is to be read: a regular one, and not too large |
 | `folders` | the user's folders, and private ones that vanish |
 | `header` `dtypes` `subclasses` `names` | the format |
 | `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |

@@ -23,10 +23,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError, OffloadError
+from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, OffloadError
 from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
 from offload.storage.locks import ForkSafeLock
+from offload.storage.regular import explained, not_regular, open_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class TensorFile:
         path = Path(os.path.abspath(path))
         status, end = file_status(path), entry.start + entry.layout.nbytes
         if not stat.S_ISREG(status.st_mode):
-            raise _not_a_file(path, status.st_mode)
+            raise not_regular(path, status.st_mode)
         if status.st_size < end:
             raise CorruptFileError(
                 f"{path} is cut off: {entry.key!r}, {entry.layout.dtype} {list(entry.layout.shape)}, "
@@ -149,7 +150,7 @@ class TensorFile:
             MissingFileError, CorruptFileError: the file can't be opened.
             ChangedFileError: another one is there now.
         """
-        fd = _open_descriptor(self.path, flags)
+        fd = open_regular(self.path, flags)
         now = Identity.of(os.fstat(fd))
         if (now if settled else replace(now, modified=self.identity.modified)) == self.identity:
             return fd
@@ -217,11 +218,11 @@ def file_status(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        raise _explained(path, error) from error
+        raise explained(path, error) from error
 
 
 def _read(path: Path) -> tuple[Identity, Header]:
-    fd = _open_descriptor(path, os.O_RDONLY)
+    fd = open_regular(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):  # else the system reads on behind the header, by megabytes on some disks
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -233,7 +234,7 @@ def _read(path: Path) -> tuple[Identity, Header]:
     except OffloadError as error:
         raise CorruptFileError(f"{path} can't be used: {error}. Get the file again.") from error
     except OSError as error:
-        raise _explained(path, error) from error
+        raise explained(path, error) from error
 
 
 def _read_header(file: BinaryIO, size: int) -> Header:
@@ -246,31 +247,6 @@ def _read_header(file: BinaryIO, size: int) -> Header:
         return pickled.read_header(file, size)
     length = header_length(file.read(8), size)
     return parse(file.read(length), size)
-
-
-def _open_descriptor(path: Path, flags: int) -> int:
-    """A descriptor of the regular file at `path`; never waits for somebody at the other end of a pipe."""
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
-        raise _explained(path, error) from error
-    kind = os.fstat(fd).st_mode
-    if stat.S_ISREG(kind):
-        return fd
-    os.close(fd)
-    raise _not_a_file(path, kind)
-
-
-def _not_a_file(path: Path, kind: int) -> CorruptFileError:
-    what = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
-    return CorruptFileError(f"{path} is {what}: a file of tensors was expected")
-
-
-def _explained(path: Path, error: OSError) -> OffloadError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        reason = "the file is missing: it was moved or deleted, or belonged to a process that has ended"
-        return MissingFileError(error.errno, reason, str(path))
-    return CorruptFileError(f"{path} can't be opened: {error.strerror}")
 
 
 def _map(fd: int, path: Path, size: int, *, shared: bool) -> torch.UntypedStorage:
