@@ -132,7 +132,7 @@ def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tens
     if isinstance(tensor, DeferredTensor):
         return brought(tensor, slot.name, place, offload_dir)
     if place.on_disk and not is_offloaded(tensor):
-        tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir)
+        tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir, exist_ok=True)
     elif not place.on_disk and is_offloaded(tensor):
         tensor = tensor.materialize()  # type: ignore[attr-defined]
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)

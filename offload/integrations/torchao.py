@@ -26,6 +26,7 @@ from offload.memory import return_freed
 from offload.pretrained import is_of_transformers, let_quantizer_save, mapped_state
 from offload.saving import in_torchaos_form
 from offload.slots import tensor_slots
+from offload.storage.handle import Handle
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, dressed
 
@@ -157,9 +158,14 @@ def _beside(old: OffloadedTensor, new: torch.Tensor, name: str) -> OffloadedTens
     """`new` in a file of its own, in the folder and under the memory budget of `old`."""
     handle = old._file_handle()
     try:
-        stored = OffloadedTensor.from_original_tensor(new.detach(), name or f"{handle.name}.quantized", handle.folder)
+        return _in_file(new, name or f"{handle.name}.quantized", handle)
     except NameInUseError:  # the value that they were tied to has this one's name
-        stored = OffloadedTensor.from_original_tensor(new.detach(), f"{name}.quantized", handle.folder)
+        return _in_file(new, f"{name}.quantized", handle)
+
+
+def _in_file(new: torch.Tensor, name: str, handle: Handle) -> OffloadedTensor:
+    """`new` in a file beside that of `handle`, and under its memory budget."""
+    stored = OffloadedTensor.from_original_tensor(new.detach(), name, handle.folder, exist_ok=True)
     stored._file_handle().pool = handle.pool
     return stored
 

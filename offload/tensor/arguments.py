@@ -6,9 +6,12 @@ Always true:
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
+
 import torch
 
-from offload.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import ArgumentError, ArgumentTypeError, DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.modes import plain_world
 from offload.storage.subclasses import refuse_lossy
@@ -93,6 +96,34 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """
     with plain_world():
         return torch.empty(0, device=device).device
+
+
+def checked_sizes(shape: int | Sequence[int], *sizes: int) -> tuple[int, ...]:
+    """A shape as torch takes it: `(2, 3)` or `2, 3`.
+
+    Raises:
+        ArgumentTypeError: it holds something else than whole numbers.
+        ArgumentError: a size is negative.
+    """
+    is_whole = isinstance(shape, Iterable) and not sizes and not (isinstance(shape, torch.Tensor) and shape.dim() == 0)
+    try:
+        found = tuple(map(operator.index, shape if is_whole else (shape, *sizes)))
+    except TypeError as error:
+        raise ArgumentTypeError(f"{(shape, *sizes)} is no shape: give sizes as (2, 3), or as 2, 3") from error
+    if any(size < 0 for size in found):
+        raise ArgumentError(f"no tensor has the shape {found}: sizes are 0 or more")
+    return found
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """A dtype; torch's default one for None.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not isinstance(dtype, torch.dtype | None):
+        raise ArgumentTypeError(f"{dtype!r} is no dtype: give one of torch's, as torch.float32")
+    return torch.get_default_dtype() if dtype is None else dtype
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -158,7 +158,7 @@ class _Place:
             else:
                 name = f"{self.names.get(parameter, 'unknown')}.{key}"
                 refuse_other_class(value, name)
-                state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder)
+                state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder, exist_ok=True)
                 del value
                 count_freed(state[key].nbytes)
 
