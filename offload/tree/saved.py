@@ -31,6 +31,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
+from offload.storage.regular import parse_json, read_regular
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
 from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import identity_of, write_file
@@ -40,7 +41,9 @@ from offload.tree.structure import Node, Way, decode, encode, told
 _MANIFEST = "tree.json"
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
+_NUMBER = re.compile(r"[1-9][0-9]*")
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
+_MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists of numbers
 _ROOT = "tensor"  # the name of a tensor that is the whole tree
 # What a tensor is beside its values: whether it requires grad, and whether it is a parameter.
 _DRESSES = {
@@ -206,7 +209,7 @@ def _lock(fd: int, folder: Path) -> None:
 
 def _put_in_place(folder: Path, plan: _Plan, kept: Mapping[str, str], structure: Node) -> None:
     """Write what is not `kept` to a new numbered folder, and then the manifest."""
-    number = 1 + max((int(path.name) for path in _numbered(folder)), default=0)
+    number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
     place, manifest = folder / str(number), folder / _MANIFEST
     temporaries = [temporary_for(place), temporary_for(manifest)]
     try:
@@ -283,7 +286,9 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if re.fullmatch(r"[1-9][0-9]*", path.name) and path.is_dir()]
+    """The folders that are ours to look into; what a link leads to is somebody else's."""
+    places = [path for path in folder.iterdir() if _NUMBER.fullmatch(path.name)]
+    return [path for path in places if path.is_dir() and not path.is_symlink()]
 
 
 def _is_ours(path: Path) -> bool:
@@ -300,12 +305,12 @@ def _is_ours(path: Path) -> bool:
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
+        found = parse_json(read_regular(path, _MOST_JSON))
+    except MissingFileError as error:
         reason = "there is no tree here: save_tree writes this file. Is it another folder?"
         raise MissingFileError(error.errno, reason, str(path)) from error
-    except OSError as error:
-        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
+    except CorruptFileError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}") from error
     mark = found.get(MARK) if isinstance(found, dict) else None
