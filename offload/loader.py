@@ -206,8 +206,10 @@ def disk_offload(
     an accelerator, the hooks that bring their inputs there stay too.
 
     Args:
-        model: tied weights stay tied; what is on disk already stays where it is.
-        offload_dir: the folder for the files, which then stay; None for a private one.
+        model: tied weights stay tied.
+        offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
+            where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied, and
+            its first write goes to the folder.
         execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
         offload_buffers: buffers too.
 
@@ -217,6 +219,7 @@ def disk_offload(
     Raises:
         MetaTensorError: some parameters have no data.
         UnknownSubclassError: a parameter is of a class of its own that can't be stored; nothing is changed.
+        UnsupportedOpError: another library keeps the parameters, as compressed-tensors does; nothing is changed.
         WriteError, ForeignFileError, NameInUseError
         MissingFileError, CorruptFileError, ShapeMismatchError: of what accelerate's hooks hold.
 

@@ -296,7 +296,9 @@ def _refuse_other_model(
     for name, value in values.items():
         other = saved.get(name)
         if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor) and name in saved:
-            raise CheckpointError(f"{checkpoint} holds for {name!r} a {type(other).__name__}, not a {type(value).__name__}")
+            raise CheckpointError(
+                f"{checkpoint} holds for {name!r} a {type(other).__name__}, not a {type(value).__name__}"
+            )
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             continue
         if other.dtype != value.dtype:
