@@ -167,13 +167,13 @@ def test_more_than_the_budget_cannot_be_pinned(checkpoint):
 def test_a_setting_ends_with_its_with_and_else_stays():
     with offload.set_max_memory("1GiB"), offload.set_read_ahead("1MiB"):
         assert (1 << 30, MIB) == (POOL.max_memory, POOL.window)
-        with offload.set_max_memory({"cpu": 5}):
-            assert 5 == POOL.max_memory
+        with offload.set_max_memory({"cpu": 5 * MIB}):
+            assert 5 * MIB == POOL.max_memory
         assert 1 << 30 == POOL.max_memory
     assert (None, 64 * MIB) == (POOL.max_memory, POOL.window)
 
-    offload.set_max_memory(7)
-    assert 7 == POOL.max_memory
+    offload.set_max_memory(7 * MIB)
+    assert 7 * MIB == POOL.max_memory
 
 
 def test_a_setting_is_taken_back_after_an_exception():
