@@ -208,8 +208,8 @@ def disk_offload(
     Args:
         model: tied weights stay tied.
         offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
-            where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied, and
-            its first write goes to the folder.
+            where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
+            and its first write goes to the folder.
         execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
         offload_buffers: buffers too.
 

@@ -101,13 +101,13 @@ def as_budget(amount: int | float | str, whole: int) -> int:
         number, unit = _AMOUNT.fullmatch(str(amount)).groups()  # type: ignore[union-attr]
         meant = f"{number}{'MiB' if unit or nbytes >= 1024 else 'GiB'}"
         raise ArgumentError(
-            f"{amount!r} is less than 1 MiB, and no value fits into it: {meant!r} was probably meant. Give 1MiB or more, "
-            "a fraction of the memory (0.5; 1.0 for all), or 0 to keep nothing"
+            f"{amount!r} is less than 1 MiB, and no value fits into it: {meant!r} was probably meant. Give 1MiB or "
+            "more, a fraction of the memory (0.5; 1.0 for all), or 0 to keep nothing"
         )
     return nbytes
 
 
-def _in_bytes(amount: int | float | str, whole: int) -> int:
+def _in_bytes(amount: Any, whole: int) -> int:
     if isinstance(amount, float) and 0 <= amount <= 1:
         return int(amount * whole)
     if isinstance(amount, Integral) and not isinstance(amount, bool) and amount >= 0:
@@ -115,9 +115,7 @@ def _in_bytes(amount: int | float | str, whole: int) -> int:
     found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     number, unit = found.groups() if found else ("", "")
     if not found or ("." in number and not unit) or len(number) > _MOST_DIGITS:
-        raise ArgumentError(
-            f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a number from 0 to 1 for a fraction (0.5)"
-        )
+        raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
     return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 
 

@@ -98,7 +98,8 @@ def place_tensors(
 ) -> None:
     """Bring every tensor that has data to its place, one by one; what is there already stays as it is.
 
-    What is on disk is there if it is in `offload_dir`, or referenced and to be written there; anywhere, if that is None.
+    What is on disk is at its place if `offload_dir` is where it is, or where writes to it will go; if that is None,
+    anywhere.
     """
     brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):

@@ -139,7 +139,7 @@ def test_ones_have_the_dtype_that_torchs_have(dtype):
 
 
 @pytest.mark.parametrize(
-    "sizes, error",
+    ("sizes", "error"),
     [
         (("ab",), ArgumentTypeError),
         ((2.0,), ArgumentTypeError),

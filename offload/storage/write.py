@@ -237,8 +237,8 @@ def refuse_earlier(path: Path, name: str) -> None:
         refuse_foreign(path)
         if os.path.lexists(path):
             raise NameInUseError(
-                f"{path} holds the value of an earlier one: open that with OffloadedTensor.from_file, take another name "
-                "or folder, or pass exist_ok=True to replace it"
+                f"{path} holds the value of an earlier one: open that with OffloadedTensor.from_file, take another "
+                "name or folder, or pass exist_ok=True to replace it"
             )
 
 

@@ -7,7 +7,8 @@ Always true:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ def checked_device(device: torch.device | str | int) -> torch.device:
         return torch.empty(0, device=device).device
 
 
-def checked_sizes(shape: int | Sequence[int], *sizes: int) -> tuple[int, ...]:
+def checked_sizes(shape: Any, *sizes: int) -> tuple[int, ...]:
     """A shape as torch takes it: `(2, 3)` or `2, 3`.
 
     Raises:

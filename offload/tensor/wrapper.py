@@ -57,8 +57,8 @@ _set_metadata = _TENSOR_DATA.__set__
 class OffloadedTensor(SeenFromOutside):
     """A tensor that lives in a file and is materialized on its device during each op only.
 
-    Make one with `from_original_tensor`, `from_file`, `empty`, `zeros`, `ones` or `full`; views, `detach` and `.to(device)` of one are
-    offloaded too and share its file. Results of other ops are plain tensors.
+    Make one with `from_original_tensor`, `from_file`, `empty`, `zeros`, `ones` or `full`; views, `detach` and
+    `.to(device)` of one are offloaded too and share its file. Results of other ops are plain tensors.
 
     Example:
         >>> w = OffloadedTensor.from_original_tensor(torch.eye(2), "w")

@@ -137,7 +137,7 @@ def load_training(
     if missing or (optimizer is not None and saved.optimizer is None):
         raise CheckpointError(f"{checkpoint} has no state of {', '.join(sorted(missing)) or 'an optimizer'}")
     _refuse_other_model(model.state_dict(), saved.model, saved.left_out, checkpoint)
-    if optimizer is not None and saved.optimizer is not None:
+    if optimizer is not None:
         _refuse_other_optimizer(optimizer, saved.optimizer, checkpoint)
     states = {name: materialize(saved.stateful.pop(name)) for name in stateful}
     extra: dict[str, Any] = materialize({**saved.stateful, **saved.extra})
@@ -216,7 +216,7 @@ def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], 
     """
     try:
         torch.Generator().set_state(states["torch"])
-        random.Random().setstate(states["python"])  # noqa: S311
+        random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
         of_devices = list(states.get("cuda", ()))[: torch.cuda.device_count()]
         for index, state in enumerate(of_devices):
@@ -240,7 +240,7 @@ class _Saved:
 
     model: dict[str, Any]
     left_out: set[str]
-    optimizer: dict[str, Any] | None
+    optimizer: Any
     stateful: dict[str, Any]
     extra: dict[str, Any]
     random: dict[str, Any]
@@ -259,7 +259,7 @@ def _read(checkpoint: Path) -> _Saved:
     try:
         parts = {str(name): put_together(part, tensors) for name, part in state["tree"].items()}
         found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
-        named = [found.model, found.stateful, found.extra, found.random]
+        named: list[Any] = [found.model, found.stateful, found.extra, found.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
             raise TypeError("a part is no dictionary")
         if found.optimizer is not None:
