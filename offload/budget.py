@@ -23,6 +23,7 @@ from offload.prefetch.reads import POOL, changing, counts, tracked
 from offload.prefetch.tracked import Tracked
 from offload.residency import WINDOW, Pool, Value
 from offload.storage.handle import Handle
+from offload.storage.pages import joined
 from offload.tensor.wrapper import OffloadedTensor
 
 Amount: TypeAlias = "int | float | str"
@@ -141,7 +142,7 @@ def evict(*what: Any) -> None:
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """What the values on disk that were read, or are expected to be, take of memory. In bytes.
+    """What the values on disk that were read, or are expected to be, take of memory. In bytes of files: once each.
 
     Attributes:
         budget: what may stay.
@@ -189,9 +190,9 @@ def memory_summary() -> MemorySummary:
         budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
     return MemorySummary(
         budget=budget,
-        values=sum(value.nbytes for value in values),
-        kept=sum(value.nbytes for value in values if value.kept),
-        resident=sum(value.cached_bytes() for value in values),
+        values=_bytes_in(values),
+        kept=_bytes_in(value for value in values if value.kept),
+        resident=sum(extent.cached_bytes() for extent in joined(values)),
         counts=counts(),
     )
 
@@ -265,6 +266,11 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None
 def _values_in(what: Iterable[Any]) -> list[Value]:
     values = [tracked(handle, *handle.extent) for handle in _handles_in(what)]
     return [value for value in values if isinstance(value, Tracked)]
+
+
+def _bytes_in(values: Iterable[Value]) -> int:
+    """Of the files, so that what overlaps counts once."""
+    return sum(extent.nbytes for extent in joined(values))
 
 
 def _handles_in(what: Iterable[Any]) -> set[Handle]:
