@@ -116,6 +116,13 @@ def test_a_class_that_cannot_be_taken_apart_is_refused_by_name(way, make, tmp_pa
     assert way == "cache" or not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_a_class_that_says_only_where_its_numbers_are_is_stored(way, tmp_path):
+    tensordict = pytest.importorskip("tensordict")
+
+    WAYS_IN[way](tensordict.MemoryMappedTensor.from_tensor(torch.ones(4)), tmp_path / "it")
+
+
 def test_a_refused_model_is_as_it_was():
     model = model_of(packed())
 

@@ -55,6 +55,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _REGISTERED: dict[str, type] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # these very classes, and none made of them
+_NUMBERS_ALONE = {"tensordict:MemoryMappedTensor"}  # classes of libraries that say where the numbers are, and no more
 _SIMPLE = (bool, int, float, str)
 
 Recipe = dict[str, Any]
@@ -123,7 +124,7 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
         UnknownSubclassError: its class can't be taken apart, is not on the allow-list, or leaves attributes out.
     """
     kind = type(tensor)
-    if kind in _PLAIN:
+    if kind in _PLAIN or _word(kind) in _NUMBERS_ALONE:
         return
     with naming(name):
         if not is_subclass_value(tensor):
