@@ -24,7 +24,14 @@ from typing import Any
 
 import torch
 
-from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, OffloadError, WriteError
+from offload.errors import (
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    OffloadError,
+    UnknownTypeError,
+    WriteError,
+)
 from offload.progress import progress_in_bytes
 from offload.storage.dtypes import dtype_name
 from offload.storage.file import TensorFile
@@ -350,6 +357,8 @@ class _Loading:
     def tree(self, types: Iterable[type]) -> Any:
         try:
             return decode(self.manifest["structure"], self.tensor, types)
+        except UnknownTypeError as error:
+            raise UnknownTypeError(f"{self.folder / _MANIFEST}: {error}") from error
         except CorruptFileError as error:
             raise CorruptFileError(f"{self.folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
 
