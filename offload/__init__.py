@@ -2,7 +2,7 @@
 
 | to | use |
 | --- | --- |
-| put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `full` |
+| put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `ones` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
 | replace some again and again, and write them once | `write_buffer` |
 | replace many, one at a time | `map_values`, which gives a `MapReport` |

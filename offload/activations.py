@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import SavedTensorError
-from offload.memory import as_bytes, count_freed
+from offload.memory import as_bytes, available_bytes, count_freed
 from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
@@ -40,7 +40,9 @@ _uses = torch._C._storage_Use_Count
 
 @torch._disable_dynamo
 @contextmanager
-def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes: int | str = "1MiB") -> Iterator[None]:
+def offload_activations(
+    folder: str | os.PathLike[str] | None = None, min_bytes: int | float | str = "1MiB"
+) -> Iterator[None]:
     """Inside, what autograd saves for backward goes to disk, as soon as nobody else holds it in memory.
 
     Backward reads it ahead, in reverse order, and may run after the block. Gradients are those of plain tensors, bit
@@ -50,7 +52,8 @@ def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes:
     Args:
         folder: where the files are while the graph lives, in a folder of their own that nothing stays in; None for the
             temporary folder.
-        min_bytes: storages smaller than this stay in memory.
+        min_bytes: storages smaller than this stay in memory: bytes, "1MiB", or a fraction (0.01) of the memory that is
+            free.
 
     Raises:
         WriteError: the disk did not take something; what was saved is intact. Raised by a later op, or on leaving.
@@ -64,7 +67,7 @@ def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes:
         >>> torch.equal(x.grad, x.exp().exp() * x.exp())
         True
     """
-    block = _Block(None if folder is None else Path(os.path.abspath(folder)), as_bytes(min_bytes, 0))
+    block = _Block(None if folder is None else Path(os.path.abspath(folder)), as_bytes(min_bytes, available_bytes()))
     with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
         yield
     _DISK.look()

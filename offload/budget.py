@@ -17,12 +17,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from offload.errors import BudgetError
-from offload.memory import as_bytes, available_bytes
+from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import Counts
 from offload.prefetch.reads import POOL, counts, let_go, lock, tracked
 from offload.prefetch.tracked import Tracked
 from offload.residency import WINDOW, Pool, Value
 from offload.storage.handle import Handle
+from offload.storage.pages import joined
 from offload.tensor.wrapper import OffloadedTensor
 
 Amount: TypeAlias = "int | float | str"
@@ -49,7 +50,7 @@ def set_max_memory(max_memory: MaxMemory) -> Setting:
     Beside the budget there is what is in use or read ahead (`set_read_ahead`).
 
     Args:
-        max_memory: bytes, "8GiB", or a fraction (0.5) of the memory that is available now; or a dictionary from "cpu"
+        max_memory: "8GiB", bytes, or a fraction (0.5) of the memory that is available now; or a dictionary from "cpu"
             and accelerators (0, "cuda:1") to one of them. None for no limit in main memory but what is available.
             On an accelerator nothing stays unless it is named.
 
@@ -57,7 +58,7 @@ def set_max_memory(max_memory: MaxMemory) -> Setting:
         A context manager that takes the setting back; without `with`, it holds.
 
     Raises:
-        ValueError: no amount of memory, or of a device that it can't be set for.
+        ValueError: no amount of memory, or less than 1 MiB that is not 0, or of a device that it can't be set for.
 
     Example:
         >>> with set_max_memory("4GiB"):
@@ -151,7 +152,7 @@ def evict(*what: Any) -> None:
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """What the values on disk that were read, or are expected to be, take of memory. In bytes.
+    """What the values on disk that were read, or are expected to be, take of memory. In bytes of files: once each.
 
     Attributes:
         budget: what may stay.
@@ -203,9 +204,9 @@ def memory_summary() -> MemorySummary:
         let_go(leaving)
     return MemorySummary(
         budget=budget,
-        values=sum(value.nbytes for value in values),
-        kept=sum(value.nbytes for value in values if value.kept),
-        resident=sum(value.cached_bytes() for value in values),
+        values=_bytes_in(values),
+        kept=_bytes_in(value for value in values if value.kept),
+        resident=sum(extent.cached_bytes() for extent in joined(values)),
         counts=counts(),
     )
 
@@ -228,12 +229,12 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]
     """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
     on_devices = {
-        _accelerator(device): Pool(as_bytes(amount, _device_bytes(_accelerator(device))), 0, available=_no_limit)
+        _accelerator(device): Pool(as_budget(amount, _device_bytes(_accelerator(device))), 0, available=_no_limit)
         for device, amount in shares.items()
         if device != "cpu"
     }
     share = shares.get("cpu")
-    return None if share is None else as_bytes(share, available_bytes()), on_devices
+    return None if share is None else as_budget(share, available_bytes()), on_devices
 
 
 def _accelerator(device: int | str) -> torch.device:
@@ -266,7 +267,7 @@ def _window_of(window: Amount | bool) -> int:
     """The window in bytes."""
     if isinstance(window, bool):
         return WINDOW if window else 0
-    return as_bytes(window, available_bytes())
+    return as_budget(window, available_bytes())
 
 
 def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:
@@ -283,6 +284,11 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None
 def _values_in(what: Iterable[Any]) -> list[Value]:
     values = [tracked(handle, *handle.extent) for handle in _handles_in(what)]
     return [value for value in values if isinstance(value, Tracked)]
+
+
+def _bytes_in(values: Iterable[Value]) -> int:
+    """Of the files, so that what overlaps counts once."""
+    return sum(extent.nbytes for extent in joined(values))
 
 
 def _handles_in(what: Iterable[Any]) -> set[Handle]:

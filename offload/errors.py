@@ -79,7 +79,7 @@ class ForeignFileError(OffloadError, FileExistsError):
 
 
 class NameInUseError(OffloadError, ValueError):
-    """Two live tensors claim one name in one folder."""
+    """A name in a folder that a live tensor has, or under which an earlier one left its file."""
 
 
 class WriteError(OffloadError, OSError):

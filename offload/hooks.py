@@ -50,8 +50,10 @@ def held_values(model: nn.Module) -> dict[str, Held]:
     """The values that accelerate's hooks hold for a model, by the full names of its tensors.
 
     Raises:
-        UnsupportedOpError: they are 8-bit weights of bitsandbytes, whose scales stand apart.
+        UnsupportedOpError: they are 8-bit weights of bitsandbytes, whose scales stand apart; or another library holds
+            values, and would not see it if they were replaced.
     """
+    _refuse_strangers(model)
     held: dict[str, Held] = {}
     for prefix, module in model.named_modules():
         for hook in _hooks_of(module):
@@ -132,6 +134,19 @@ def move_activations(
     for name, device in devices.items():
         hook = AlignDevicesHook(execution_device=device, io_same_device=not name, skip_keys=skip_keys)
         add_hook_to_module(model.get_submodule(name), hook, append=True)
+
+
+def _refuse_strangers(model: nn.Module) -> None:
+    """Refuse a model of whose modules one has its parameters in something that gives out copies of them."""
+    for name, module in model.named_modules():
+        for members in (module._parameters, module._buffers):
+            if not isinstance(members, dict):
+                package = type(members).__module__.partition(".")[0]
+                way_out = {"compressed_tensors": "call compressed_tensors.offload.remove_dispatch(model, True) first"}
+                raise UnsupportedOpError(
+                    f"the values of {name or 'the model'!r} are held by {package} (a {type(members).__name__}), which "
+                    f"gives out copies of them: {way_out.get(package, 'have it let go of the model first')}"
+                )
 
 
 # What hooks there are

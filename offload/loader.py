@@ -52,7 +52,7 @@ from offload.slots import (
     tied_slots,
 )
 from offload.storage.handle import Handle
-from offload.tensor.arguments import checked_device, floating_dtype
+from offload.tensor.arguments import checked_device, floating_dtype, refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handles
@@ -208,8 +208,10 @@ def disk_offload(
     an accelerator, the hooks that bring their inputs there stay too.
 
     Args:
-        model: tied weights stay tied; what is on disk already stays where it is.
-        offload_dir: the folder for the files, which then stay; None for a private one.
+        model: tied weights stay tied.
+        offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
+            where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
+            and its first write goes to the folder.
         execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
         offload_buffers: buffers too.
 
@@ -218,6 +220,8 @@ def disk_offload(
 
     Raises:
         MetaTensorError: some parameters have no data.
+        UnknownSubclassError: a parameter is of a class of its own that can't be stored; nothing is changed.
+        UnsupportedOpError: another library keeps the parameters, as compressed-tensors does; nothing is changed.
         WriteError, ForeignFileError, NameInUseError
         MissingFileError, CorruptFileError, ReadError, ShapeMismatchError: of what accelerate's hooks hold.
 
@@ -233,6 +237,9 @@ def disk_offload(
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
+    for slot in slots:
+        if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
+            refuse_other_class(slot.tensor, slot.name)
     device = None if execution_device is None else checked_device(execution_device)
     placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import operator
 import re
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from offload.errors import ArgumentError
 
 _STATUS = Path("/proc/self/status")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -30,6 +33,8 @@ _UNITS = {"": 1, "b": 1} | {
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
 _MUCH = 32 << 20  # bytes that may be freed until the system gets them back
 _freed = 0
+_LEAST_BUDGET = 1 << 20
+_MOST_DIGITS = 30  # of an amount
 _UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
 
 
@@ -67,24 +72,52 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
     """A number of bytes as people write it.
 
     Args:
-        amount: an integer; a string such as "8GiB", "500MB" or "4096"; or a float up to 1, a fraction of `whole`.
+        amount: a whole number; text such as "8GiB", "500MB" or "4096"; or a fraction of `whole`: 0.5.
 
     Raises:
-        ValueError: it is none of these, or negative.
+        ArgumentError: it is none of these, or negative; or 1.0, which could be a byte, or all.
 
     Example:
         >>> as_bytes("1.5KiB", 0), as_bytes(0.5, 1000), as_bytes(12, 0)
         (1536, 500, 12)
     """
+    if isinstance(amount, float) and amount == 1:
+        raise ArgumentError("1.0 may mean all of the memory, or one byte: give 1 for a byte, or a fraction below 1")
+    return _in_bytes(amount, whole)
+
+
+def as_budget(amount: int | float | str, whole: int) -> int:
+    """As `as_bytes`, of what values are to fit into: 1.0 is all of `whole`, and a few bytes are a mistake.
+
+    Raises:
+        ArgumentError: as `as_bytes`; or it is less than 1 MiB, and not 0.
+
+    Example:
+        >>> as_budget("8GiB", 0), as_budget(1.0, 1000), as_budget(0, 0)
+        (8589934592, 1000, 0)
+    """
+    nbytes = _in_bytes(amount, whole)
+    if 0 < nbytes < _LEAST_BUDGET and not isinstance(amount, float):
+        number, unit = _AMOUNT.fullmatch(str(amount)).groups()  # type: ignore[union-attr]
+        meant = f"{number}{'MiB' if unit or nbytes >= 1024 else 'GiB'}"
+        raise ArgumentError(
+            f"{amount!r} is less than 1 MiB, and no value fits into it: {meant!r} was probably meant. Give 1MiB or "
+            "more, a fraction of the memory (0.5; 1.0 for all), or 0 to keep nothing"
+        )
+    return nbytes
+
+
+def _in_bytes(amount: Any, whole: int) -> int:
     if isinstance(amount, float) and 0 <= amount <= 1:
         return int(amount * whole)
-    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
-        return amount
+    is_whole = hasattr(amount, "__index__") and not isinstance(amount, bool)
+    if is_whole and operator.index(amount) >= 0:
+        return operator.index(amount)
     found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
-    if found is None:
-        raise ValueError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
-    number, unit = found.groups()
-    return int(float(number) * _UNITS[unit.lower()])
+    number, unit = found.groups() if found else ("", "")
+    if not found or ("." in number and not unit) or len(number) > _MOST_DIGITS:
+        raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
+    return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 
 
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:

@@ -78,7 +78,7 @@ class Replacing:
         handle, value = old._file_handle(), guest_of(new.detach())
         notes = {RUNS: list(marks)} if marks else None
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
-        made = Handle.create(value, own_name, handle.folder, notes)
+        made = Handle.create(value, own_name, handle.folder, notes, exist_ok=True)
         made.pool = handle.pool
         self._handles.add(made)
         return wrap_handle(made, new.device)

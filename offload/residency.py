@@ -22,7 +22,7 @@ import torch
 
 from offload.memory import available_bytes
 from offload.storage.file import TensorFile
-from offload.storage.pages import Range
+from offload.storage.pages import Range, joined
 
 SMALL = 64 << 10  # bytes up to which a value stays once it is read
 WINDOW = 64 << 20  # bytes that stream: read ahead, in use, and not yet dropped
@@ -140,8 +140,8 @@ class Pool:
     def _plan(self) -> list[Value]:
         """Choose what stays."""
         values = self.values()
-        self._total = self._planned = sum(value.nbytes for value in values)
-        kept = _spread(values, self._room)
+        self._total = self._planned = sum(extent.nbytes for extent in joined(values))  # views may overlap
+        kept = set(values) if self.fits else _spread(values, self._room)
         leaving = []
         for value in values:
             if value.kept and value not in kept:

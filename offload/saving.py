@@ -44,7 +44,7 @@ from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standar
 from offload.storage.regular import is_there, read_json, reading
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
-from offload.tensor.arguments import floating_dtype, refuse_unstorable
+from offload.tensor.arguments import checked_dense, floating_dtype, refuse_other_class, refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 
 PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
@@ -201,7 +201,9 @@ def _check(name: object, tensor: object) -> None:
         raise TypeError(
             f"{name!r} is a {type(tensor).__name__}, not a tensor: save it elsewhere, and leave it out here"
         )
-    refuse_unstorable(tensor, name)
+    checked_dense(tensor, name)
+    if not is_subclass_value(tensor):  # of those it is seen later whether torchao has a form for them
+        refuse_other_class(tensor, name)
 
 
 def _ties(tensors: Mapping[str, torch.Tensor], discarded: set[str]) -> dict[str, str]:
@@ -234,6 +236,7 @@ def _parts(
         else:
             quantized[name] = value
             inner = {key: _part(key, part, None) for key, part in _inner_tensors(name, value).items()}
+            refuse_other_class(value, name)
         if not parts.keys().isdisjoint(inner):
             raise ValueError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
         parts |= inner

@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,7 +20,11 @@ from offload.device_map import Place
 from offload.hooks import Held, origin_of, read_held
 from offload.memory import uncollected
 from offload.progress import progress
-from offload.tensor.wrapper import OffloadedTensor, PathLike, dressed, is_offloaded
+from offload.storage.handle import Handle
+from offload.tensor.attributes import carry_attributes
+from offload.tensor.outside import CPU
+from offload.tensor.saved import identity_of
+from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, dressed, is_offloaded, wrap
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class Slot:
         with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
+        carry_attributes(self.tensor, tensor)
         for members, name in self.owners:
             members[name] = tensor
         self.tensor = tensor
@@ -90,11 +96,16 @@ def place_tensors(
     *,
     offload_buffers: bool = False,
 ) -> None:
-    """Bring every tensor that has data to its place, one by one; what is there already stays as it is."""
+    """Bring every tensor that has data to its place, one by one; what is there already stays as it is.
+
+    What is on disk is at its place if `offload_dir` is where it is, or where writes to it will go; if that is None,
+    anywhere.
+    """
+    brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
         place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
-        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place):
-            slot.fill(_moved(slot, place, offload_dir))
+        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, offload_dir):
+            slot.fill(_moved(slot, place, offload_dir, brought_over))
 
 
 def brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
@@ -117,23 +128,52 @@ def is_meta(tensor: torch.Tensor) -> bool:
         return tensor.is_meta
 
 
-def _is_at(tensor: torch.Tensor, place: Place) -> bool:
+def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> bool:
     with DisableTorchFunctionSubclass():
         if isinstance(tensor, DeferredTensor):
             return False
         is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
-        return is_there or place.device.type == "meta"  # what is there may stay
+        return (is_there and _is_in(tensor, offload_dir)) or place.device.type == "meta"  # what is there may stay
 
 
-def _moved(slot: Slot, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
+    """Whether writes to an offloaded tensor go to this folder, if one is named; of another tensor nothing is asked."""
+    if offload_dir is None or not isinstance(tensor, OffloadedTensor):
+        return True
+    folder = tensor._file_handle().folder
+    is_it = folder is not None and os.fspath(folder) == os.path.abspath(offload_dir)
+    return is_it or (folder is not None and os.path.realpath(folder) == os.path.realpath(offload_dir))
+
+
+def _moved(
+    slot: Slot, place: Place, offload_dir: PathLike | None, brought_over: dict[Hashable, OffloadedTensor]
+) -> torch.Tensor:
     tensor = slot.tensor
     if isinstance(tensor, DeferredTensor):
         return brought(tensor, slot.name, place, offload_dir)
-    if place.on_disk and not is_offloaded(tensor):
-        tensor = OffloadedTensor.from_original_tensor(tensor.detach(), slot.name, offload_dir)
-    elif not place.on_disk and is_offloaded(tensor):
+    if not place.on_disk and is_offloaded(tensor):
         tensor = tensor.materialize()  # type: ignore[attr-defined]
+    elif place.on_disk and not isinstance(tensor, OffloadedTensor):
+        tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir, exist_ok=True)
+    elif isinstance(tensor, OffloadedTensor) and not _is_in(tensor, offload_dir):
+        same = identity_of(tensor)  # other parameters may be over the same file, and are to stay so
+        if same not in brought_over:
+            brought_over[same] = _brought_over(tensor, slot.name, offload_dir)
+        tensor = brought_over[same].detach()
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)
+
+
+def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
+    """A tensor on disk as one in another folder; what is referenced stays where it is, and is written to there."""
+    handle = tensor._file_handle()
+    if handle.owned:
+        value = tensor.detach().to(CPU)
+        stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
+    else:
+        other = Handle.reference(handle.file, handle.name, offload_dir)
+        stored = wrap(other, current_twin(tensor), tensor._target)
+    stored._file_handle().pool = handle.pool
+    return stored
 
 
 def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:

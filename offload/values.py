@@ -34,7 +34,8 @@ from offload.storage.folders import named_folder
 from offload.storage.handle import Handle
 from offload.storage.names import file_name
 from offload.storage.regular import is_there
-from offload.tensor.arguments import refuse_other_kind, refuse_unstorable
+from offload.storage.write import refuse_earlier
+from offload.tensor.arguments import checked_dense, refuse_other_class, refuse_other_kind
 from offload.tensor.cuts import metadata_of, twin_of
 from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
 
@@ -127,7 +128,9 @@ def map_values(
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
 
 
-def offloaded_like(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suffix: str) -> Any:
+def offloaded_like(
+    fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suffix: str, *, exist_ok: bool = False
+) -> Any:
     """What a function makes of a tensor: on disk if the tensor is, beside it, as `name.suffix`.
 
     Args:
@@ -135,13 +138,14 @@ def offloaded_like(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suff
         tensor: plain or offloaded.
         suffix: is added to the tensor's name. If `fn` gives a tuple, list or dictionary, the place of each tensor in it
             is added too: `name.suffix.0`.
+        exist_ok: whether files that earlier tensors left under these names are replaced.
 
     Returns:
-        For an offloaded tensor the result with each tensor in it offloaded, in a file of its own in the same folder;
-        one that is there is replaced. For a plain tensor what `fn` gives.
+        For an offloaded tensor the result with each tensor in it offloaded, in a file of its own in the same folder.
+        For a plain tensor what `fn` gives.
 
     Raises:
-        NameInUseError: a live tensor has that name.
+        NameInUseError: a live tensor has such a name, or an earlier one left its file; then nothing is written.
         ForeignFileError, WriteError, UnknownSubclassError
 
     Example:
@@ -152,20 +156,30 @@ def offloaded_like(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suff
     """
     if not isinstance(tensor, OffloadedTensor):
         return fn(tensor)
-    name, folder = f"{tensor.name}.{suffix}", tensor._file_handle().folder
+    folder = tensor._file_handle().folder
+
+    def look(result: torch.Tensor, name: str) -> torch.Tensor:
+        if folder is not None and not exist_ok:
+            refuse_earlier(folder / file_name(name), name)
+        return result
+
+    def store(result: torch.Tensor, name: str) -> torch.Tensor:
+        return OffloadedTensor.from_original_tensor(result, name, folder, exist_ok=exist_ok)
+
+    name = f"{tensor.name}.{suffix}"
     with torch.inference_mode(False), torch.no_grad():
-        return _stored(fn(tensor), name, folder)
+        return _each_tensor(_each_tensor(fn(tensor), name, look), name, store)
 
 
-def _stored(result: Any, name: str, folder: Path | None) -> Any:
-    """The tensors in a result, each on disk under a name that says where it stands."""
+def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+    """A result with what `put` makes of each tensor in it, and of the name that says where it stands."""
     if isinstance(result, torch.Tensor):
-        return OffloadedTensor.from_original_tensor(result, name, folder)
+        return put(result, name)
     if isinstance(result, dict):
-        return {key: _stored(one, f"{name}.{key}", folder) for key, one in result.items()}
+        return {key: _each_tensor(one, f"{name}.{key}", put) for key, one in result.items()}
     if isinstance(result, list | tuple):
-        stored = [_stored(one, f"{name}.{at}", folder) for at, one in enumerate(result)]
-        return type(result)(*stored) if hasattr(result, "_fields") else type(result)(stored)
+        parts = [_each_tensor(one, f"{name}.{at}", put) for at, one in enumerate(result)]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     return result
 
 
@@ -231,14 +245,14 @@ class Value:
             replace_value(tensor, new, notes, **strict)
             self._follow(tensor)
             return
-        refuse_unstorable(new, self.name)
-        refuse_other_kind(tensor, new, self.name, **strict)
+        refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
         if isinstance(tensor, OffloadedTensor):
+            refuse_other_class(new, self.name)
             handle = Handle.create(guest_of(new.detach()), self.name, self.folder, notes)
             become(tensor, wrap_handle(handle, tensor._target))
             self._follow(tensor)
         else:
-            self._fill(_own(new.detach()))
+            self._fill(_own(new))
             if marks:
                 setattr(self.tensor, _MARKS, tuple(marks))
 
@@ -302,7 +316,10 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Va
 
 def _own(new: torch.Tensor) -> torch.Tensor:
     """A tensor of its own: what a function returned may be the function's, or another value."""
-    return new.clone() if type(new) is torch.Tensor else new
+    detached = new.detach()
+    if type(detached) is torch.Tensor:
+        return detached.clone() if type(new) in (torch.Tensor, nn.Parameter) else new  # a class that would be lost
+    return detached
 
 
 def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
 from offload.prefetch.reads import POOL, counts
+from offload.residency import Pool
 from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20
@@ -167,13 +168,13 @@ def test_more_than_the_budget_cannot_be_pinned(checkpoint):
 def test_a_setting_ends_with_its_with_and_else_stays():
     with offload.set_max_memory("1GiB"), offload.set_read_ahead("1MiB"):
         assert (1 << 30, MIB) == (POOL.max_memory, POOL.window)
-        with offload.set_max_memory({"cpu": 5}):
-            assert 5 == POOL.max_memory
+        with offload.set_max_memory({"cpu": 5 * MIB}):
+            assert 5 * MIB == POOL.max_memory
         assert 1 << 30 == POOL.max_memory
     assert (None, 64 * MIB) == (POOL.max_memory, POOL.window)
 
-    offload.set_max_memory(7)
-    assert 7 == POOL.max_memory
+    offload.set_max_memory(7 * MIB)
+    assert 7 * MIB == POOL.max_memory
 
 
 def test_a_setting_is_taken_back_after_an_exception():
@@ -312,3 +313,91 @@ def test_a_name_is_not_taken_for_a_module(act):
     """It would be left out without a word."""
     with pytest.raises(TypeError, match=r"'layers\.0' is no tensor and no module"):
         act(nn.Linear(2, 2, bias=False), None, ["layers.0"])
+
+
+# Books by ranges of files
+
+
+@pytest.fixture
+def cold(tmp_path, monkeypatch):
+    """Makes a value that is in no memory, as a tensor over its file; the summary is of such values alone."""
+    pool = Pool()
+    monkeypatch.setattr(Pool, "all", lambda: [pool])
+
+    def make(*shape):
+        path = tmp_path / "w.safetensors"
+        save_file({"w": torch.randn(shape)}, path)
+        w = OffloadedTensor.from_file(path)
+        w._file_handle().pool = pool
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # also what was read along with the header
+        os.close(fd)
+        return w
+
+    return make
+
+
+def counted(read):
+    """What the summary says after a read: bytes from the disk for it, of values, and resident."""
+    before = counts().bytes_read
+    read()
+    summary = offload.memory_summary()
+    return summary.counts.bytes_read - before, summary.values, summary.resident
+
+
+@needs_page_cache
+def test_overlapping_views_are_counted_once(cold):
+    w = cold(2048, 256)
+
+    def read():
+        for part in (w[:1024], w[1024:], w, w[500:1500], w.t()):
+            part.sum()
+
+    for number in counted(read):
+        assert 2 * MIB - 2 * 4096 <= number <= 2 * MIB + 2 * 4096  # parts may share a page
+
+
+@needs_page_cache
+def test_a_part_that_is_there_is_not_counted_as_read_again(cold):
+    w = cold(2048, 256)
+    w[:1000].sum()
+
+    read, values, _ = counted(w.sum)
+
+    assert MIB <= read <= 1.1 * MIB
+    assert 2 * MIB == values
+
+
+@needs_page_cache
+@pytest.mark.parametrize(
+    ("shape", "cut", "gives"),
+    [
+        ((2048, 1024), lambda w: w[:, 256:512], 8 * MIB),  # what lies between is read along
+        ((2048, 1024), lambda w: w[:, :32], 8 * MIB),
+        ((4, 16, 64, 1024), lambda w: w[:, 3], MIB),  # and what lies far apart is not
+        ((32, 64, 1024), lambda w: w[::4], 2 * MIB),
+        ((16, 4, 64, 1024), lambda w: w[::8, ::2], MIB),
+    ],
+)
+def test_a_strided_view_counts_as_what_the_disk_gives(shape, cut, gives, cold):
+    w = cold(*shape)
+    results = []
+
+    for number in counted(lambda: results.append(cut(w).sum())):
+        assert gives * 0.99 <= number <= gives * 1.05
+    assert torch.equal(cut(w.materialize()).sum(), results[0])
+
+
+@needs_page_cache
+def test_values_whose_views_overlap_stay_if_their_bytes_fit(cold):
+    w = cold(2048, 256)
+    pool = w._file_handle().pool
+    pool.max_memory = 3 * MIB
+    for part in (w[:1000], w[1048:], w):
+        part.sum()
+    pool.reconsider(anew=True)
+    known = pool.values()
+
+    assert len(known) == 3
+    assert all(value.kept for value in known)

@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module, or a package as a whole, on its floor. Imports go down, or stay inside a package.
 FLOORS = {
-    "errors": 0,
+    "errors": -1,
     "memory": 0,
     "charts": 0,
     "progress": 0,

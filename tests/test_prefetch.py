@@ -31,8 +31,8 @@ class Made(Tracked):
 
     __slots__ = ("memory", "name")
 
-    def __init__(self, name: str, memory: Memory, pool: Pool, nbytes: int) -> None:
-        super().__init__(pool, memory.file, 0, nbytes, shared=False)  # type: ignore[arg-type]
+    def __init__(self, name: str, memory: Memory, pool: Pool, nbytes: int, start: int = 0) -> None:
+        super().__init__(pool, memory.file, start, nbytes, shared=False)  # type: ignore[arg-type]
         self.name = name
         self.memory = memory
 
@@ -90,7 +90,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 def made(memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window: int = 4 * MIB) -> list[Made]:
     """Values that stream, unless there is a budget for them."""
     pool = Pool(budget, window)
-    values = [Made(name, memory, pool, size) for name in names]
+    values = [Made(name, memory, pool, size, place * 2 * size) for place, name in enumerate(names)]  # far apart
     pool.add(values)
     return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 from hypothesis import given
@@ -21,8 +22,10 @@ class File:
 FILE = File()
 
 
-def values_of(pool: Pool, sizes: list[int]) -> list[Value]:
-    values = [Value(pool, FILE, 0, size, shared=False) for size in sizes]  # type: ignore[arg-type]
+def values_of(pool: Pool, sizes: list[int], start: int = 0) -> list[Value]:
+    """Behind one another in a file."""
+    starts = itertools.accumulate(sizes, initial=start)
+    values = [Value(pool, FILE, start, size, shared=False) for start, size in zip(starts, sizes, strict=False)]  # type: ignore[arg-type]
     pool.add(values)
     return values
 
@@ -97,7 +100,7 @@ def test_a_smaller_budget_says_what_has_to_leave():
 
 def test_values_that_come_one_by_one_are_planned_for():
     pool = Pool(10 * MIB)
-    values = [value for _ in range(40) for value in values_of(pool, [MIB])]
+    values = [value for place in range(40) for value in values_of(pool, [MIB], place * MIB)]
 
     assert 8 <= len(kept(values)) <= 10
     assert kept(values)[-1] > 20

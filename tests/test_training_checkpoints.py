@@ -403,3 +403,177 @@ def test_killed_wherever_it_saves_and_at_random_moments_it_has_the_losses_of_a_r
     assert found["saving"] == found["calls"] > 20
     assert found["later"] > kills // 3
     assert 2 == len(found["left"])
+
+
+# Damage
+
+
+def everything(model, optimizer, scheduler):
+    """All that `load_training` may change, as something that can be compared."""
+    state = optimizer.state_dict()
+    tensors = {
+        **model.state_dict(),
+        **{f"{n}.{k}": value for n, parts in state["state"].items() for k, value in parts.items()},
+        "torch": torch.get_rng_state(),
+    }
+    plain = {name: offload.materialize(tensor).tolist() for name, tensor in tensors.items()}
+    return plain, str(state["param_groups"]), scheduler.state_dict(), random.getstate(), str(np.random.get_state())
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A checkpoint, and the objects to load it into, which have gone on since."""
+    model = network()
+    optimizer = adamw(model, on_disk=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    train(model, optimizer)
+    scheduler.step()
+    offload.save_training(tmp_path / "run", model, optimizer, scheduler=scheduler, notes={"best": 0.5, (1, 2): [3]})
+    train(model, optimizer)
+    scheduler.step()
+    return tmp_path / "run", model, optimizer, scheduler
+
+
+def places(node, way=()):
+    """Every place in JSON; of long lists some."""
+    yield way
+    if isinstance(node, dict):
+        for key, part in node.items():
+            yield from places(part, (*way, key))
+    elif isinstance(node, list):
+        for index in range(min(len(node), 3)):
+            yield from places(node[index], (*way, index))
+
+
+def changed(node, way, new):
+    if not way:
+        return new
+    key, *rest = way
+    copied = node.copy()
+    copied[key] = changed(node[key], rest, new)
+    return copied
+
+
+def loaded(folder, objects):
+    """Load, and give the error of ours, if there is one."""
+    try:
+        offload.load_training(folder, objects[0], objects[1], scheduler=objects[2])
+    except offload.OffloadError as error:
+        return error
+    return None
+
+
+def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
+    """Each place of `state.json` in turn holds something else."""
+    folder, *objects = run
+    path = folder / "checkpoint-1" / "state.json"
+    state = json.loads(path.read_text())
+    refused = 0
+    ways = [way for way in places(state["tree"]) if way]
+    odd = (None, -1, 10**40, 1e300, "x", [], [[]], {}, {"*": "pairs", "of": [[[], 1]]}, {"*": "tensor", "of": "model"})
+    trials = [(way, odd[(number + more) % len(odd)]) for number, way in enumerate(ways) for more in range(0, 10, 3)]
+    for way, new in trials:
+        path.write_text(json.dumps({**state, "tree": changed(state["tree"], way, new)}))
+        before = everything(*objects)
+        error = loaded(folder, objects)
+        if error is not None:
+            refused += 1
+            assert str(folder) in str(error), (way, new, error)
+            assert everything(*objects) == before, (way, new, error)
+        else:
+            path.write_text(json.dumps(state))
+            assert loaded(folder, objects) is None
+
+    assert refused > len(trials) // 2
+
+
+@pytest.mark.parametrize("which", ["python", "numpy", "torch"])
+def test_a_state_of_random_numbers_that_is_none_changes_nothing(which, run):
+    folder, model, optimizer, scheduler = run
+    path = folder / "checkpoint-1" / "state.json"
+    state = json.loads(path.read_text())
+    state["tree"]["random"][which] = None
+    path.write_text(json.dumps(state))
+    before = everything(model, optimizer, scheduler)
+
+    with pytest.raises(CheckpointError, match=r"state\.json is not whole: its states of random numbers"):
+        offload.load_training(folder, model, optimizer, scheduler=scheduler)
+
+    assert everything(model, optimizer, scheduler) == before
+
+
+class Stubborn:
+    """Takes no state but its own."""
+
+    def __init__(self):
+        self.state = 0
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.state = state["state"]
+        if self.state == 1:
+            raise KeyError("what")
+
+
+def test_an_object_that_takes_no_state_leaves_the_others_as_they_were(tmp_path):
+    model, counter, stubborn = network(), Stubborn(), Stubborn()
+    optimizer = adamw(model, on_disk=False)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    counter.state, stubborn.state = 5, 1
+    offload.save_training(tmp_path, model, optimizer, counter=counter, stubborn=stubborn)
+    counter.state, stubborn.state = 6, 2
+    train(model, optimizer)
+    before = everything(model, optimizer, scheduler)
+
+    with pytest.raises(CheckpointError, match=r"stubborn did not take the state.*KeyError"):
+        offload.load_training(tmp_path, model, optimizer, counter=counter, stubborn=stubborn)
+
+    assert everything(model, optimizer, scheduler) == before
+    assert (counter.state, stubborn.state) == (6, 2)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"checkpoint": 3}', "9" * 5000, "[" * 100_000])
+def test_a_pointer_that_is_none_is_named(content, run):
+    folder, model, *_ = run
+    (folder / "latest.json").write_text(content)
+
+    with pytest.raises(CheckpointError, match=r"latest\.json"):
+        offload.load_training(folder, model)
+
+
+@pytest.mark.parametrize("name", ["latest.json", "checkpoint-1/state.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_waited_for(name, kind, run):
+    folder, model, *_ = run
+    path = folder / name
+    path.unlink()
+    {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+
+    with pytest.raises(CheckpointError, match=path.name):
+        offload.load_training(folder, model)
+
+
+def test_an_earlier_checkpoint_that_is_a_link_or_damaged_is_left_alone(tmp_path):
+    model = network()
+    offload.save_training(tmp_path / "other", model)
+    offload.save_training(tmp_path / "run", model)
+    (tmp_path / "run" / "checkpoint-7").symlink_to(tmp_path / "other" / "checkpoint-1")
+    (tmp_path / "run" / "checkpoint-6").mkdir()
+    (tmp_path / "run" / "checkpoint-6" / "state.json").write_text('{"offload": {}, "files": [3]}')
+    (tmp_path / "run" / f"checkpoint-{'9' * 5000}"[:200]).mkdir()
+
+    offload.save_training(tmp_path / "run", model)
+
+    assert (tmp_path / "other" / "checkpoint-1" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoint-6" / "state.json").exists()
+    assert (tmp_path / "run" / "checkpoint-8" / "model.safetensors").exists()
+
+
+def test_what_is_in_itself_is_refused(tmp_path):
+    endless = []
+    endless.append(endless)
+
+    with pytest.raises(offload.errors.UnknownTypeError, match="in itself"):
+        offload.save_training(tmp_path, network(), endless=endless)

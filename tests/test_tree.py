@@ -29,6 +29,7 @@ from offload.errors import (
     WriteError,
 )
 from offload.storage.dtypes import TORCH_DTYPES
+from offload.tree import saved
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
 
@@ -658,3 +659,92 @@ def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
     )
 
     assert int(nbytes) < 12 << 20
+
+
+# What is more than it seems
+
+
+class Color(enum.Flag):
+    """A flag, of which several may be set."""
+
+    RED = enum.auto()
+    BLUE = enum.auto()
+
+
+@dataclasses.dataclass
+class Items(list):
+    """A list with a field."""
+
+    unit: Any = None
+
+
+def items():
+    made = Items("m")
+    made.append(1)
+    return made
+
+
+def tensorclass():
+    tensordict = pytest.importorskip("tensordict")
+
+    @tensordict.tensorclass
+    class Rows:
+        x: torch.Tensor
+
+    return Rows(x=torch.ones(4, 3), batch_size=(4,))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (tensorclass, r"'rows' is a .*Rows, which is more than its fields: .*save_memmap keeps such data"),
+        (items, r"'rows' is a .*Items, which is more than its fields"),
+        (lambda: Color.RED | Color.BLUE, r"'rows' is a .*Color, which has no form"),
+    ],
+)
+def test_what_would_come_back_as_less_is_refused(tmp_path, make, words):
+    with pytest.raises(UnknownTypeError, match=words):
+        save_tree({"rows": make()}, tmp_path / "tree")
+
+    assert not (tmp_path / "tree").exists()
+
+
+def test_a_dataclass_of_items_that_holds_none_comes_back(tmp_path):
+    save_tree(Items("m"), tmp_path)
+
+    assert load_tree(tmp_path, types=[Items]).unit == "m"
+
+
+# What stands where a file should
+
+
+@pytest.mark.parametrize(
+    "stand_in", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=["pipe", "device", "folder"]
+)
+@pytest.mark.parametrize("name", ["tree.json", "1/x.safetensors"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, name, stand_in):
+    save_tree({"x": torch.ones(2)}, tmp_path)
+    (tmp_path / name).unlink()
+    stand_in(tmp_path / name)
+
+    with pytest.raises(CorruptFileError, match=name):
+        load_tree(tmp_path)
+
+
+def test_a_manifest_without_end_is_not_read_to_it(tmp_path, monkeypatch):
+    save_tree({"x": torch.ones(2)}, tmp_path)
+    monkeypatch.setattr(saved, "_MOST_JSON", 100)
+
+    with pytest.raises(CorruptFileError, match=r"tree\.json is larger than 100 bytes"):
+        load_tree(tmp_path)
+
+
+def test_links_to_folders_of_others_are_left_alone(tmp_path):
+    save_tree({"x": torch.ones(2)}, tmp_path / "other")
+    save_tree({"x": torch.zeros(2)}, tmp_path / "tree")
+    (tmp_path / "tree" / "2").symlink_to(tmp_path / "other" / "1")
+
+    save_tree({"x": torch.zeros(3)}, tmp_path / "tree")
+
+    assert load_tree(tmp_path / "other")["x"].tolist() == [1.0, 1.0]
+    assert load_tree(tmp_path / "tree")["x"].tolist() == [0.0, 0.0, 0.0]

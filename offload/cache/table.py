@@ -31,7 +31,7 @@ from offload.errors import CacheError, MissingRowsError
 from offload.progress import progress
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.arguments import checked_device
+from offload.tensor.arguments import checked_device, refuse_other_class
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
 
@@ -448,11 +448,17 @@ def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise CacheError(f"rows are given by column, not as a {type(values).__name__}: cache[rows] = {{name: values}}")
-    return {name: _plain(value) for name, value in values.items()}
+    return {name: _plain(value, name) for name, value in values.items()}
 
 
-def _plain(value: Any) -> Any:
-    """Neither offloaded nor nested."""
+def _plain(value: Any, name: str) -> Any:
+    """Neither offloaded nor nested.
+
+    Raises:
+        UnknownSubclassError: its class is more than its numbers.
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    if not value.is_nested:
+        refuse_other_class(value, name)
     return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())

@@ -194,7 +194,9 @@ class _Rows:
         room = max(needed * 3 // 2, _LEAST_ROOM) if needed > (self._max_length or 0) else self._max_length
         shape = (batch, heads, -(-room // _STEP) * _STEP, size)  # type: ignore[operator]
         if self._file is None:
-            self._file = OffloadedTensor.empty(shape, dtype=states.dtype, name=self._name, offload_dir=self._folder)
+            self._file = OffloadedTensor.empty(
+                shape, dtype=states.dtype, name=self._name, offload_dir=self._folder, exist_ok=True
+            )
             return 0
         handle, layout = self._file._file_handle(), Layout(states.dtype, shape, contiguous_stride(shape))
         before = () if kept is None else mapped_value(kept.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]

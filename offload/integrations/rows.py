@@ -23,6 +23,7 @@ from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.loader import load_file
 from offload.storage.regular import explained, is_folder, is_there
+from offload.tensor.arguments import refuse_other_class
 from offload.tensor.materialize import materialize
 
 
@@ -55,6 +56,7 @@ def cache_from(
 
     Raises:
         MissingFileError, CorruptFileError, ReadError
+        UnknownSubclassError: a tensor's class is more than its numbers.
         CacheError: a file that is not whole, columns of several lengths, or one that can't be kept, as pickled objects.
         CheckpointError: a pickle with code in it.
 
@@ -148,6 +150,8 @@ def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
 
 def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None, place: str) -> Incoming:
     parts: dict[str, torch.Tensor] = arrays.chosen(tensors, columns, place)
+    for name, tensor in parts.items():
+        refuse_other_class(tensor, name)
     lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())

@@ -30,6 +30,7 @@ from offload.storage.folders import named_folder
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
+from offload.tensor.attributes import carry_attributes
 from offload.tensor.rules import decompose, is_composite, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded
 
@@ -234,6 +235,7 @@ def _put_parameter_away(_module: torch.nn.Module, name: str, parameter: Any) -> 
             stored = mode.place.put(value, name)
         except UnknownSubclassError:  # it could not be rebuilt from a file
             return None
+    carry_attributes(parameter, stored)
     return dressed(stored, requires_grad=parameter.requires_grad, is_parameter=True)
 
 

@@ -36,7 +36,8 @@ class Counts:
     """What was read since the process began.
 
     Attributes:
-        bytes_read: brought in from the disk, in whole values, and whole runs of small neighbours.
+        bytes_read: brought in from the disk, in whole pages of values that are larger than 64 KiB. What was in memory
+            already, as a part of another view, does not count again.
         ahead: reads of what was here, or on its way, when it was asked for.
         found: reads of what was in memory for another reason.
         missed: reads that had to be waited for from their beginning.
@@ -140,10 +141,11 @@ class Engine:
             return
         started = time.monotonic()
         self._make_room(value.pool)
+        missing = value.missing_bytes()
         value.read()
         with self.lock:
             self.counts.missed += 1
-            self.counts.bytes_read += value.nbytes
+            self.counts.bytes_read += missing
             self._count_waited(value, started)
 
     def _count_waited(self, value: Tracked, started: float) -> None:
@@ -287,8 +289,9 @@ class Engine:
             state, read = AWAY, 0
             with suppress(Exception):
                 if not extent.is_cached():
+                    missing = extent.missing_bytes()
                     extent.bring_in(exactly=not run[0].pool.fits)
-                    read = extent.nbytes
+                    read = missing
                 state = HERE
             with self.lock:
                 for value in run:

@@ -34,6 +34,7 @@ from offload.storage.write import (
     fill_holes,
     layout_of,
     put_in_place,
+    refuse_earlier,
     refuse_foreign,
     remove,
     sync_folder,
@@ -52,15 +53,26 @@ class Handle(Stored):
 
     @classmethod
     def create(
-        cls, tensor: torch.Tensor, name: str, offload_dir: str | os.PathLike[str] | None, notes: Notes = None
+        cls,
+        tensor: torch.Tensor,
+        name: str,
+        offload_dir: str | os.PathLike[str] | None,
+        notes: Notes = None,
+        *,
+        exist_ok: bool = True,
     ) -> Handle:
         """A new file that holds the value of a plain tensor, or of a wrapper subclass; `notes` go into its header.
+
+        Args:
+            exist_ok: whether a file that an earlier tensor left under that name is replaced.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path:
+            if not exist_ok:
+                refuse_earlier(path, name)
             handle._write(path, tensor, _layout_for(tensor), notes, durable=handle.folder is not None)
         return handle
 
@@ -100,14 +112,18 @@ class Handle(Stored):
         return handle
 
     @classmethod
-    def allocate(cls, layout: Layout, name: str, offload_dir: str | os.PathLike[str] | None) -> Handle:
-        """A new file whose value reads as zeros; takes disk, but neither memory nor time.
+    def allocate(
+        cls, layout: Layout, name: str, offload_dir: str | os.PathLike[str] | None, *, exist_ok: bool = True
+    ) -> Handle:
+        """A new file whose value reads as zeros; takes disk, but neither memory nor time. `exist_ok`: as `create`.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError
         """
         handle = cls(name, _folder_for(name, offload_dir))
         with handle._claimed() as path, naming(name):
+            if not exist_ok:
+                refuse_earlier(path, name)
             durable = handle.folder is not None
             write_empty(path, name, layout, {"name": name}, durable=durable, take=handle._take)
         return handle

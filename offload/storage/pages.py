@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -77,6 +78,10 @@ class Range:
         joined._advised = (0, False)
         joined.is_part = False
         return joined
+
+    def missing_bytes(self) -> int:
+        """How much of it the disk has to give, in whole pages; all, where the kernel does not tell."""
+        return self.nbytes - self.cached_bytes() if self.may_ask else self.nbytes
 
     def is_cached(self) -> bool:
         """Whether it is in memory, as far as the kernel tells. False for a file that is gone."""
@@ -180,6 +185,18 @@ class Range:
         with suppress(OffloadError, OSError):
             return None if file is None else file.mapped(shared=self._shared)
         return None
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same bytes in ranges of which no two overlap, or touch."""
+    found: list[Range] = []
+    for one in sorted(ranges, key=lambda one: (id(one._file), one._start)):
+        last = found[-1] if found else None
+        if last is None or last._file is not one._file or one._start > last._start + last.nbytes:
+            found.append(one)
+        elif one._start + one.nbytes > last._start + last.nbytes:
+            found[-1] = last.through(one)
+    return found
 
 
 def are_cached(address: int, nbytes: int) -> bool:

@@ -3,6 +3,8 @@
 Always true:
 - nothing is pickled: a recipe holds plain data and the names of classes
 - only classes on the allow-list are rebuilt; a class that could not be rebuilt is refused when it is stored
+- what a class would not put together again is not stored: neither a class without a way to be taken apart, nor an
+  attribute that its way leaves out
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offload.errors import CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Layout, layout_as
+from offload.storage.naming import naming
 
 # Classes that are known without being registered: package -> class -> the modules that may have it, the newest first.
 _AO = "torchao.quantization"
@@ -51,6 +54,9 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 _REGISTERED: dict[str, type] = {}
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # these very classes, and none made of them
+_NUMBERS_ALONE = {"tensordict:MemoryMappedTensor"}  # classes of libraries that say where the numbers are, and no more
+_SIMPLE = (bool, int, float, str)
 
 Recipe = dict[str, Any]
 
@@ -61,12 +67,42 @@ def register_subclass(*classes: type) -> None:
     A tensor subclass needs `__tensor_flatten__` and `__tensor_unflatten__`. Enums, dataclasses and named tuples may
     stand in its context.
 
+    Raises:
+        UnknownSubclassError: a class is none of these; nothing is registered then.
+
     Example:
         >>> from torch.testing._internal.two_tensor import TwoTensor
         >>> register_subclass(TwoTensor)
     """
     for cls in classes:
+        _refuse_unfit(cls)
+    for cls in classes:
         _REGISTERED[_word(cls)] = cls
+
+
+def _refuse_unfit(cls: Any) -> None:
+    """Refuse what could be stored, or rebuilt, in no file."""
+    if not isinstance(cls, type):
+        raise UnknownSubclassError(f"{cls!r} is not a class: register the class of the tensor")
+    if issubclass(cls, torch.Tensor):
+        if not _can_be_taken_apart(cls):
+            raise UnknownSubclassError(
+                f"{cls.__name__} (of {cls.__module__}) lacks __tensor_flatten__ and __tensor_unflatten__: without "
+                "them a file would hold its numbers alone. Give it both, or store its parts"
+            )
+    elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or _is_named_tuple(cls)):
+        raise UnknownSubclassError(
+            f"{cls.__name__} (of {cls.__module__}) is no tensor subclass, enum, dataclass or named tuple: "
+            "it can't be rebuilt from plain data"
+        )
+
+
+def _can_be_taken_apart(cls: type) -> bool:
+    return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+
+
+def _is_named_tuple(cls: type) -> bool:
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def registered(module: str, name: str) -> type | None:
@@ -79,13 +115,64 @@ def is_subclass_value(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor of which a file would hold less than there is.
+
+    Attributes whose names begin with an underscore are marks and caches: they may stay behind.
+
+    Raises:
+        UnknownSubclassError: its class can't be taken apart, is not on the allow-list, or leaves attributes out.
+    """
+    kind = type(tensor)
+    if kind in _PLAIN or _word(kind) in _NUMBERS_ALONE:
+        return
+    with naming(name):
+        if not is_subclass_value(tensor):
+            raise UnknownSubclassError(
+                f"{kind.__name__} (of {kind.__module__}) has no __tensor_flatten__: of what it is beside its numbers "
+                "nothing would be stored. Store its parts, or its as_subclass(torch.Tensor)"
+            )
+        _checked_word(tensor)
+        lost = sorted(extra for extra in extras_of(tensor) if not extra.startswith("_"))
+        if lost:
+            raise UnknownSubclassError(
+                f"this {kind.__name__} has {', '.join(lost)}, which its __tensor_flatten__ leaves out and which would "
+                "be lost: remove that, or have __tensor_flatten__ put it into the context"
+            )
+
+
+def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What is noted on a tensor as attributes; of a wrapper subclass, only what it is not put together again with.
+
+    Raises:
+        UnknownSubclassError: it can't be put together again.
+    """
+    noted: dict[str, Any] = vars(tensor)
+    if type(tensor) in _PLAIN or not noted:
+        return noted
+    if not is_subclass_value(tensor):
+        return {}  # all of it may be the value
+    try:
+        rebuilt = vars(with_inner(tensor, lambda inner: inner))
+    except Exception as error:  # whatever the class makes of it
+        raise UnknownSubclassError(
+            f"a {type(tensor).__name__} can't be put together from what its __tensor_flatten__ gives: {error}"
+        ) from error
+    return {name: value for name, value in noted.items() if name not in rebuilt or _differ(value, rebuilt[name])}
+
+
+def _differ(value: Any, other: Any) -> bool:
+    """Whether two are not the same number or text; of other objects that is not asked."""
+    return type(value) in _SIMPLE and (type(other) is not type(value) or str(other) != str(value))
+
+
 def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], Recipe]:
     """The plain tensors inside `tensor`, by key, and the recipe to rebuild it.
 
     Raises:
-        UnknownSubclassError: the class, or one in its context, is not on the allow-list.
+        UnknownSubclassError: as `refuse_lossy`; or a class in its context is not on the allow-list.
     """
-    _checked_word(tensor)
+    refuse_lossy(tensor, name)
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     values: dict[str, torch.Tensor] = {}
     inner: dict[str, Recipe | None] = {}
@@ -96,6 +183,7 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
             parts, inner[attribute] = flatten(part, key)
             values |= parts
         else:
+            refuse_lossy(part, key)
             values[key], inner[attribute] = part, None
     recipe = {
         "class": _word(type(tensor)),

@@ -21,9 +21,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.errors import ChangedFileError, ForeignFileError, MissingFileError, OffloadError, ReadError, WriteError
+from offload.errors import (
+    ChangedFileError,
+    ForeignFileError,
+    MissingFileError,
+    NameInUseError,
+    OffloadError,
+    ReadError,
+    WriteError,
+)
 from offload.storage.file import TensorFile
 from offload.storage.header import Entry, Layout, build, contiguous
+from offload.storage.naming import naming
 from offload.storage.process import is_dead, process_tag
 from offload.storage.regular import is_there, reading
 from offload.storage.scratch import scratch
@@ -261,6 +270,17 @@ def refuse_foreign(path: Path) -> None:
         raise ForeignFileError(
             f"{path} exists and was not written by offload: it is left as it is. Take another offload_dir."
         )
+
+
+def refuse_earlier(path: Path, name: str) -> None:
+    """Raises `NameInUseError` if an earlier tensor left a file at `path`; `ForeignFileError` as `refuse_foreign`."""
+    with naming(name):
+        refuse_foreign(path)
+        if os.path.lexists(path):
+            raise NameInUseError(
+                f"{path} holds the value of an earlier one: open that with OffloadedTensor.from_file, take another "
+                "name or folder, or pass exist_ok=True to replace it"
+            )
 
 
 def temporary_for(path: Path) -> Path:

@@ -14,6 +14,7 @@ How an op is carried out, in this order:
 | --- | --- |
 | `wrapper` | the class `OffloadedTensor` |
 | `arguments` | what users hand in, checked |
+| `attributes` | what is noted on a tensor in Python, carried along |
 | `cuts` | how a view is cut from its value |
 | `tables` | 1: the rules that ops have of their own; filled by `offload.ops` |
 | `rules` | 2 and 3: what follows from an op's schema |

@@ -6,11 +6,17 @@ Always true:
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
-from offload.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import ArgumentError, ArgumentTypeError, DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.file import TensorFile
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.subclasses import refuse_lossy
+from offload.tensor.outside import SeenFromOutside
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
@@ -26,7 +32,27 @@ def only_key(file: TensorFile, key: str | None) -> str:
 
 
 def refuse_unstorable(tensor: object, name: str) -> None:
-    """Refuse what has no dense value to store."""
+    """Refuse what has no dense value, or is more than a file can give back."""
+    refuse_other_class(checked_dense(tensor, name), name)
+
+
+def refuse_other_class(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose class is more than its numbers, unless a file can give it back.
+
+    Raises:
+        UnknownSubclassError
+    """
+    if not isinstance(tensor, SeenFromOutside):
+        refuse_lossy(tensor, name)
+
+
+def checked_dense(tensor: object, name: str) -> torch.Tensor:
+    """`tensor`, which has a dense value.
+
+    Raises:
+        TypeError: it is none.
+        UnsupportedOpError: it is empty, sparse...
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_meta:
@@ -36,6 +62,7 @@ def refuse_unstorable(tensor: object, name: str) -> None:
             f"{name!r} is not a dense tensor (layout {tensor.layout}, quantized {tensor.is_quantized}, "
             f"nested {tensor.is_nested}): store its parts, or its to_dense() / dequantize()"
         )
+    return tensor
 
 
 def refuse_without_grad(stored: torch.Tensor, values: torch.Tensor, name: str) -> None:
@@ -70,6 +97,34 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """
     with no_functions(), no_modes():
         return torch.empty(0, device=device).device
+
+
+def checked_sizes(shape: Any, *sizes: int) -> tuple[int, ...]:
+    """A shape as torch takes it: `(2, 3)` or `2, 3`.
+
+    Raises:
+        ArgumentTypeError: it holds something else than whole numbers.
+        ArgumentError: a size is negative.
+    """
+    is_whole = isinstance(shape, Iterable) and not sizes and not (isinstance(shape, torch.Tensor) and shape.dim() == 0)
+    try:
+        found = tuple(map(operator.index, shape if is_whole else (shape, *sizes)))
+    except TypeError as error:
+        raise ArgumentTypeError(f"{(shape, *sizes)} is no shape: give sizes as (2, 3), or as 2, 3") from error
+    if any(size < 0 for size in found):
+        raise ArgumentError(f"no tensor has the shape {found}: sizes are 0 or more")
+    return found
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """A dtype; torch's default one for None.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if not isinstance(dtype, torch.dtype | None):
+        raise ArgumentTypeError(f"{dtype!r} is no dtype: give one of torch's, as torch.float32")
+    return torch.get_default_dtype() if dtype is None else dtype
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from offload.tensor.attributes import carry_attributes
 from offload.tensor.cuts import metadata_of
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 
@@ -51,6 +52,7 @@ def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
     if plain is None:
         plain = memo[parameter] = nn.Parameter(_plain(parameter, memo), parameter.requires_grad)
         plain.grad = parameter.grad
+        carry_attributes(parameter, plain)
     return plain
 
 

@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,16 @@ from offload.storage.header import Layout, contiguous_stride
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
-from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable, refuse_without_grad
+from offload.tensor.arguments import (
+    checked_device,
+    checked_dtype,
+    checked_sizes,
+    only_key,
+    refuse_other_kind,
+    refuse_unstorable,
+    refuse_without_grad,
+)
+from offload.tensor.attributes import carry_attributes, copy_attributes
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
@@ -49,8 +57,8 @@ _set_metadata = _TENSOR_DATA.__set__
 class OffloadedTensor(SeenFromOutside):
     """A tensor that lives in a file and is materialized on its device during each op only.
 
-    Make one with `from_original_tensor`, `from_file`, `empty` or `zeros`; views, `detach` and `.to(device)` of one are
-    offloaded too and share its file. Results of other ops are plain tensors.
+    Make one with `from_original_tensor`, `from_file`, `empty`, `zeros`, `ones` or `full`; views, `detach` and
+    `.to(device)` of one are offloaded too and share its file. Results of other ops are plain tensors.
 
     Example:
         >>> w = OffloadedTensor.from_original_tensor(torch.eye(2), "w")
@@ -77,22 +85,34 @@ class OffloadedTensor(SeenFromOutside):
 
     @classmethod
     def from_original_tensor(
-        cls, tensor: torch.Tensor, name: str, offload_dir: PathLike | None = None, suffix_log_msg: str = ""
+        cls,
+        tensor: torch.Tensor,
+        name: str,
+        offload_dir: PathLike | None = None,
+        suffix_log_msg: str = "",
+        *,
+        exist_ok: bool = False,
     ) -> OffloadedTensor:
         """Write a tensor to a file of its own, and give the offloaded tensor over it.
 
         Args:
-            tensor: any dense tensor, or a wrapper subclass that `register_subclass` knows. A parameter stays one.
+            tensor: any dense tensor, or a wrapper subclass that `register_subclass` knows. A parameter stays one, and
+                attributes that were set on it go along.
             name: its name; one live tensor a name and folder.
             offload_dir: the folder for its file, which then stays; None for a private one, which goes with the tensor.
             suffix_log_msg: added to the log line.
+            exist_ok: whether a file that an earlier tensor left in `offload_dir` under that name is replaced.
 
         Raises:
-            NameInUseError, ForeignFileError, WriteError, UnknownSubclassError, UnsupportedOpError (not a dense tensor)
+            NameInUseError: a live tensor has the name there, or an earlier one left its file.
+            UnknownSubclassError: its class is more than its numbers, and can't be stored.
+            ForeignFileError, WriteError, UnsupportedOpError (not a dense tensor)
         """
         refuse_unstorable(tensor, name)
-        stored = wrap_handle(Handle.create(guest_of(tensor.detach()), name, offload_dir), tensor.device)
+        handle = Handle.create(guest_of(tensor.detach()), name, offload_dir, exist_ok=exist_ok)
+        stored = wrap_handle(handle, tensor.device)
         _log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
+        carry_attributes(tensor, stored)
         return _dressed_as(stored, tensor)
 
     @classmethod
@@ -121,47 +141,47 @@ class OffloadedTensor(SeenFromOutside):
     @classmethod
     def empty(
         cls,
-        shape: Sequence[int],
-        *,
+        shape: int | Sequence[int],
+        *sizes: int,
         dtype: torch.dtype | None = None,
         name: str,
         offload_dir: PathLike | None = None,
         device: torch.device | str | int = "cpu",
+        exist_ok: bool = False,
     ) -> OffloadedTensor:
         """A tensor of zeros allocated on disk, without memory and without writing its data.
 
         Args:
-            shape: the sizes.
+            shape, sizes: `(2, 3)`; or, as torch takes them too, `2, 3`.
             dtype: torch's default one if None.
-            name, offload_dir: as in `from_original_tensor`.
+            name, offload_dir, exist_ok: as in `from_original_tensor`.
             device: where ops on it run.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
+            ArgumentTypeError, ArgumentError: no tensor has such a shape, or such a dtype.
         """
-        sizes = tuple(operator.index(size) for size in shape)
-        dtype = torch.empty(0, dtype=dtype, device="meta").dtype
-        layout = Layout(dtype, sizes, contiguous_stride(sizes))
-        return wrap_handle(Handle.allocate(layout, name, offload_dir), checked_device(device))
+        shape = checked_sizes(shape, *sizes)
+        layout = Layout(checked_dtype(dtype), shape, contiguous_stride(shape))
+        device = checked_device(device)
+        return wrap_handle(Handle.allocate(layout, name, offload_dir, exist_ok=exist_ok), device)
 
     zeros = empty
 
     @classmethod
     def full(
-        cls,
-        shape: Sequence[int],
-        fill_value: complex,
-        *,
-        dtype: torch.dtype | None = None,
-        name: str,
-        offload_dir: PathLike | None = None,
-        device: torch.device | str | int = "cpu",
+        cls, shape: int | Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, **options: Any
     ) -> OffloadedTensor:
         """A tensor of one number, filled on disk. As `empty`, but that the dtype, if None, is that of `torch.full`."""
-        dtype = dtype or torch.full((), fill_value).dtype
-        stored = cls.empty(shape, dtype=dtype, name=name, offload_dir=offload_dir)
+        device = checked_device(options.pop("device", CPU))
+        stored = cls.empty(shape, dtype=dtype or torch.full((), fill_value).dtype, **options)
         stored.fill_(fill_value)
-        return wrap_handle(stored._file_handle(), checked_device(device))
+        return wrap_handle(stored._file_handle(), device)
+
+    @classmethod
+    def ones(cls, shape: int | Sequence[int], *sizes: int, **options: Any) -> OffloadedTensor:
+        """As `full` with 1, of torch's default dtype if none is given."""
+        return cls.full(checked_sizes(shape, *sizes), 1.0, **options)
 
     # What it is
 
@@ -235,7 +255,9 @@ class OffloadedTensor(SeenFromOutside):
     # Copies
 
     def __copy__(self) -> OffloadedTensor:
-        return _dressed_as(self.detach(), self)  # type: ignore[arg-type]
+        copy = _dressed_as(self.detach(), self)  # type: ignore[arg-type]
+        carry_attributes(self, copy)
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedTensor:
         if id(self) in memo:
@@ -249,8 +271,9 @@ class OffloadedTensor(SeenFromOutside):
             memo[id(handle)] = handle.duplicate()
         copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
         memo[id(self)] = copy
-        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # as torch has it
-            copy.grad = self.grad.__deepcopy__(memo)
+        if not isinstance(self, torch.nn.Parameter):  # as torch has it
+            copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
+            copy_attributes(self, copy, memo)
         return copy
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -5,18 +5,22 @@ Always true:
   moment, the one before is
 - what is on disk is copied from file to file; nothing comes into memory as a whole
 - nothing in a checkpoint is run: tensors are safetensors, the rest is JSON
+- a checkpoint is read and checked as a whole before anything takes its state from it
 - what is removed is an earlier checkpoint, file by file as it was written, and never one that tensors refer to
 """
 
 from __future__ import annotations
 
+import copy
+import errno
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload.errors import CheckpointError, CorruptFileError, DtypeMismatchError, ForeignFileError, MissingFileError
+from offload.errors import (
+    CheckpointError,
+    CorruptFileError,
+    DtypeMismatchError,
+    ForeignFileError,
+    MissingFileError,
+    OffloadError,
+    UnknownTypeError,
+)
 from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
-from offload.storage.regular import is_there, read_json
+from offload.storage.regular import is_there, read_json, short
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
@@ -39,8 +51,8 @@ from offload.training.plain import Apart, put_together
 
 _LATEST = "latest.json"
 _STATE = "state.json"
-_MOST = 1 << 30  # bytes of JSON; plain data that is saved along may be long
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+_MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists
 
 
 def save_training(
@@ -85,7 +97,10 @@ def save_training(
     if is_there(latest) and _marked(latest) is None:
         raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
     apart = Apart()
-    tree = _tree(apart, model, optimizer, extra, frozen=frozen)
+    try:
+        tree = _tree(apart, model, optimizer, extra, frozen=frozen)
+    except RecursionError as error:
+        raise UnknownTypeError("something in it is in itself, or nested too deeply: no file can hold that") from error
     with explained(folder, 0, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
         sweep_folders(folder)  # what killed processes left of checkpoints that they were writing
@@ -117,34 +132,55 @@ def load_training(
 
     Raises:
         MissingFileError: there is no checkpoint yet.
-        CheckpointError: it is of another model, or not whole, or was not loaded as a whole.
+        CheckpointError: it is of another model, or not whole; or one of `stateful` did not take its state. Nothing is
+            changed then.
         ReadError, WriteError: a file can't be opened now; nothing is changed.
         DtypeMismatchError: a tensor of the model has another dtype than the one that was saved.
     """
     checkpoint = _latest(Path(os.path.abspath(folder)))
-    saved = _marked(checkpoint / _STATE)
-    if saved is None:
-        raise CheckpointError(f"{checkpoint / _STATE} is missing, or not whole: the checkpoint can't be used")
-    parts = put_together(saved["tree"], load_file(checkpoint))
-    missing = stateful.keys() - parts["stateful"].keys()
-    if missing or (optimizer is not None and parts["optimizer"] is None):
+    saved = _read(checkpoint)
+    missing = stateful.keys() - saved.stateful.keys()
+    if missing or (optimizer is not None and saved.optimizer is None):
         raise CheckpointError(f"{checkpoint} has no state of {', '.join(sorted(missing)) or 'an optimizer'}")
-    state = parts["optimizer"]
-    _refuse_other_model(model.state_dict(), parts["model"], set(parts["left_out"]), checkpoint)
+    _refuse_other_model(model.state_dict(), saved.model, saved.left_out, checkpoint)
     if optimizer is not None:
-        _refuse_other_optimizer(optimizer, state, checkpoint)
-    _require_open(parts["model"].values(), model.state_dict().values())
-    try:
-        model.load_state_dict(parts["model"], strict=False)
-    except RuntimeError as error:  # torch's, which tells of other errors as text
-        raise CheckpointError(f"{checkpoint} could not be loaded as a whole, so load it again: {error}") from error
-    if optimizer is not None:
-        optimizer.load_state_dict(state if is_on_disk(optimizer) else materialize(state))
-    for name, thing in stateful.items():
-        thing.load_state_dict(materialize(parts["stateful"].pop(name)))
-    _set_random_states(materialize(parts["random"]))
-    extra: dict[str, Any] = materialize({**parts["stateful"], **parts["extra"]})
+        _refuse_other_optimizer(optimizer, saved.optimizer, checkpoint)
+    states = {name: materialize(saved.stateful.pop(name)) for name in stateful}
+    extra: dict[str, Any] = materialize({**saved.stateful, **saved.extra})
+    set_random = _random_setter(materialize(saved.random), checkpoint)
+    _require_open(saved.model.values(), model.state_dict().values())
+    with ExitStack() as undone:
+        for name, thing in stateful.items():
+            undone.callback(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
+            with _taking(name, checkpoint):
+                thing.load_state_dict(states[name])
+        if optimizer is not None:
+            undone.callback(vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups})
+            with _taking("the optimizer", checkpoint):
+                optimizer.load_state_dict(saved.optimizer if is_on_disk(optimizer) else materialize(saved.optimizer))
+        with _taking("the model", checkpoint):
+            model.load_state_dict(saved.model, strict=False)
+        undone.pop_all()
+    set_random()
     return extra
+
+
+@contextmanager
+def _taking(name: str, checkpoint: Path) -> Iterator[None]:
+    """Say whose `load_state_dict` failed.
+
+    Raises:
+        CheckpointError
+    """
+    try:
+        yield
+    except OffloadError:
+        raise
+    except Exception as error:  # of whatever class it is
+        raise CheckpointError(
+            f"{checkpoint}: {name} did not take the state that was saved ({type(error).__name__}: {short(error)}): "
+            "is it made as the one that was saved?"
+        ) from error
 
 
 # What a checkpoint holds
@@ -179,12 +215,82 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], None]:
+    """What sets the states of random numbers; they are tried on generators of their own first.
+
+    Raises:
+        CheckpointError: they are none.
+    """
+    try:
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        of_devices = list(states.get("cuda", ()))[: torch.cuda.device_count()]
+        for index, state in enumerate(of_devices):
+            torch.Generator(torch.device("cuda", index)).set_state(state)
+    except Exception as error:  # whatever numbers that are none lead to
+        raise _damaged(checkpoint, f"its states of random numbers ({type(error).__name__}: {short(error)})") from error
+
+    def set_them() -> None:
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        for index, state in enumerate(of_devices):
+            torch.cuda.set_rng_state(state, index)
+
+    return set_them
+
+
+@dataclass
+class _Saved:
+    """What a checkpoint holds: states, as `state_dict` gave them, and what else was saved."""
+
+    model: dict[str, Any]
+    left_out: set[str]
+    optimizer: Any
+    stateful: dict[str, Any]
+    extra: dict[str, Any]
+    random: dict[str, Any]
+
+
+def _read(checkpoint: Path) -> _Saved:
+    """All of a checkpoint, its tensors on disk.
+
+    Raises:
+        CheckpointError, CorruptFileError, MissingFileError: it is not whole.
+    """
+    state = _marked(checkpoint / _STATE)
+    if state is None:
+        raise CheckpointError(f"{checkpoint / _STATE} is missing, or not whole: the checkpoint can't be used")
+    tensors = load_file(checkpoint)
+    try:
+        parts = {str(name): put_together(part, tensors) for name, part in state["tree"].items()}
+        found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
+        named: list[Any] = [found.model, found.stateful, found.extra, found.random]
+        if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
+            raise TypeError("a part is no dictionary")
+        if found.optimizer is not None:
+            _check_optimizer(found.optimizer)
+    except Exception as error:  # whatever made-up parts lead to
+        raise _damaged(checkpoint, f"it ({type(error).__name__}: {short(error)})") from error
+    return found
+
+
+def _check_optimizer(state: Any) -> None:
+    """Raises any error for what is no state of an optimizer."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if sorted(numbers) != list(range(len(numbers))) or not all(type(number) is int for number in numbers):
+        raise ValueError("its groups name no parameters")
+    for number, its_state in state["state"].items():
+        if isinstance(number, int) and (number not in numbers or not isinstance(its_state, dict)):
+            raise ValueError(f"it has a state of {short(number)}")
+
+
+def _damaged(checkpoint: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint / _STATE} is not whole: {what} can't be used, and nothing was changed. "
+        "Take an earlier copy of the folder, or train anew."
+    )
 
 
 def _refuse_other_model(
@@ -196,7 +302,11 @@ def _refuse_other_model(
         raise CheckpointError(f"{checkpoint} is of another model, which differs in {', '.join(wrong[:5])}...")
     for name, value in values.items():
         other = saved.get(name)
-        if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+        if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor) and name in saved:
+            raise CheckpointError(
+                f"{checkpoint} holds for {name!r} a {type(other).__name__}, not a {type(value).__name__}"
+            )
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             continue
         if other.dtype != value.dtype:
             raise DtypeMismatchError(
@@ -250,10 +360,15 @@ def _remove_unless_latest(folder: Path, made: Path) -> None:
 
 
 def _latest(folder: Path) -> Path:
-    pointer = _marked(folder / _LATEST)
-    name = pointer.get("checkpoint") if pointer else None
+    if not is_there(folder / _LATEST):
+        reason = "there is no checkpoint of training yet: save_training makes one"
+        raise MissingFileError(errno.ENOENT, reason, str(folder))
+    pointer = _marked(folder / _LATEST) or {}
+    name = pointer.get("checkpoint")
     if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
-        raise MissingFileError(2, "there is no checkpoint of training yet: save_training makes one", str(folder))
+        raise CheckpointError(f"{folder / _LATEST} names no checkpoint of training: it is not whole, or another's file")
+    if not (folder / name).is_dir():
+        raise MissingFileError(errno.ENOENT, f"the checkpoint that {_LATEST} names is gone", str(folder / name))
     return folder / name
 
 
@@ -261,9 +376,11 @@ def _remove_others(folder: Path, latest: Path, saved: Iterable[torch.Tensor]) ->
     """Remove the earlier checkpoints, but for one that tensors are over."""
     in_use = {file.parent for tensor in saved if (file := file_of(tensor))}
     for path in folder.iterdir():
-        state = _marked(path / _STATE) if _CHECKPOINT.fullmatch(path.name) and path not in {latest, *in_use} else None
-        if state is not None:
-            for name in (*state["files"], _STATE):
+        if not _CHECKPOINT.fullmatch(path.name) or path in {latest, *in_use} or path.is_symlink():
+            continue
+        files = (_marked(path / _STATE) or {}).get("files")
+        if isinstance(files, list) and all(isinstance(name, str) for name in files):
+            for name in (*files, _STATE):
                 remove(path / Path(name).name)
             with suppress(OSError):  # somebody has put a file there
                 path.rmdir()
@@ -280,7 +397,7 @@ def _marked(path: Path) -> dict[str, Any] | None:
         ReadError: it can't be read now.
     """
     try:
-        found = read_json(path, "a note of training", most=_MOST)
+        found = read_json(path, "a file of save_training", most=_MOST_JSON)
     except (MissingFileError, CorruptFileError):
         return None
     return found if isinstance(found, dict) and MARK in found else None

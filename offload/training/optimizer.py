@@ -23,8 +23,9 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from offload.errors import UnsupportedOpError
-from offload.memory import as_bytes, count_freed
+from offload.memory import as_bytes, available_bytes, count_freed
 from offload.storage.handle import Handle
+from offload.tensor.arguments import refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
@@ -37,8 +38,8 @@ def offload_optimizer(
     *,
     model: nn.Module | None = None,
     gradients: bool = False,
-    min_bytes: int | str = "64KiB",
-    step_bytes: int | str | None = "32MiB",
+    min_bytes: int | float | str = "64KiB",
+    step_bytes: int | float | str | None = "32MiB",
 ) -> AnyOptimizer:
     """Keep the state of an optimizer on disk: `exp_avg`, `momentum_buffer`, and whatever it has of a parameter's size.
 
@@ -57,7 +58,7 @@ def offload_optimizer(
         gradients: whether gradients, too, go to disk as soon as they are accumulated: those of parameters that require
             grad now. Without that all of them are in memory between backward and `zero_grad`, as large as what is
             trained.
-        min_bytes: what is smaller stays in memory.
+        min_bytes: what is smaller stays in memory: bytes, "64KiB", or a fraction (0.01) of the memory that is free.
         step_bytes: of parameters that are stepped at a time, at least one; None for all at once.
 
     Returns:
@@ -95,8 +96,8 @@ def offload_optimizer(
         folder=None if folder is None else Path(os.path.abspath(folder)),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
         gradients=gradients,
-        min_bytes=as_bytes(min_bytes, 0),
-        step_bytes=None if step_bytes is None else as_bytes(step_bytes, 0),
+        min_bytes=as_bytes(min_bytes, available_bytes()),
+        step_bytes=None if step_bytes is None else as_bytes(step_bytes, available_bytes()),
     )
     optimizer._place = place  # type: ignore[attr-defined]
     hooks: list[Any] = []
@@ -169,7 +170,9 @@ class _Place:
                 old.update_values(value)
                 state[key] = old
             else:
-                state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder)
+                name = f"{self.names.get(parameter, 'unknown')}.{key}"
+                refuse_other_class(value, name)
+                state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder, exist_ok=True)
                 del value
                 count_freed(state[key].nbytes)
 

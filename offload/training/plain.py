@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, UnsupportedOpError
+from offload.tensor.arguments import refuse_other_class
 from offload.tensor.saved import identity_of, subclass_value
 
 _KIND = "*"  # the key of a dictionary that stands for something else
@@ -69,6 +70,7 @@ class Apart:
         return {_KIND: "counter" if type(value) is Counter else "pairs", "of": pairs}
 
     def _key(self, tensor: torch.Tensor, name: str) -> str:
+        refuse_other_class(tensor, name)
         if subclass_value(tensor) is not None:
             raise UnsupportedOpError(
                 f"{name} is of a tensor subclass, which a checkpoint of training has no form for: "

@@ -38,7 +38,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
-from offload.storage.regular import is_there, read_json
+from offload.storage.regular import is_there, parse_json, read_regular
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
 from offload.tensor.arguments import checked_device, refuse_unstorable
 from offload.tensor.saved import identity_of, write_file
@@ -46,10 +46,11 @@ from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap_
 from offload.tree.structure import Node, Way, decode, encode, told
 
 _MANIFEST = "tree.json"
-_MOST = 1 << 30  # bytes of JSON: a tree may hold much plain data
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
+_NUMBER = re.compile(r"[1-9][0-9]*")
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
+_MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists of numbers
 _ROOT = "tensor"  # the name of a tensor that is the whole tree
 # What a tensor is beside its values: whether it requires grad, and whether it is a parameter.
 _DRESSES = {
@@ -219,7 +220,7 @@ def _lock(fd: int, folder: Path) -> None:
 def _put_in_place(folder: Path, plan: _Plan, kept: Mapping[str, str], structure: Node) -> None:
     """Write what is not `kept` to a new numbered folder, and then the manifest."""
     with explained(folder, 0, "folder"):
-        number = 1 + max((int(path.name) for path in _numbered(folder)), default=0)
+        number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
     place, manifest = folder / str(number), folder / _MANIFEST
     temporaries = [temporary_for(place), temporary_for(manifest)]
     try:
@@ -296,7 +297,9 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if re.fullmatch(r"[1-9][0-9]*", path.name) and path.is_dir()]
+    """The folders that are ours to look into; what a link leads to is somebody else's."""
+    places = [path for path in folder.iterdir() if _NUMBER.fullmatch(path.name)]
+    return [path for path in places if path.is_dir() and not path.is_symlink()]
 
 
 def _is_ours(path: Path) -> bool:
@@ -313,11 +316,13 @@ def _is_ours(path: Path) -> bool:
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     try:
-        found = read_json(path, "a tree", most=_MOST)
+        found = parse_json(read_regular(path, _MOST_JSON))
     except MissingFileError as error:
         reason = "there is no tree here: save_tree writes this file. Is it another folder?"
         raise MissingFileError(error.errno, reason, str(path)) from error
-    except CorruptFileError as error:
+    except CorruptFileError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}") from error
     mark = found.get(MARK) if isinstance(found, dict) else None
     if not isinstance(mark, dict) or "tree" not in mark:
@@ -356,10 +361,10 @@ class _Loading:
     def tree(self, types: Iterable[type]) -> Any:
         try:
             return decode(self.manifest["structure"], self.tensor, types)
-        except CorruptFileError as error:
-            raise CorruptFileError(f"{self.folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
         except UnknownTypeError as error:
             raise UnknownTypeError(f"{self.folder / _MANIFEST}: {error}") from error
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         requires_grad, is_parameter = _DRESSES[kind]

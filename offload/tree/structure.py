@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -118,7 +118,7 @@ def _scalar(value: Any) -> Node:
         return {"dtype": dtype_name(value)}
     if kind is torch.device:
         return {"device": str(value)}
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and value.name in kind.__members__:
         return {"enum": [_word(kind), value.name]}
     return _NONE
 
@@ -134,11 +134,20 @@ def _container(value: Any, below: Callable[[Any, object], Node], key: Callable[[
         return {kind.__name__: [below(child, index) for index, child in enumerate(value)]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
+        if _has_more(value, names):
+            raise UnknownTypeError(f"{told(way)} is a {_word(kind)}, which is more than its fields: {_way_out(value)}")
         return {"object": [_word(kind), {name: below(getattr(value, name), name) for name in names}]}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value, strict=True)
         return {"named": [_word(kind), {name: below(child, name) for name, child in fields}]}
     raise UnknownTypeError(f"{told(way)} is a {_word(kind)}, which has no form in a tree: {_way_out(value)}")
+
+
+def _has_more(value: Any, names: Iterable[str]) -> bool:
+    """Whether a dataclass holds something beside its fields: a batch size, as tensorclasses do, or items."""
+    if isinstance(value, Mapping):
+        return not set(value) <= set(names)  # a ModelOutput of transformers has its fields as items
+    return hasattr(value, "load_memmap") or (isinstance(value, Collection) and len(value) > 0)
 
 
 def _way_out(value: Any) -> str:

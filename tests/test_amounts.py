@@ -1,0 +1,118 @@
+"""Amounts of memory mean the same wherever they are given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ArgumentError
+from offload.memory import as_budget, as_bytes
+from offload.prefetch.reads import POOL
+
+WHOLE = 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("amount", "expected"),
+    [
+        (0, 0),
+        (1, 1),
+        (4096, 4096),
+        (np.int64(4096), 4096),
+        ("4096", 4096),
+        ("12B", 12),
+        (" 1.5 KiB ", 1536),
+        ("3gb", 3_000_000_000),
+        (0.0, 0),
+        (0.5, WHOLE // 2),
+        (np.float64(0.5), WHOLE // 2),
+        (2**70, 2**70),
+    ],
+)
+def test_an_amount_is_bytes_text_or_a_fraction(amount, expected):
+    assert as_bytes(amount, WHOLE) == expected
+
+
+@pytest.mark.parametrize("parse", [as_bytes, as_budget])
+@pytest.mark.parametrize(
+    "amount", ["many", "", "0.5", "8G", "-1GiB", -1, 1.5, -0.5, float("nan"), float("inf"), True, None, [1], "9" * 400]
+)
+def test_what_is_none_is_refused(parse, amount):
+    with pytest.raises(ArgumentError, match="is not an amount of memory"):
+        parse(amount, WHOLE)
+
+
+def test_one_and_one_point_nought_never_both_mean_something():
+    """They would differ by all of the memory."""
+    assert as_bytes(1, WHOLE) == 1
+    with pytest.raises(ArgumentError, match=r"1\.0 may mean all of the memory, or one byte"):
+        as_bytes(1.0, WHOLE)
+    assert as_budget(1.0, WHOLE) == WHOLE
+    with pytest.raises(ArgumentError, match=r"1 is less than 1 MiB.*'1GiB' was probably meant"):
+        as_budget(1, WHOLE)
+
+
+BUDGETS = {
+    "set_max_memory": offload.set_max_memory,
+    "set_max_memory by device": lambda amount: offload.set_max_memory({"cpu": amount}),
+    "set_read_ahead": offload.set_read_ahead,
+    "max_memory": lambda amount: offload.load_checkpoint_and_dispatch(nn.Linear(1, 1), "nowhere", max_memory=amount),
+    "read_ahead": lambda amount: offload.load_checkpoint_and_dispatch(nn.Linear(1, 1), "nowhere", read_ahead=amount),
+}
+
+
+@pytest.mark.parametrize(
+    ("amount", "meant"),
+    [(8, "8GiB"), ("8", "8GiB"), ("512KiB", "512MiB"), ("0.5KB", "0.5MiB"), (1_048_575, "1048575MiB")],
+)
+@pytest.mark.parametrize("way", BUDGETS)
+def test_a_budget_of_some_bytes_is_refused_with_what_was_probably_meant(way, amount, meant):
+    before = POOL.max_memory, POOL.window
+
+    with pytest.raises(ArgumentError, match=f"{meant!r} was probably meant"):
+        BUDGETS[way](amount)
+
+    assert (POOL.max_memory, POOL.window) == before
+
+
+@pytest.mark.parametrize("amount", [0, "0", 0.0, 1 << 20, "1MiB"])
+def test_a_budget_of_nothing_and_a_small_one_are_budgets(amount):
+    with offload.set_max_memory(amount), offload.set_read_ahead(amount):
+        assert POOL.max_memory in (0, 1 << 20)
+
+
+def made(min_bytes):
+    with offload.offloading(min_bytes=min_bytes):
+        return offload.is_offloaded(torch.ones(1000))
+
+
+def saved(min_bytes):
+    """Whether what an op saves for backward is to go to disk."""
+    with offload.offload_activations(min_bytes=min_bytes):
+        result = torch.ones(1000, requires_grad=True).exp()
+    return type(result.grad_fn._raw_saved_result.data).__name__ != "_Kept"
+
+
+def kept(min_bytes):
+    layer = nn.Linear(30, 30)
+    optimizer = offload.offload_optimizer(torch.optim.SGD(layer.parameters(), momentum=0.9), min_bytes=min_bytes)
+    layer(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    return offload.is_offloaded(optimizer.state[layer.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("way", [made, saved, kept])
+@pytest.mark.parametrize(("amount", "is_on_disk"), [(1, True), ("1KiB", True), (0.5, False), ("1GiB", False)])
+def test_the_least_size_is_the_same_amount_in_all_that_take_one(way, amount, is_on_disk):
+    """Half of the memory is more than some kilobytes."""
+    assert way(amount) is is_on_disk
+
+
+@pytest.mark.parametrize("way", [made, saved, kept])
+@pytest.mark.parametrize("amount", [1.0, "0.5", "lots"])
+def test_a_least_size_that_is_none_is_refused(way, amount):
+    with pytest.raises(ArgumentError):
+        way(amount)

@@ -1,0 +1,155 @@
+"""A model that is on disk already goes to the folder that is named; one that another library holds is refused."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import UnsupportedOpError
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+NAMES = ["0.bias.safetensors", "0.weight.safetensors"]
+
+
+def on_disk(folder=None):
+    torch.manual_seed(0)
+    return offload.disk_offload(nn.Sequential(nn.Linear(2, 3)), folder)
+
+
+@pytest.mark.parametrize("was_named", [True, False])
+def test_the_values_of_a_model_on_disk_go_to_the_folder_that_is_named(was_named, tmp_path):
+    model = on_disk(tmp_path / "before" if was_named else None)
+    expected = {name: value.materialize() for name, value in model.state_dict().items()}
+
+    offload.disk_offload(model, tmp_path / "kept")
+
+    assert files(tmp_path / "kept") == NAMES
+    assert {parameter.offload_dir for parameter in model.parameters()} == {tmp_path / "kept"}
+    assert all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in model.parameters())
+    del model
+    found = offload.load_file(tmp_path / "kept")
+    assert all(torch.equal(expected[name], found[name].materialize()) for name in expected)
+    assert not was_named or files(tmp_path / "before") == NAMES
+
+
+def test_without_a_folder_it_stays_where_it_is(tmp_path):
+    model = on_disk(tmp_path / "kept")
+    handles = [parameter._file_handle() for parameter in model.parameters()]
+
+    offload.disk_offload(model)
+    offload.disk_offload(model, tmp_path / "kept")
+
+    assert [parameter._file_handle() for parameter in model.parameters()] == handles
+
+
+def test_a_link_to_its_folder_is_its_folder(tmp_path):
+    model = on_disk(tmp_path / "kept")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    handles = [parameter._file_handle() for parameter in model.parameters()]
+
+    offload.disk_offload(model, tmp_path / "link")
+
+    assert [parameter._file_handle() for parameter in model.parameters()] == handles
+
+
+def test_parameters_over_one_file_are_so_there_too(tmp_path):
+    model = on_disk()
+    model.other = nn.Linear(2, 3, bias=False)
+    model.other.weight = nn.Parameter(model[0].weight.detach())
+
+    offload.disk_offload(model, tmp_path / "kept")
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+    assert not model.other.weight.any()
+    assert files(tmp_path / "kept") == NAMES
+
+
+def test_a_part_of_a_value_goes_there_as_a_value_of_its_own(tmp_path):
+    both = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(3, 2), "both")
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = nn.Parameter(both[1:2])
+
+    offload.disk_offload(model, tmp_path / "kept")
+
+    assert offload.load_file(tmp_path / "kept")["weight"].tolist() == [[2.0, 3.0]]
+
+
+def test_what_is_referenced_is_not_copied_and_is_written_to_there(tmp_path):
+    plain = nn.Sequential(nn.Linear(2, 3))
+    offload.save_checkpoint(plain, tmp_path / "saved")
+    model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
+
+    offload.disk_offload(model, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    with torch.no_grad():
+        model[0].weight.zero_()
+
+    assert files(tmp_path / "kept") == ["0.weight.safetensors"]
+    assert torch.equal(plain[0].bias, model[0].bias.materialize())
+
+
+def test_the_budget_of_a_model_goes_along(tmp_path):
+    offload.save_checkpoint(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
+    model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved", max_memory="8MiB")
+    pool = model[0].weight._file_handle().pool
+
+    offload.disk_offload(model, tmp_path / "kept")
+
+    assert pool is not None
+    assert model[0].weight._file_handle().pool is pool
+
+
+class Copies(MutableMapping):
+    """Gives out copies, as a cache of values that are elsewhere does."""
+
+    def __init__(self, values):
+        self.values_held = dict(values)
+
+    def __getitem__(self, name):
+        return nn.Parameter(self.values_held[name].detach().clone())
+
+    def __setitem__(self, name, value):
+        self.values_held[name] = value
+
+    def __delitem__(self, name):
+        del self.values_held[name]
+
+    def __iter__(self):
+        return iter(self.values_held)
+
+    def __len__(self):
+        return len(self.values_held)
+
+
+def test_a_module_whose_parameters_are_held_elsewhere_is_refused_by_name(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    model[1]._parameters = Copies(model[1]._parameters)
+
+    with pytest.raises(UnsupportedOpError, match=r"the values of '1' are held by \w+ \(a Copies\)"):
+        offload.disk_offload(model, tmp_path / "kept")
+
+    assert not (tmp_path / "kept").exists()
+    assert not offload.is_offloaded(model[0].weight)
+
+
+def test_a_model_that_compressed_tensors_holds_is_refused_until_it_lets_go(tmp_path):
+    held = pytest.importorskip("compressed_tensors.offload")
+    model = nn.Sequential(nn.Linear(2, 3))
+    held.set_onload_device(model, "cpu")
+
+    with pytest.raises(UnsupportedOpError, match=r"compressed_tensors\.offload\.remove_dispatch"):
+        offload.disk_offload(model, tmp_path / "kept")
+    held.remove_dispatch(model, True)
+
+    assert offload.is_offloaded(offload.disk_offload(model, tmp_path / "kept")[0].weight)
+    assert files(tmp_path / "kept") == NAMES

@@ -1,0 +1,158 @@
+"""A file that an earlier tensor left is replaced where somebody says so, and by whoever works on a whole folder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import ArgumentError, ArgumentTypeError, ForeignFileError, NameInUseError
+
+WAYS = {
+    "from_original_tensor": lambda folder, **given: OffloadedTensor.from_original_tensor(
+        torch.full((2,), 7.0), "w", folder, **given
+    ),
+    "empty": lambda folder, **given: OffloadedTensor.empty(2, name="w", offload_dir=folder, **given),
+    "zeros": lambda folder, **given: OffloadedTensor.zeros(2, name="w", offload_dir=folder, **given),
+    "ones": lambda folder, **given: OffloadedTensor.ones(2, name="w", offload_dir=folder, **given),
+    "full": lambda folder, **given: OffloadedTensor.full(2, 7.0, name="w", offload_dir=folder, **given),
+    "offloaded_like": lambda folder, **given: offload.offloaded_like(
+        lambda tensor: tensor + 7, OffloadedTensor.zeros(2, name="w", offload_dir=folder, exist_ok=True), "s", **given
+    ),
+}
+GIVEN = {"from_original_tensor": 7.0, "empty": 0.0, "zeros": 0.0, "ones": 1.0, "full": 7.0, "offloaded_like": 7.0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With files that earlier tensors left: `w`, and `w.s`."""
+    for name in ("w", "w.s"):
+        OffloadedTensor.from_original_tensor(torch.full((2,), 3.0), name, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_single_tensor_leaves_an_earlier_ones_file_alone(way, folder):
+    with pytest.raises(NameInUseError, match=r"tensor 'w(\.s)?': .*from_file.*exist_ok=True"):
+        WAYS[way](folder)
+
+    name = "w.s" if way == "offloaded_like" else "w"
+    assert OffloadedTensor.from_file(folder / f"{name}.safetensors").tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_single_tensor_replaces_it_if_told(way, folder):
+    stored = WAYS[way](folder, exist_ok=True)
+
+    assert stored.tolist() == [GIVEN[way]] * 2
+    assert OffloadedTensor.from_file(stored.offload_path).tolist() == [GIVEN[way]] * 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_offload_did_not_write_is_left_alone_in_any_case(way, tmp_path):
+    for name in ("w", "w.s"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"mine")
+
+    with pytest.raises(ForeignFileError):
+        WAYS[way](tmp_path, exist_ok=True)
+
+    assert (tmp_path / "w.safetensors").read_bytes() == b"mine"
+
+
+def test_after_a_refusal_the_name_is_free(folder):
+    with pytest.raises(NameInUseError):
+        OffloadedTensor.zeros(2, name="w", offload_dir=folder)
+
+    opened = offload.load_file(folder, offload_dir=folder)["w"]
+
+    assert opened.mul_(2).tolist() == [6.0, 6.0]
+
+
+def test_of_several_results_none_is_written_if_one_is_there(tmp_path):
+    w = OffloadedTensor.zeros(2, name="w", offload_dir=tmp_path)
+    OffloadedTensor.zeros(2, name="w.s.b", offload_dir=tmp_path)
+
+    with pytest.raises(NameInUseError, match=r"w\.s\.b"):
+        offload.offloaded_like(lambda tensor: {"a": tensor + 1, "b": tensor + 2}, w, "s")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.s.b.safetensors", "w.safetensors"]
+
+
+def test_a_private_name_is_free_again_and_again():
+    assert [OffloadedTensor.ones(2, name="w").sum().item() for _ in range(2)] == [2.0, 2.0]
+
+
+def disk_offload(folder):
+    return offload.disk_offload(nn.Linear(2, 2), folder)
+
+
+def offload_optimizer(folder):
+    layer = nn.Linear(2, 2)
+    optimizer = offload.offload_optimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), folder, model=layer, min_bytes=1
+    )
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def load(folder):
+    model = nn.Linear(2, 2)
+    offload.save_checkpoint(model, folder.parent / "saved")
+    return offload.load_checkpoint_and_dispatch(model, folder.parent / "saved", offload_dir=folder, dtype=torch.float64)
+
+
+def map_values(folder):
+    model = load(folder)
+    offload.map_values(lambda _, tensor: tensor + 1, model)
+    return model
+
+
+@pytest.mark.parametrize("work", [disk_offload, offload_optimizer, load, map_values])
+def test_work_on_a_whole_folder_replaces_what_an_earlier_run_left(work, tmp_path):
+    for _ in range(2):
+        work(tmp_path / "work")
+
+    assert list((tmp_path / "work").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(5,), ((5,),), (2, 3), ((2, 3),), ([2, 3],), (torch.Size([2, 3]),), ((),), (0, 4), (torch.tensor(3),)]
+)
+@pytest.mark.parametrize("make", ["empty", "zeros", "ones"])
+def test_sizes_are_taken_as_torch_takes_them(make, sizes):
+    expected = torch.zeros(*sizes) if make == "empty" else getattr(torch, make)(*sizes)
+
+    assert torch.equal(expected, getattr(OffloadedTensor, make)(*sizes, name="w").materialize())
+
+
+def test_a_shape_has_its_name():
+    assert OffloadedTensor.empty(shape=(2, 3), name="w").shape == (2, 3)
+    assert OffloadedTensor.full(shape=5, fill_value=2, name="f").tolist() == [2] * 5
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.int8, torch.bool])
+def test_ones_have_the_dtype_that_torchs_have(dtype):
+    assert OffloadedTensor.ones(2, 2, dtype=dtype, name="w").dtype == torch.ones(2, 2, dtype=dtype).dtype
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        (("ab",), ArgumentTypeError),
+        ((2.0,), ArgumentTypeError),
+        (((2, None),), ArgumentTypeError),
+        (((2,), 3), ArgumentTypeError),
+        ((-1,), ArgumentError),
+    ],
+)
+def test_what_is_no_shape_is_said_to_be_none(sizes, error):
+    with pytest.raises(error, match="shape"):
+        OffloadedTensor.empty(*sizes, name="w")
+
+
+def test_what_is_no_dtype_is_said_to_be_none():
+    with pytest.raises(ArgumentTypeError, match="'float32' is no dtype"):
+        OffloadedTensor.empty(2, dtype="float32", name="w")
