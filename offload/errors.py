@@ -8,19 +8,24 @@ Always true:
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "BudgetError",
     "CacheError",
     "ChangedFileError",
     "CheckpointError",
     "ColumnError",
     "CorruptFileError",
+    "DeviceError",
     "DeviceMapError",
     "DtypeMismatchError",
+    "ExportError",
     "ForeignFileError",
     "JournalError",
     "MapError",
     "MetaTensorError",
     "MissingFileError",
+    "MissingKeyError",
     "MissingRowsError",
     "NameInUseError",
     "OffloadError",
@@ -39,8 +44,24 @@ class OffloadError(Exception):
     """Base of every error that `offload` raises on purpose."""
 
 
+class ArgumentError(OffloadError, ValueError):
+    """An argument of the right type whose value can't be used."""
+
+
+class ArgumentTypeError(OffloadError, TypeError):
+    """An argument of the wrong type."""
+
+
 class UnsupportedOpError(OffloadError, NotImplementedError):
     """An op that cannot be honoured on an offloaded tensor."""
+
+
+class ExportError(OffloadError, BufferError, TypeError):
+    """A value that can't be handed out as an array, or through DLPack, as it is."""
+
+
+class DeviceError(OffloadError, RuntimeError):
+    """A device that this machine, or this torch, does not have."""
 
 
 class BudgetError(OffloadError, ValueError):
@@ -49,6 +70,12 @@ class BudgetError(OffloadError, ValueError):
 
 class MissingFileError(OffloadError, FileNotFoundError):
     """The file of a tensor, or of a checkpoint, is not there."""
+
+
+class MissingKeyError(OffloadError, KeyError):
+    """A tensor, or an entry, that a file or folder does not have."""
+
+    __str__ = Exception.__str__  # that of KeyError quotes
 
 
 class CorruptFileError(OffloadError, ValueError):

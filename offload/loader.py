@@ -32,7 +32,7 @@ from offload.device_map import (
     places,
     warn_of_strangers,
 )
-from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
+from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
 from offload.hooks import held_values, move_activations, release
 from offload.memory import uncollected
 from offload.order import expect_reads
@@ -225,7 +225,7 @@ def disk_offload(
         'OffloadedTensor'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
+        raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
     held = held_values(model)
     slots = joined_slots(tied_slots(model), held) if held else tensor_slots(model)
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]

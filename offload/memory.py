@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from offload.errors import ArgumentError
+
 _STATUS = Path("/proc/self/status")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -82,7 +84,7 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
         return amount
     found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     if found is None:
-        raise ValueError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
+        raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
     number, unit = found.groups()
     return int(float(number) * _UNITS[unit.lower()])
 

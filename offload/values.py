@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import JournalError, MapError, MetaTensorError, WriteError
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
 from offload.journal import RUNS, Journal, Run, marks_of, source_of
 from offload.memory import count_freed
 from offload.progress import progress_in_bytes
@@ -112,7 +112,7 @@ def map_values(
         ('0.weight', '2.weight')
     """
     if workers < 1:
-        raise ValueError(f"workers should be 1 or more, not {workers}")
+        raise ArgumentError(f"workers should be 1 or more, not {workers}")
     values = _selected(_values_of(model_or_tensors), select, model_or_tensors)
     book = _book_for(values, fn, resume)
     before = [value.name for value in values if book.has(value)]
@@ -280,7 +280,7 @@ def _values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[_
     elif isinstance(model_or_tensors, MutableMapping):
         slots = _slots_of(model_or_tensors)
     else:
-        raise TypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
+        raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
     values: dict[Hashable, _Value] = {}
     for slot in slots:
         key = _bytes_of(slot.tensor)
@@ -333,7 +333,7 @@ def _selected(values: list[_Value], select: Select, source: Any) -> list[_Value]
         meant = [value for value in values if _is_meant(value, wanted, source)]
         if not meant:
             some = ", ".join(value.name for value in values[:3])
-            raise ValueError(f"select: {wanted!r} is none of the {len(values)} values ({some}...)")
+            raise ArgumentError(f"select: {wanted!r} is none of the {len(values)} values ({some}...)")
         found.update((id(value), value) for value in meant)
     return [value for value in values if id(value) in found]
 
@@ -342,7 +342,7 @@ def _is_meant(value: _Value, wanted: str | type[nn.Module], source: Any) -> bool
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.slot.names)
     if not isinstance(source, nn.Module):
-        raise TypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
+        raise ArgumentTypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
     return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.slot.names)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.output import allow_json, console, counted, print_json, table
+from offload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from offload.cache.table import TensorCache
@@ -87,7 +88,7 @@ def export(options: argparse.Namespace) -> None:
 
     form = options.to or options.target.suffix.removeprefix(".") or "npy"
     if form not in _EXPORTS:
-        raise ValueError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
+        raise ArgumentError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
     exported(_opened(options.path), options.target, form, options.columns)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import ArgumentError, DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.header import Layout, contiguous_stride
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
@@ -67,7 +67,7 @@ def kv_cache(
     from transformers import EncoderDecoderCache
 
     if max_length is not None and operator.index(max_length) < 1:
-        raise ValueError(f"max_length is a number of tokens, from 1 on, or None, and not {max_length}")
+        raise ArgumentError(f"max_length is a number of tokens, from 1 on, or None, and not {max_length}")
     config = getattr(config_or_model, "config", config_or_model)
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from offload.errors import NameInUseError
+from offload.errors import ArgumentTypeError, NameInUseError
 from offload.memory import return_freed
 from offload.pretrained import is_of_transformers, let_quantizer_save, mapped_state
 from offload.saving import in_torchaos_form
@@ -187,7 +187,7 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
     """
     is_theirs = type(config).__name__ == _THEIRS
     if is_theirs and (filter_fn is not None or not is_of_transformers(model)):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"a {_THEIRS} says which layers of a transformers model are quantized: give no filter_fn with it, and for "
             "other models its quant_type"
         )

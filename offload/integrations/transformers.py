@@ -18,7 +18,7 @@ import torch
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
-from offload.errors import CheckpointError
+from offload.errors import ArgumentTypeError, CheckpointError
 from offload.integrations.hub import folder_of
 from offload.integrations.torchao import let_save_quantized
 from offload.loader import (
@@ -132,13 +132,13 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
             "offload.quantize_(model, quantization_config)"
         )
     for name in _NOT_HERE.keys() & options.keys():
-        raise TypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
+        raise ArgumentTypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
 
 
 def _empty_model(model_class: Any, config: Any) -> Any:
     """The concrete model on the meta device: its class and configuration are those that transformers picks."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"
         )
     with torch.device("meta"):

@@ -23,7 +23,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError, OffloadError
+from offload.errors import (
+    ChangedFileError,
+    CheckpointError,
+    CorruptFileError,
+    MissingFileError,
+    MissingKeyError,
+    OffloadError,
+)
 from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
 from offload.storage.locks import ForkSafeLock
@@ -122,7 +129,7 @@ class TensorFile:
             raise CorruptFileError(f"{key!r} in {self.path} {self.header.unreadable[key]}")
         if key not in self.entries:
             some, more = ", ".join(sorted(self.header.keys)[:5]), "..." if len(self.header.keys) > 5 else ""
-            raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
+            raise MissingKeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
         return self.entries[key]
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.errors import CorruptFileError, UnsupportedOpError
+from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _refuse_unstorable(key: str, layout: Layout) -> None:
             f"{key!r} is of {layout.dtype}, which means nothing without its scale: dequantize() it"
         )
     if not _are_counts(list(layout.shape)) or not _is_countable(layout.shape, layout.dtype.itemsize):
-        raise ValueError(f"{key!r} can't have the shape {_short(layout.shape)}: no tensor is like that")
+        raise ArgumentError(f"{key!r} can't have the shape {_short(layout.shape)}: no tensor is like that")
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

@@ -6,10 +6,23 @@ Always true:
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
-from offload.errors import DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DtypeMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+)
 from offload.storage.file import TensorFile
+from offload.storage.header import Layout, contiguous
 from offload.storage.modes import plain_world
 
 
@@ -21,14 +34,16 @@ def only_key(file: TensorFile, key: str | None) -> str:
         return str(file.notes["name"])
     keys = file.header.keys
     if len(keys) != 1:
-        raise KeyError(f"{file.path} holds {len(keys)} tensors ({', '.join(sorted(keys)[:5])}...): say which with key=")
+        raise MissingKeyError(
+            f"{file.path} holds {len(keys)} tensors ({', '.join(sorted(keys)[:5])}...): say which with key="
+        )
     return keys[0]
 
 
 def refuse_unstorable(tensor: object, name: str) -> None:
     """Refuse what has no dense value to store."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
+        raise ArgumentTypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_meta:
         raise UnsupportedOpError(f"{name!r} is on the meta device: it has no values to write")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -41,7 +56,7 @@ def refuse_unstorable(tensor: object, name: str) -> None:
 def refuse_without_grad(stored: torch.Tensor, values: torch.Tensor, name: str) -> None:
     """Refuse a new value of a dtype that has no gradients, for a tensor that requires them; torch says it so, too."""
     if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
-        raise RuntimeError(
+        raise UnsupportedOpError(
             f"{name!r}: data set to a tensor that requires gradients must be floating point or complex dtype, "
             f"not {values.dtype}: call requires_grad_(False) on it first"
         )
@@ -66,10 +81,66 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """The device with its index, as torch reports it.
 
     Raises:
-        RuntimeError, AssertionError: torch's own, if there is no such device here.
+        DeviceError: there is no such device here.
+        ArgumentTypeError: it is no device, nor the name or number of one.
     """
-    with plain_world():
-        return torch.empty(0, device=device).device
+    try:
+        with plain_world():
+            return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"this torch finds no device {device!r} here: use one of {_devices()}") from error
+    except TypeError as error:
+        raise ArgumentTypeError(f"device={device!r} is none: use 'cpu', 'cuda:1', 1, or a torch.device") from error
+
+
+def _devices() -> str:
+    """Those of this machine, in words."""
+    kind = torch.accelerator.current_accelerator()
+    numbers = range(0 if kind is None else torch.accelerator.device_count())
+    return ", ".join(["cpu", *(f"{kind}:{number}" for number in numbers)])
+
+
+def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype; torch's default one for None.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"dtype={dtype!r} is none of torch's: use torch.float32, torch.bfloat16...")
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> torch.Tensor:
+    """A number to fill a tensor with, as a tensor of that dtype; None for the one that `torch.full` takes.
+
+    Raises:
+        ArgumentError: it is no number, or none that the dtype has.
+    """
+    kind = None if dtype is None else checked_dtype(dtype)
+    try:
+        with plain_world():
+            return torch.full((), number, dtype=kind, device="cpu")
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{name!r} can't be filled with {number!r} ({error}): give a number that its dtype holds"
+        ) from error
+
+
+def checked_layout(shape: Iterable[Any], dtype: torch.dtype | None, name: str) -> Layout:
+    """How a new tensor lies in its file.
+
+    Raises:
+        ArgumentTypeError: the shape holds what is no integer; the dtype is none.
+        ArgumentError: the shape holds negative numbers.
+    """
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{name!r}: a shape is made of integers, not {shape!r}") from error
+    if any(size < 0 for size in sizes):
+        raise ArgumentError(f"{name!r}: the shape {sizes} has a negative size")
+    return contiguous(checked_dtype(dtype), sizes)
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -80,5 +151,5 @@ def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype of torch's: use torch.bfloat16, 'float16'...")
+        raise ArgumentError(f"dtype {dtype!r} is no floating-point dtype of torch's: use torch.bfloat16, 'float16'...")
     return found

@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,11 +24,18 @@ from offload.errors import StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
-from offload.storage.header import Layout, contiguous_stride
 from offload.storage.modes import plain_world
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
-from offload.tensor.arguments import checked_device, only_key, refuse_other_kind, refuse_unstorable, refuse_without_grad
+from offload.tensor.arguments import (
+    checked_device,
+    checked_layout,
+    checked_number,
+    only_key,
+    refuse_other_kind,
+    refuse_unstorable,
+    refuse_without_grad,
+)
 from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
@@ -114,14 +120,14 @@ class OffloadedTensor(SeenFromOutside):
         Raises:
             MissingFileError, CorruptFileError, CheckpointError, KeyError
         """
-        file = TensorFile.open(path)
-        return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), checked_device(device))
+        file, target = TensorFile.open(path), checked_device(device)
+        return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), target)
 
     @classmethod
     def empty(
         cls,
-        shape: Sequence[int],
-        *,
+        shape: int | Sequence[int],
+        *sizes: int,
         dtype: torch.dtype | None = None,
         name: str,
         offload_dir: PathLike | None = None,
@@ -130,7 +136,7 @@ class OffloadedTensor(SeenFromOutside):
         """A tensor of zeros allocated on disk, without memory and without writing its data.
 
         Args:
-            shape: the sizes.
+            shape, sizes: as torch takes them: a sequence, or one number after the other.
             dtype: torch's default one if None.
             name, offload_dir: as in `from_original_tensor`.
             device: where ops on it run.
@@ -138,17 +144,16 @@ class OffloadedTensor(SeenFromOutside):
         Raises:
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
         """
-        sizes = tuple(operator.index(size) for size in shape)
-        dtype = torch.empty(0, dtype=dtype, device="meta").dtype
-        layout = Layout(dtype, sizes, contiguous_stride(sizes))
-        return wrap_handle(Handle.allocate(layout, name, offload_dir), checked_device(device))
+        whole = shape if isinstance(shape, Iterable) and not sizes else (shape, *sizes)
+        layout, target = checked_layout(whole, dtype, name), checked_device(device)
+        return wrap_handle(Handle.allocate(layout, name, offload_dir), target)
 
     zeros = empty
 
     @classmethod
     def full(
         cls,
-        shape: Sequence[int],
+        shape: int | Sequence[int],
         fill_value: complex,
         *,
         dtype: torch.dtype | None = None,
@@ -157,10 +162,10 @@ class OffloadedTensor(SeenFromOutside):
         device: torch.device | str | int = "cpu",
     ) -> OffloadedTensor:
         """A tensor of one number, filled on disk. As `empty`, but that the dtype, if None, is that of `torch.full`."""
-        dtype = dtype or torch.full((), fill_value).dtype
-        stored = cls.empty(shape, dtype=dtype, name=name, offload_dir=offload_dir)
-        stored.fill_(fill_value)
-        return wrap_handle(stored._file_handle(), checked_device(device))
+        number, target = checked_number(fill_value, dtype, name), checked_device(device)
+        stored = cls.empty(shape, dtype=number.dtype, name=name, offload_dir=offload_dir)
+        stored.fill_(number)
+        return wrap_handle(stored._file_handle(), target)
 
     # What it is
 
@@ -240,8 +245,9 @@ class OffloadedTensor(SeenFromOutside):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user support the deepcopy protocol: detach() first"
+            raise UnsupportedOpError(
+                f"{self.name!r} is not a leaf. Only Tensors created explicitly by the user support the deepcopy "
+                "protocol: detach() it first."
             )
         handle = self._file_handle()
         if id(handle) not in memo:

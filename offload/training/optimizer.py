@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from offload.errors import UnsupportedOpError
+from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, count_freed
 from offload.storage.handle import Handle
 from offload.tensor.materialize import materialize
@@ -81,9 +81,9 @@ def offload_optimizer(
     kind: Any = type(optimizer)
     if not issubclass(kind, Optimizer):
         what = repr(optimizer) if issubclass(kind, type) else f"a {kind.__name__}"
-        raise TypeError(f"an optimizer of torch.optim is needed, made with its parameters; {what} was given")
+        raise ArgumentTypeError(f"an optimizer of torch.optim is needed, made with its parameters; {what} was given")
     if issubclass(kind, _OnDisk):
-        raise ValueError(f"the state of this {kind.__name__} is on disk already")
+        raise ArgumentError(f"the state of this {kind.__name__} is on disk already")
     if step_bytes is not None and not _steps_one_by_one(kind):
         raise UnsupportedOpError(
             f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None to step so, "

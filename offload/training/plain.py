@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, UnsupportedOpError
+from offload.errors import CheckpointError, UnknownTypeError, UnsupportedOpError
 from offload.tensor.saved import identity_of, subclass_value
 
 _KIND = "*"  # the key of a dictionary that stands for something else
@@ -56,7 +56,7 @@ class Apart:
             return parts if type(value) is list else {_KIND: "tuple", "of": parts}
         if type(value) in (dict, OrderedDict, Counter):
             return self._take_dictionary(value, name)
-        raise TypeError(
+        raise UnknownTypeError(
             f"{name} is a {type(value).__name__}, and only plain data and tensors can be saved: numbers, text, None, "
             "lists, tuples, dictionaries, or an object whose state_dict has those"
         )

@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, CorruptFileError, MissingFileError, OffloadError, UnknownTypeError
+from offload.errors import (
+    CheckpointError,
+    CorruptFileError,
+    MissingFileError,
+    MissingKeyError,
+    OffloadError,
+    UnknownTypeError,
+)
 from offload.integrations.tensordict.layout import INNER, META, Way, escaped
 from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
@@ -83,7 +90,7 @@ def load_memmap(
         if _which(place) == before:
             break
     if reading.left_out:
-        raise KeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
+        raise MissingKeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
     return found
 
 

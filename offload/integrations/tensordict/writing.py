@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import ForeignFileError, UnknownTypeError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, ForeignFileError, UnknownTypeError, UnsupportedOpError
 from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, escaped
 from offload.integrations.tensordict.reading import load_memmap
 from offload.progress import progress_in_bytes
@@ -138,7 +138,7 @@ def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
     if isinstance(td, dict):
         td = TensorDict(td)
     if not is_tensor_collection(td):
-        raise TypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
+        raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
     plan = _Plan(copies, of_zeros)
     _plan(td, "", (), plan)
     return plan
