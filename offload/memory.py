@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ def mapped_bytes() -> int:
 def _in_status(field: str) -> int | None:
     """Bytes, of a line of this process's status that counts kilobytes."""
     with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
+        for line in _STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     return None
@@ -86,7 +87,10 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
     if found is None:
         raise ArgumentError(f"{amount!r} is not an amount of memory: use bytes (4096), '8GiB', or a fraction (0.5)")
     number, unit = found.groups()
-    return int(float(number) * _UNITS[unit.lower()])
+    nbytes = float(number) * _UNITS[unit.lower()]
+    if nbytes > sys.maxsize:
+        raise ArgumentError(f"{number[:20]}...{unit} is more memory than there is anywhere")
+    return int(nbytes)
 
 
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
@@ -103,10 +107,10 @@ def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | Non
 def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
     """The folders of the cgroups of this process that may limit memory, from its own up to the root."""
     try:
-        lines = own.read_text().splitlines()
+        lines = os.fsdecode(own.read_bytes()).split("\n")  # a path may hold what `splitlines` takes for an end
     except OSError:
         return
-    for line in lines:
+    for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -118,15 +122,15 @@ def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
 def _room_in(folder: Path) -> int | None:
     for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):  # not there, or "max"
-            most = int((folder / limit).read_text())
+            most = int((folder / limit).read_bytes())
             if most < _UNLIMITED:
-                return most - int((folder / usage).read_text()) + _cached_in(folder)
+                return most - int((folder / usage).read_bytes()) + _cached_in(folder)
     return None
 
 
 def _cached_in(folder: Path) -> int:
     try:
-        pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+        pairs = [line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()]
     except OSError:
         return 0
     stat = {name: int(count) for name, count in pairs}

@@ -23,7 +23,7 @@ from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.reads import counts
 from offload.storage.handle import Handle
-from offload.storage.write import explained, remove, temporary_for
+from offload.storage.write import explained, put_file
 from offload.tensor.wrapper import OffloadedTensor
 
 _EVERY = 0.02  # seconds between two looks
@@ -125,7 +125,7 @@ def plot_memory(
         >>> folder = Path(tempfile.mkdtemp())
         >>> with plot_memory(folder / "report.html") as recording:
         ...     recording.mark()
-        >>> (folder / "report.html").read_text()[:15]
+        >>> (folder / "report.html").read_text(encoding="utf-8")[:15]
         '<!doctype html>'
     """
     target = Path(os.path.abspath(path))
@@ -229,20 +229,19 @@ def _layer_of(name: str) -> str:
 
 
 def _refuse_other(path: Path) -> None:
-    if path.exists() and not (path.is_file() and path.read_text(errors="replace").startswith(_KIND)):
-        raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
+    with explained(path, 0, "name"):
+        if os.path.lexists(path) and not (path.is_file() and _begins_as_ours(path)):
+            raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _begins_as_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_KIND)) == _KIND.encode()
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = temporary_for(path)
-    with explained(path, len(text), "name"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
+    put_file(path, text.encode("utf-8", "replace"))
 
 
 def _in_bytes(value: float) -> str:

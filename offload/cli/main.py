@@ -2,6 +2,7 @@
 
 Always true:
 - what was asked for goes to standard output, everything else to standard error
+- with `--json`, standard output is one JSON value, also for an error: `{"error": {"kind": ..., "message": ...}}`
 - exit codes: 0 done; 1 an error that a user can mend, in one line, or something that `verify` found; 2 a wrong command
   line; 130 interrupted
 """
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OffloadError, RuntimeError, ValueError, OSError) as error:
         if options.traceback:
             raise
-        complain(error)
+        complain(error, as_json=getattr(options, "json", False))
         return 1
     except KeyboardInterrupt:
         return 130

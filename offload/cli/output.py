@@ -64,14 +64,17 @@ def plain(said: Any) -> Any:
     return str(said) if isinstance(said, Path) else said
 
 
-def complain(error: BaseException) -> None:
-    """An error in one line."""
+def complain(error: BaseException, *, as_json: bool = False) -> None:
+    """An error in one line, and as JSON where that was asked for."""
     from rich.console import Console
     from rich.text import Text
 
+    message = " ".join(_said(error).split()) or type(error).__name__
     line = Text("offload: ", style="bold red")
-    line.append(" ".join(_said(error).split()) or type(error).__name__, style="not bold default")
+    line.append(message, style="not bold default")
     Console(stderr=True, soft_wrap=True).print(line)
+    if as_json:
+        print_json({"error": {"kind": type(error).__name__, "message": message}})
 
 
 def _said(error: BaseException) -> str:

@@ -166,7 +166,7 @@ def _mapping_at(address: int) -> tuple[int, int, int, str] | None:
     """Where a private mapping begins, in memory and in its file, with its inode and path. See proc_pid_maps(5)."""
     if not sys.platform.startswith("linux"):
         return None
-    for line in _MAPS.read_text(errors="surrogateescape").splitlines():
+    for line in os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]:  # paths may hold what `splitlines` takes for an end
         addresses, rights, offset, _, inode, *path = line.split(maxsplit=5)
         start, end = (int(edge, 16) for edge in addresses.split("-"))
         if start <= address < end:
