@@ -447,6 +447,36 @@ def test_an_error_is_json_too_where_that_was_asked_for(
     assert f"offload: {error['message']}\n" == captured.err
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_names_that_standard_output_can_t_say_are_escaped(encoding: str, options: list[str], tmp_path: Path) -> None:
+    name = "\u010desko" if encoding == "ascii" else "\udcff"
+    path = os.fsencode(tmp_path / f"{name}.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    os.rename(tmp_path / "x.safetensors", path)
+
+    command = [sys.executable, "-m", "offload.cli", "inspect", path, *options]
+    environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+    done = subprocess.run(command, capture_output=True, env=environment)
+
+    assert (0, b"") == (done.returncode, done.stderr)
+    assert name.encode("ascii", "backslashreplace") in done.stdout
+
+
+@pytest.mark.parametrize(("shell", "code"), [(">/dev/full", 1), (">&-", 0)])
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(
+    shell: str, code: int, options: str, tmp_path: Path
+) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+
+    command = f"{sys.executable} -m offload.cli inspect {tmp_path / 'x.safetensors'} {options} {shell}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+
+    assert code == done.returncode
+    assert done.stderr == ("offload: No space left on device\n" if code else "")
+
+
 DAMAGES = {
     "config.json is cut": lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"),
     "config.json is a list": lambda folder: (folder / "config.json").write_text("[1]", encoding="utf-8"),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from offload.cli import files, machine, models, rows
-from offload.cli.output import complain
+from offload.cli.output import complain, escaping
 from offload.errors import OffloadError
 
 _CODES = "exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"
@@ -25,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives the exit code."""
     options = parser().parse_args(argv)
     try:
-        code: int | None = options.run(options)
-        sys.stdout.flush()
+        with escaping():
+            code: int | None = options.run(options)
+            if sys.stdout is not None:  # it is, where the shell closed it
+                sys.stdout.flush()
     except BrokenPipeError:  # who reads has enough
         with suppress(OSError):
             sys.stdout.close()
