@@ -27,6 +27,7 @@ from offload.memory import as_bytes, count_freed
 from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
 from offload.storage.modes import plain_world
+from offload.storage.paths import absolute
 from offload.tensor.cuts import metadata_of, sent_to, twin_with
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
@@ -63,7 +64,7 @@ def offload_activations(folder: str | os.PathLike[str] | None = None, min_bytes:
         >>> torch.equal(x.grad, x.exp().exp() * x.exp())
         True
     """
-    block = _Block(None if folder is None else Path(os.path.abspath(folder)), as_bytes(min_bytes, 0))
+    block = _Block(None if folder is None else absolute(folder), as_bytes(min_bytes, 0))
     with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
         yield
     _DISK.look()

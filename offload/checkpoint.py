@@ -21,6 +21,7 @@ from offload.errors import CheckpointError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, Layout
+from offload.storage.paths import absolute
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -101,7 +102,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: no checkpoint there, a pickle that holds code or no tensors, or an index that contradicts its
             files.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if not os.path.lexists(path):
         raise MissingFileError(
             f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."

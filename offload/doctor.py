@@ -24,6 +24,7 @@ import torch
 from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
 from offload.residency import WINDOW, Pool
+from offload.storage.paths import absolute
 from offload.storage.write import explained, remove, temporary_for
 
 _PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
@@ -92,7 +93,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         >>> diagnosis.budget <= diagnosis.available <= diagnosis.memory
         True
     """
-    place = Path(os.path.abspath(folder))
+    place = absolute(folder)
     if not place.is_dir():
         raise MissingFileError(errno.ENOENT, "there is no such folder: name one, or make it first", str(place))
     pool = Pool()

@@ -52,6 +52,7 @@ from offload.slots import (
     tied_slots,
 )
 from offload.storage.handle import Handle
+from offload.storage.paths import absolute
 from offload.tensor.arguments import checked_device, floating_dtype
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
@@ -312,7 +313,7 @@ def refuse_other_names(
 
 
 def _is_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> bool:
-    return offload_dir is not None and os.path.realpath(offload_dir) == os.path.realpath(source.path)
+    return offload_dir is not None and os.path.realpath(absolute(offload_dir)) == os.path.realpath(source.path)
 
 
 def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:

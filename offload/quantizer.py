@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
+from offload.tensor.arguments import checked_count, refuse_other, refuse_unstorable
 
 _LEAST, _MOST = -8, 7
 _NARROWEST = 0.5  # of the min-max scale
@@ -173,12 +174,15 @@ def quantize_int4(
 
 
 def _check(tensor: torch.Tensor, group_size: int, candidates: int, importance: torch.Tensor | None) -> None:
+    refuse_unstorable(tensor, "the tensor to quantize")
+    if importance is not None:
+        refuse_other(importance, torch.Tensor, "an importance that is a torch.Tensor")
+    checked_count(group_size, "group_size")
+    checked_count(candidates, "candidates")
     if tensor.dtype not in _DTYPES:
         raise ArgumentTypeError(f"a tensor of {tensor.dtype} is not quantized: it should be of one of {_DTYPES}")
     if tensor.dim() == 0:
         raise ArgumentError("a number alone is not quantized: there are no columns to group")
-    if group_size < 1 or candidates < 1:
-        raise ArgumentError(f"group_size={group_size} and candidates={candidates} should both be 1 or more")
     if importance is None:
         return
     if tuple(importance.shape) != tuple(tensor.shape[-1:]):

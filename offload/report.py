@@ -23,7 +23,9 @@ from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.reads import counts
 from offload.storage.handle import Handle
+from offload.storage.paths import absolute
 from offload.storage.write import explained, put_file
+from offload.tensor.arguments import refuse_other
 from offload.tensor.wrapper import OffloadedTensor
 
 _EVERY = 0.02  # seconds between two looks
@@ -128,7 +130,9 @@ def plot_memory(
         >>> (folder / "report.html").read_text(encoding="utf-8")[:15]
         '<!doctype html>'
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
+    if model is not None:
+        refuse_other(model, nn.Module, "a torch.nn.Module")
     _refuse_other(target)
     layers = {} if model is None else _waits(model)
     seen = Recording()
@@ -138,7 +142,7 @@ def plot_memory(
     finally:
         now = {} if model is None else _waits(model)
         waits = [(name, seconds - layers.get(name, 0.0)) for name, seconds in now.items()]
-        _write(target, _page(seen, waits, title))
+        _write(target, _page(seen, waits, str(title)))
 
 
 def _page(recording: Recording, waits: list[tuple[str, float]], title: str) -> str:

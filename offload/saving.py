@@ -38,6 +38,7 @@ from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
+from offload.storage.paths import absolute
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
 from offload.tensor.arguments import floating_dtype, refuse_unstorable
@@ -86,7 +87,7 @@ def save_checkpoint(
     dtype = None if dtype is None else floating_dtype(dtype)
     plan = _plan(model_or_state_dict, dtype)
     files = _shards(plan, _positive(max_shard_size))
-    folder = Path(os.path.abspath(folder))
+    folder = absolute(folder)
     targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
     earlier = _earlier(folder)
     _refuse_foreign({*targets, *earlier})

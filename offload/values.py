@@ -33,7 +33,7 @@ from offload.storage.file import TensorFile
 from offload.storage.folders import named_folder
 from offload.storage.handle import Handle
 from offload.storage.names import file_name
-from offload.tensor.arguments import refuse_other_kind, refuse_unstorable
+from offload.tensor.arguments import checked_count, refuse_other, refuse_other_kind, refuse_uncalled, refuse_unstorable
 from offload.tensor.cuts import metadata_of, twin_of
 from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
 
@@ -111,8 +111,9 @@ def map_values(
         >>> map_values(lambda name, tensor: tensor / 2, model, select="*.weight").replaced
         ('0.weight', '2.weight')
     """
-    if workers < 1:
-        raise ArgumentError(f"workers should be 1 or more, not {workers}")
+    workers = checked_count(workers, "workers")
+    refuse_uncalled(fn, "what maps values")
+    refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
     values = _selected(_values_of(model_or_tensors), select, model_or_tensors)
     book = _book_for(values, fn, resume)
     before = [value.name for value in values if book.has(value)]
@@ -148,6 +149,7 @@ def offloaded_like(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suff
         >>> norms.name, norms.tolist()
         ('w.norms', [6.0, 6.0])
     """
+    refuse_uncalled(fn, "what makes a tensor of another")
     if not isinstance(tensor, OffloadedTensor):
         return fn(tensor)
     name, folder = f"{tensor.name}.{suffix}", tensor._file_handle().folder
@@ -329,7 +331,10 @@ def _selected(values: list[_Value], select: Select, source: Any) -> list[_Value]
     if callable(select) and not isinstance(select, type):
         return [value for value in values if select(value.name, value.tensor)]
     found: dict[int, _Value] = {}
-    for wanted in [select] if isinstance(select, str | type) else select:
+    wishes = [select] if isinstance(select, str | type) or not isinstance(select, Iterable) else list(select)
+    for wanted in wishes:
+        if not isinstance(wanted, str | type):
+            raise ArgumentTypeError(f"select: names, classes or a function are needed, not {repr(wanted)[:80]}")
         meant = [value for value in values if _is_meant(value, wanted, source)]
         if not meant:
             some = ", ".join(value.name for value in values[:3])

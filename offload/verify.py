@@ -16,6 +16,7 @@ from pathlib import Path
 from offload.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.errors import CheckpointError, OffloadError
 from offload.storage.file import TensorFile
+from offload.storage.paths import absolute
 from offload.storage.subclasses import layout_from
 
 
@@ -85,7 +86,7 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
         MissingFileError: nothing is there.
         CheckpointError: a folder without tensors.
     """
-    path, verdict = Path(os.path.abspath(path)), Verdict()
+    path, verdict = absolute(path), Verdict()
     if path.is_dir():
         _verify_folder(path, verdict)
     elif path.name.endswith(INDEX):

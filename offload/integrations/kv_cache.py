@@ -19,6 +19,7 @@ import torch
 
 from offload.errors import ArgumentError, DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.header import Layout, contiguous_stride
+from offload.storage.paths import absolute
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
 
@@ -77,7 +78,7 @@ def kv_cache(
 
 
 def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
-    folder = Path(os.path.abspath(offload_dir))
+    folder = absolute(offload_dir)
     if folder.is_dir() and any(folder.iterdir()):
         raise ForeignFileError(
             f"{folder} is not empty: keys and values need a folder of their own, and those of an earlier cache are "

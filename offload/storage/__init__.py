@@ -6,7 +6,7 @@
 | `file` | a safetensors file, checked and mapped |
 | `write` | put a whole file in place, or leave the old one |
 | `folders` | the user's folders, and private ones that vanish |
-| `header` `dtypes` `subclasses` `names` | the format |
+| `header` `dtypes` `subclasses` `names` `paths` | the format, and what files are called |
 | `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |
 | `process` `locks` `modes` | whose files these are, who waits, and what torch is in the middle of |
 """

@@ -34,6 +34,7 @@ from offload.errors import (
 from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
 from offload.storage.locks import ForkSafeLock
+from offload.storage.paths import absolute
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class TensorFile:
             CorruptFileError: what is there is not a whole file of tensors.
             CheckpointError: a pickle that holds code, or no tensors by name.
         """
-        path = Path(os.path.abspath(path))
+        path = absolute(path)
         with _LOCK:
             known = _OPENED.get(path)
             if known is not None and known.identity == Identity.of(file_status(path)):
@@ -92,7 +93,7 @@ class TensorFile:
             MissingFileError: there is no file at `path`.
             CorruptFileError: it is too short for the value, or not a regular file.
         """
-        path = Path(os.path.abspath(path))
+        path = absolute(path)
         status, end = file_status(path), entry.start + entry.layout.nbytes
         if not stat.S_ISREG(status.st_mode):
             raise _not_a_file(path, status.st_mode)

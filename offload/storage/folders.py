@@ -21,6 +21,7 @@ from typing import Any
 from offload.errors import NameInUseError, WriteError
 from offload.storage.locks import ForkSafeLock
 from offload.storage.names import file_name
+from offload.storage.paths import absolute
 from offload.storage.process import is_dead, process_tag
 from offload.storage.write import sweep
 
@@ -38,7 +39,7 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     Raises:
         WriteError: it can't be made, or is not a folder.
     """
-    folder = Path(os.path.abspath(offload_dir))
+    folder = absolute(offload_dir)
     with _LOCK:
         if (os.getpid(), folder) not in _PREPARED or not folder.is_dir():
             try:

@@ -7,6 +7,7 @@ Always true:
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,8 +27,38 @@ from offload.storage.header import Layout, contiguous
 from offload.storage.modes import plain_world
 
 
+def refuse_other(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Refuse an argument that is not of a kind; `what` says what it should be."""
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{what} is needed, not {repr(value)[:80]}")
+
+
+def refuse_uncalled(fn: object, what: str) -> None:
+    """Refuse what is no function."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"{what} is a function, not {repr(fn)[:80]}")
+
+
+def checked_count(number: int, what: str) -> int:
+    """A number of things, 1 or more.
+
+    Raises:
+        ArgumentTypeError: it is no integer.
+        ArgumentError: it is less than 1.
+    """
+    try:
+        count = operator.index(number)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{what} should be an integer, not {repr(number)[:80]}") from error
+    if not 1 <= count <= sys.maxsize:
+        raise ArgumentError(f"{what} should be 1 or more, not {count}")
+    return count
+
+
 def only_key(file: TensorFile, key: str | None) -> str:
     """`key`, or that of the one value of `file`."""
+    if key is not None and not isinstance(key, str):
+        raise ArgumentTypeError(f"{file.path}: key={key!r} is not text: give the name of one of its tensors")
     if key is not None:
         return key
     if "name" in file.notes:
@@ -87,7 +118,7 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     try:
         with plain_world():
             return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError) as error:  # also of a number that is too large
         raise DeviceError(f"this torch finds no device {device!r} here: use one of {_devices()}") from error
     except TypeError as error:
         raise ArgumentTypeError(f"device={device!r} is none: use 'cpu', 'cuda:1', 1, or a torch.device") from error
@@ -121,7 +152,7 @@ def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> tor
     try:
         with plain_world():
             return torch.full((), number, dtype=kind, device="cpu")
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, OverflowError) as error:
         raise ArgumentError(
             f"{name!r} can't be filled with {number!r} ({error}): give a number that its dtype holds"
         ) from error

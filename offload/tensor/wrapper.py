@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from offload.errors import StaleViewError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
@@ -72,6 +72,8 @@ class OffloadedTensor(SeenFromOutside):
     @staticmethod
     def __new__(cls: type[OffloadedTensor], tensor: torch.Tensor, requires_grad: bool = False) -> OffloadedTensor:
         """How accelerate rebuilds a parameter, or empties it: `type(param)(tensor, requires_grad=...)`."""
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(f"a torch.Tensor is needed, not {tensor!r}")
         if type(tensor) is not OffloadedTensor and not tensor.is_meta:
             tensor = cls.from_original_tensor(tensor, "tensor")
         return torch.nn.Parameter(tensor.detach(), requires_grad)  # type: ignore[return-value]

@@ -25,11 +25,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError
+from offload.errors import ArgumentTypeError, CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError
 from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
+from offload.storage.paths import absolute
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
+from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
 from offload.training.optimizer import is_on_disk
@@ -77,7 +79,8 @@ def save_training(
         >>> load_training("run", layer, optimizer)
         {'step': 10}
     """
-    folder = Path(os.path.abspath(folder))
+    _refuse_others(model, optimizer)
+    folder = absolute(folder)
     latest = folder / _LATEST
     if os.path.lexists(latest) and _marked(latest) is None:
         raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
@@ -113,7 +116,8 @@ def load_training(
         CheckpointError: it is of another model, or not whole.
         DtypeMismatchError: a tensor of the model has another dtype than the one that was saved.
     """
-    checkpoint = _latest(Path(os.path.abspath(folder)))
+    _refuse_others(model, optimizer)
+    checkpoint = _latest(absolute(folder))
     saved = _marked(checkpoint / _STATE)
     if saved is None:
         raise CheckpointError(f"{checkpoint / _STATE} is missing, or not whole: the checkpoint can't be used")
@@ -220,6 +224,12 @@ def _written(folder: Path, apart: Apart, tree: Mapping[str, Any]) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return made
+
+
+def _refuse_others(model: object, optimizer: object) -> None:
+    refuse_other(model, nn.Module, "a torch.nn.Module")
+    if isinstance(optimizer, type) or (optimizer is not None and not hasattr(optimizer, "state_dict")):
+        raise ArgumentTypeError(f"an optimizer is needed, or None, not {repr(optimizer)[:80]}")
 
 
 def _latest(folder: Path) -> Path:

@@ -25,6 +25,8 @@ from torch.optim import LBFGS, Optimizer
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, count_freed
 from offload.storage.handle import Handle
+from offload.storage.paths import absolute
+from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
@@ -89,10 +91,12 @@ def offload_optimizer(
             f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None to step so, "
             "with what the first step makes in memory as a whole"
         )
+    if model is not None:
+        refuse_other(model, nn.Module, "a torch.nn.Module")
     _take_over_step(optimizer)
     optimizer.__class__ = _kind_on_disk(kind)  # type: ignore[assignment]
     place = _Place(
-        folder=None if folder is None else Path(os.path.abspath(folder)),
+        folder=None if folder is None else absolute(folder),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
         gradients=gradients,
         min_bytes=as_bytes(min_bytes, 0),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, UnknownTypeError, UnsupportedOpError
+from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import identity_of, subclass_value
 
 _KIND = "*"  # the key of a dictionary that stands for something else
@@ -50,6 +51,8 @@ class Apart:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                refuse_unstorable(value, name)
             return {_KIND: "tensor", "of": self._key(value, name)}
         if type(value) in (list, tuple):
             parts = [self.take(part, f"{name}.{place}") for place, part in enumerate(value)]

@@ -34,6 +34,7 @@ from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous, contiguous_stride
+from offload.storage.paths import absolute
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 
@@ -75,7 +76,7 @@ def load_memmap(
         >>> load_memmap("a_folder")[0]["x"]
         OffloadedTensor([1., 1., 1.], name='x')
     """
-    place, types = Path(os.path.abspath(folder)), tuple(types)
+    place, types = absolute(folder), tuple(types)
     target = None if device is None else checked_device(device)
     left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
     while True:
