@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "\n".join(report(rows))
     print(text)
     if chosen.out:
-        chosen.out.write_text(text + "\n")
+        chosen.out.write_text(text + "\n", encoding="utf-8")
     return int(any(row.equal == DIFFERS for row in rows))
 
 

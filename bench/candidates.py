@@ -101,7 +101,7 @@ def _range(value: StoredValue) -> Range:
 
 
 def _bytes_read() -> int:
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 

@@ -57,13 +57,13 @@ def name() -> str:
 
 def file_system(folder: Path) -> str:
     """The type of the file system that a folder is on."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     around = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
     return max(around, key=lambda mount: len(mount[0]))[1]
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()

@@ -68,7 +68,7 @@ def main() -> int:
     traces = {trial.arm: trial.trace for trial in trials}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     points = {arm: [(round(second, 3), used) for second, used in _thinned(trace)] for arm, trace in traces.items()}
-    chosen.out.with_suffix(".json").write_text(json.dumps(points) + "\n")
+    chosen.out.with_suffix(".json").write_text(json.dumps(points) + "\n", encoding="utf-8")
     console.print(f"memory over time: {draw_memory(traces, 'Load, then decode', chosen.out)}")
     return 0
 

@@ -25,12 +25,14 @@ class Group:
 
     def join(self) -> None:
         """Put this process into it."""
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
 
     def facts(self) -> dict[str, int]:
         """The most that was used, how often the limit was met, and parts of `memory.stat`."""
-        stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-        counts = {name: int((self.folder / f"memory.{name}").read_text()) for name in ("max_usage_in_bytes", "failcnt")}
+        stat = dict(line.split() for line in (self.folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+        counts = {
+            name: int((self.folder / f"memory.{name}").read_bytes()) for name in ("max_usage_in_bytes", "failcnt")
+        }
         return counts | {name: int(stat[name]) for name in _STAT if name in stat}
 
 
@@ -47,14 +49,14 @@ def memory_cap(limit: int) -> Iterator[Group]:
     except OSError as error:
         raise OSError(f"no memory cgroup can be made: {error}") from error
     try:
-        (group.folder / "memory.limit_in_bytes").write_text(str(limit))
+        (group.folder / "memory.limit_in_bytes").write_text(str(limit), encoding="utf-8")
         yield group
     finally:
         group.folder.rmdir()
 
 
 def _own_folder() -> Path:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             return _MOUNTED / path.lstrip("/")

@@ -69,9 +69,9 @@ def as_pickles(folder: Path) -> None:
         torch.save(load_file(path), folder / _pickle_of(path.name))
         path.unlink()
     for path in folder.glob("*.safetensors.index.json"):
-        index = json.loads(path.read_text())
+        index = json.loads(path.read_text(encoding="utf-8"))
         index["weight_map"] = {name: _pickle_of(file) for name, file in index["weight_map"].items()}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
         path.unlink()
 
 

@@ -93,7 +93,7 @@ def _cached_pages(path: Path) -> tuple[int, int]:
 
 def _mapped(names: set[str]) -> Iterator[tuple[int, int]]:
     """Address and size of this process's mappings of the files. Source: proc_pid_maps(5)."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, *_, name = line.split(maxsplit=5)
         if name in names:
             start, end = (int(address, 16) for address in addresses.split("-"))

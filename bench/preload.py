@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 
-sys.stderr = open(os.devnull, "w")  # noqa: SIM115  before the imports: they keep it
+sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  before the imports: they keep it
 
 import accelerate  # noqa: E402
 import safetensors.torch  # noqa: E402

@@ -24,7 +24,7 @@ def written_bytes() -> int:
 
 
 def _counted(name: str) -> int:
-    for line in Path("/proc/self/io").read_text().splitlines():
+    for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines():
         key, count = line.split(":")
         if key == name:
             return int(count)

@@ -147,7 +147,7 @@ def main() -> int:
     checkpoint = chosen.model or llama()
     cache_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
-        layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+        layers = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
         print(json.dumps(measured(checkpoint, Path(scratch), 7 * layers), indent=2))
     return 0
 

@@ -57,7 +57,9 @@ def reasons(figures: Iterable[Figure]) -> list[str]:
 
 def write_json(figures: Iterable[Figure], facts: Mapping[str, object], path: Path) -> Path:
     """All values of all rounds, the ratios, and what was measured on."""
-    path.write_text(json.dumps({**facts, "figures": [as_json(figure) for figure in figures]}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({**facts, "figures": [as_json(figure) for figure in figures]}, indent=1) + "\n", encoding="utf-8"
+    )
     return path
 
 

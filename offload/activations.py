@@ -28,6 +28,7 @@ from offload.prefetch.reads import expect
 from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.paths import absolute
 from offload.tensor.cuts import metadata_of, sent_to, twin_with
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
@@ -67,7 +68,7 @@ def offload_activations(
         >>> torch.equal(x.grad, x.exp().exp() * x.exp())
         True
     """
-    block = _Block(None if folder is None else Path(os.path.abspath(folder)), as_bytes(min_bytes, available_bytes()))
+    block = _Block(None if folder is None else absolute(folder), as_bytes(min_bytes, available_bytes()))
     with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
         yield
     _DISK.look()

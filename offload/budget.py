@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from offload.errors import BudgetError
+from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import Counts
 from offload.prefetch.reads import POOL, counts, let_go, lock, tracked
@@ -245,7 +245,7 @@ def _accelerator(device: int | str) -> torch.device:
     except RuntimeError:
         here = 0
     if not here or (found.index or 0) >= here:
-        raise ValueError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
+        raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
     return torch.device(found.type, found.index or 0)
 
 
@@ -295,7 +295,9 @@ def _handles_in(what: Iterable[Any]) -> set[Handle]:
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         if not isinstance(leaf, nn.Module | torch.Tensor | None):
-            raise TypeError(f"{leaf!r} is no tensor and no module: nothing of it can stay in memory, or be dropped")
+            raise ArgumentTypeError(
+                f"{leaf!r} is no tensor and no module: nothing of it can stay in memory, or be dropped"
+            )
         parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
     return {tensor._file_handle() for tensor in parts if type(tensor) is OffloadedTensor}
 

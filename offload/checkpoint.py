@@ -19,6 +19,7 @@ from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, Layout, is_unicode
+from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, read_json, reading, short
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
@@ -102,7 +103,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: no checkpoint there, a pickle that holds code or no tensors, or an index that contradicts its
             files.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if not is_there(path):
         raise MissingFileError(
             f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."

@@ -26,6 +26,7 @@ from offload.loader import PathLike, referenced
 from offload.progress import progress
 from offload.saving import PARTS_NOTE, save_checkpoint
 from offload.storage.dtypes import dtype_name
+from offload.storage.paths import absolute
 from offload.storage.process import is_dead
 from offload.storage.regular import is_folder, is_there, read_json, reading
 from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
@@ -60,14 +61,14 @@ def convert_checkpoint(
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
-    with _new_folder(Path(os.path.abspath(target))) as folder:
+    with _new_folder(absolute(target)) as folder:
         if is_folder(opened.path):
             _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
         else:
             save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
-    return Path(os.path.abspath(target))
+    return absolute(target)
 
 
 def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:

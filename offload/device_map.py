@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import DeviceMapError
+from offload.errors import ArgumentTypeError, DeviceMapError
 from offload.memory import as_bytes
 
 ON_DISK = "disk"
@@ -70,6 +70,8 @@ def infer_device_map(
     shares = None if max_memory is None else _checked_shares(max_memory, device_map)
     if no_split_module_classes is None:
         no_split_module_classes = list(getattr(model, "_no_split_modules", None) or [])
+    if not hasattr(no_split_module_classes, "__iter__"):
+        raise ArgumentTypeError(f"no_split_module_classes is a list of names, not {repr(no_split_module_classes)[:80]}")
     options = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
     if device_map != "sequential":
         shares = get_balanced_memory(model, shares, low_zero=device_map == "balanced_low_0", **options)

@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
@@ -20,9 +21,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
 from offload.residency import WINDOW, Pool
-from offload.storage.folders import named_folder
+from offload.storage.paths import absolute
 from offload.storage.write import explained, remove, temporary_for
 
 _PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
@@ -78,10 +80,11 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     """Look at this machine, and measure the disk of a folder.
 
     Args:
-        folder: where values are to be kept; it is made if it is not there.
+        folder: where values are to be kept.
         nbytes: to write and read for it; less where less is free.
 
     Raises:
+        MissingFileError: there is no such folder.
         WriteError: nothing can be written there.
 
     Example:
@@ -90,6 +93,9 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         >>> diagnosis.budget <= diagnosis.available <= diagnosis.memory
         True
     """
+    place = absolute(folder)
+    if not place.is_dir():
+        raise MissingFileError(errno.ENOENT, "there is no such folder: name one, or make it first", str(place))
     pool = Pool()
     pool.reconsider(anew=True)
     return Diagnosis(
@@ -100,7 +106,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         limit=cgroup_room(),
         budget=pool.room,
         read_ahead=WINDOW,
-        disk=_measured(named_folder(folder), nbytes),
+        disk=_measured(place, nbytes),
     )
 
 

@@ -16,13 +16,16 @@ __all__ = [
     "CheckpointError",
     "ColumnError",
     "CorruptFileError",
+    "DeviceError",
     "DeviceMapError",
     "DtypeMismatchError",
+    "ExportError",
     "ForeignFileError",
     "JournalError",
     "MapError",
     "MetaTensorError",
     "MissingFileError",
+    "MissingKeyError",
     "MissingRowsError",
     "NameInUseError",
     "OffloadError",
@@ -54,12 +57,26 @@ class UnsupportedOpError(OffloadError, NotImplementedError):
     """An op that cannot be honoured on an offloaded tensor."""
 
 
+class ExportError(OffloadError, BufferError, TypeError):
+    """A value that can't be handed out as an array, or through DLPack, as it is."""
+
+
+class DeviceError(OffloadError, RuntimeError):
+    """A device that this machine, or this torch, does not have."""
+
+
 class BudgetError(OffloadError, ValueError):
     """More is to stay in memory than may."""
 
 
 class MissingFileError(OffloadError, FileNotFoundError):
     """The file of a tensor, or of a checkpoint, is not there."""
+
+
+class MissingKeyError(OffloadError, KeyError):
+    """A tensor, or an entry, that a file or folder does not have."""
+
+    __str__ = Exception.__str__  # that of KeyError quotes
 
 
 class CorruptFileError(OffloadError, ValueError):

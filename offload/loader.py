@@ -32,7 +32,7 @@ from offload.device_map import (
     places,
     warn_of_strangers,
 )
-from offload.errors import CheckpointError, DeviceMapError, MetaTensorError
+from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
 from offload.hooks import held_values, move_activations, release
 from offload.memory import uncollected
 from offload.order import expect_reads
@@ -52,6 +52,7 @@ from offload.slots import (
     tied_slots,
 )
 from offload.storage.handle import Handle
+from offload.storage.paths import absolute
 from offload.tensor.arguments import checked_device, floating_dtype, refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
@@ -231,7 +232,7 @@ def disk_offload(
         'OffloadedTensor'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
+        raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
     held = held_values(model)
     slots = joined_slots(tied_slots(model), held) if held else tensor_slots(model)
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
@@ -322,7 +323,7 @@ def refuse_other_names(
 
 
 def _is_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> bool:
-    return offload_dir is not None and os.path.realpath(offload_dir) == os.path.realpath(source.path)
+    return offload_dir is not None and os.path.realpath(absolute(offload_dir)) == os.path.realpath(source.path)
 
 
 def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:

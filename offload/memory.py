@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import operator
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def mapped_bytes() -> int:
 def _in_status(field: str) -> int | None:
     """Bytes, of a line of this process's status that counts kilobytes."""
     with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
+        for line in _STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     return None
@@ -134,10 +135,10 @@ def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | Non
 def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
     """The folders of the cgroups of this process that may limit memory, from its own up to the root."""
     try:
-        lines = own.read_text().splitlines()
+        lines = os.fsdecode(own.read_bytes()).split("\n")  # a path may hold what `splitlines` takes for an end
     except OSError:
         return
-    for line in lines:
+    for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -149,15 +150,15 @@ def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
 def _room_in(folder: Path) -> int | None:
     for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):  # not there, or "max"
-            most = int((folder / limit).read_text())
+            most = int((folder / limit).read_bytes())
             if most < _UNLIMITED:
-                return most - int((folder / usage).read_text()) + _cached_in(folder)
+                return most - int((folder / usage).read_bytes()) + _cached_in(folder)
     return None
 
 
 def _cached_in(folder: Path) -> int:
     try:
-        pairs = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
+        pairs = [line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()]
     except OSError:
         return 0
     stat = {name: int(count) for name, count in pairs}

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from offload.errors import UnsupportedOpError
+from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
+from offload.tensor.arguments import checked_count, refuse_other, refuse_unstorable
 
 _LEAST, _MOST = -8, 7
 _NARROWEST = 0.5  # of the min-max scale
@@ -58,7 +59,7 @@ class GroupedInt4Tensor(torch.Tensor):
         groups = -(-columns // group_size) if type(group_size) is int and group_size > 0 else None
         wanted = ([*rows, -(-columns // 2)], [*rows, groups])
         if (list(codes.shape), list(scales.shape)) != wanted or codes.dtype != torch.uint8:
-            raise ValueError(
+            raise ArgumentError(
                 f"codes {tuple(codes.shape)} of {codes.dtype} and scales {tuple(scales.shape)} are not those of a "
                 f"tensor {tuple(shape)} in groups of {group_size}"
             )
@@ -166,7 +167,7 @@ def quantize_int4(
     for start, stop in _blocks(count, columns):
         block = _in_groups(rows[start:stop].to(dtype), groups, group_size)
         if not block.isfinite().all():
-            raise ValueError(f"rows {start} to {stop - 1} hold values that are not finite: none is near to them")
+            raise ArgumentError(f"rows {start} to {stop - 1} hold values that are not finite: none is near to them")
         scales[start:stop] = best = _best_scales(block, candidates, weights)
         codes[start:stop] = _packed(_codes(block, best).flatten(1)[:, :columns])
     codes, scales = (part.view(*outer, part.shape[-1]) for part in (codes, scales))
@@ -174,18 +175,21 @@ def quantize_int4(
 
 
 def _check(tensor: torch.Tensor, group_size: int, candidates: int, importance: torch.Tensor | None) -> None:
+    refuse_unstorable(tensor, "the tensor to quantize")
+    if importance is not None:
+        refuse_other(importance, torch.Tensor, "an importance that is a torch.Tensor")
+    checked_count(group_size, "group_size")
+    checked_count(candidates, "candidates")
     if tensor.dtype not in _DTYPES:
-        raise TypeError(f"a tensor of {tensor.dtype} is not quantized: it should be of one of {_DTYPES}")
+        raise ArgumentTypeError(f"a tensor of {tensor.dtype} is not quantized: it should be of one of {_DTYPES}")
     if tensor.dim() == 0:
-        raise ValueError("a number alone is not quantized: there are no columns to group")
-    if group_size < 1 or candidates < 1:
-        raise ValueError(f"group_size={group_size} and candidates={candidates} should both be 1 or more")
+        raise ArgumentError("a number alone is not quantized: there are no columns to group")
     if importance is None:
         return
     if tuple(importance.shape) != tuple(tensor.shape[-1:]):
-        raise ValueError(f"importance is {tuple(importance.shape)}, and should be {tuple(tensor.shape[-1:])}")
+        raise ArgumentError(f"importance is {tuple(importance.shape)}, and should be {tuple(tensor.shape[-1:])}")
     if not (importance >= 0).all():
-        raise ValueError("importance holds negative numbers, or such as are none")
+        raise ArgumentError("importance holds negative numbers, or such as are none")
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:

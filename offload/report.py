@@ -23,8 +23,10 @@ from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.reads import counts
 from offload.storage.handle import Handle
-from offload.storage.regular import is_there, reading
-from offload.storage.write import explained, remove, temporary_for
+from offload.storage.paths import absolute
+from offload.storage.regular import is_there
+from offload.storage.write import explained, put_file
+from offload.tensor.arguments import refuse_other
 from offload.tensor.wrapper import OffloadedTensor
 
 _EVERY = 0.02  # seconds between two looks
@@ -126,10 +128,12 @@ def plot_memory(
         >>> folder = Path(tempfile.mkdtemp())
         >>> with plot_memory(folder / "report.html") as recording:
         ...     recording.mark()
-        >>> (folder / "report.html").read_text()[:15]
+        >>> (folder / "report.html").read_text(encoding="utf-8")[:15]
         '<!doctype html>'
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
+    if model is not None:
+        refuse_other(model, nn.Module, "a torch.nn.Module")
     _refuse_other(target)
     layers = {} if model is None else _waits(model)
     seen = Recording()
@@ -139,7 +143,7 @@ def plot_memory(
     finally:
         now = {} if model is None else _waits(model)
         waits = [(name, seconds - layers.get(name, 0.0)) for name, seconds in now.items()]
-        _write(target, _page(seen, waits, title))
+        _write(target, _page(seen, waits, str(title)))
 
 
 def _page(recording: Recording, waits: list[tuple[str, float]], title: str) -> str:
@@ -230,22 +234,19 @@ def _layer_of(name: str) -> str:
 
 
 def _refuse_other(path: Path) -> None:
-    with reading(path):
-        is_free = not is_there(path) or (path.is_file() and path.read_text(errors="replace").startswith(_KIND))
-    if not is_free:
-        raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
+    with explained(path, 0, "name"):
+        if is_there(path) and not (path.is_file() and _begins_as_ours(path)):
+            raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _begins_as_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_KIND)) == _KIND.encode()
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = temporary_for(path)
-    with explained(path, len(text), "name"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
+    put_file(path, text.encode("utf-8", "replace"))
 
 
 def _in_bytes(value: float) -> str:

@@ -26,6 +26,8 @@ from torch import nn
 
 from offload.checkpoint import Checkpoint
 from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
     CheckpointError,
     CorruptFileError,
     ForeignFileError,
@@ -41,6 +43,7 @@ from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
+from offload.storage.paths import absolute
 from offload.storage.regular import is_there, read_json, reading
 from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
@@ -93,7 +96,7 @@ def save_checkpoint(
     dtype = None if dtype is None else floating_dtype(dtype)
     plan = _plan(model_or_state_dict, dtype)
     files = _shards(plan, _positive(max_shard_size))
-    folder = Path(os.path.abspath(folder))
+    folder = absolute(folder)
     earlier = _earlier(folder)
     _refuse_foreign({*(folder / name for name in files), *earlier})
     _refuse_offload_folder(folder)
@@ -163,7 +166,9 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     elif isinstance(source, Mapping):
         tensors = dict(source)
     else:
-        raise TypeError(f"a module, tensors by name, or a checkpoint can be saved, not a {type(source).__name__}")
+        raise ArgumentTypeError(
+            f"a module, tensors by name, or a checkpoint can be saved, not a {type(source).__name__}"
+        )
     for name, tensor in tensors.items():
         _check(name, tensor)
     ties = _ties(tensors, set(discarded))
@@ -194,11 +199,11 @@ def _discarded_names(model: nn.Module) -> Iterable[str]:
 
 def _check(name: object, tensor: object) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"the name of a tensor is text, not {name!r}")
+        raise ArgumentTypeError(f"the name of a tensor is text, not {name!r}")
     if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
-        raise ValueError(f"no tensor in a safetensors file can be called {name!r}: rename it")
+        raise ArgumentError(f"no tensor in a safetensors file can be called {name!r}: rename it")
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name!r} is a {type(tensor).__name__}, not a tensor: save it elsewhere, and leave it out here"
         )
     checked_dense(tensor, name)
@@ -238,7 +243,7 @@ def _parts(
             inner = {key: _part(key, part, None) for key, part in _inner_tensors(name, value).items()}
             refuse_other_class(value, name)
         if not parts.keys().isdisjoint(inner):
-            raise ValueError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
+            raise ArgumentError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
         parts |= inner
     return parts, _torchao_notes(tensors, quantized) if quantized else {}
 
@@ -291,7 +296,7 @@ def _step(nbytes: int) -> int:
 def _positive(size: int | str) -> int:
     most = as_bytes(size, 0)
     if most < 1:
-        raise ValueError(f"max_shard_size={size!r} leaves no room for any value: use '5GB', '500MiB', 4096...")
+        raise ArgumentError(f"max_shard_size={size!r} leaves no room for any value: use '5GB', '500MiB', 4096...")
     return most
 
 

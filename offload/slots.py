@@ -17,6 +17,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.deferred import DeferredTensor
 from offload.device_map import Place
+from offload.errors import ArgumentTypeError
 from offload.hooks import Held, origin_of, read_held
 from offload.memory import uncollected
 from offload.progress import progress
@@ -62,7 +63,13 @@ class Slot:
 
 @uncollected()
 def tensor_slots(model: nn.Module) -> list[Slot]:
-    """The parameters and buffers of a model, each once."""
+    """The parameters and buffers of a model, each once.
+
+    Raises:
+        ArgumentTypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"a torch.nn.Module is needed, not {type(model).__name__}: {str(model)[:80]!r}")
     slots: dict[int, Slot] = {}
     for prefix, module in model.named_modules():
         for members, is_parameter in ((module._parameters, True), (module._buffers, False)):

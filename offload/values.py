@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
 from offload.journal import RUNS, Journal, Run, marks_of, source_of
 from offload.memory import count_freed
 from offload.progress import progress_in_bytes
@@ -35,7 +35,14 @@ from offload.storage.handle import Handle
 from offload.storage.names import file_name
 from offload.storage.regular import is_there
 from offload.storage.write import refuse_earlier
-from offload.tensor.arguments import checked_dense, refuse_other_class, refuse_other_kind
+from offload.tensor.arguments import (
+    checked_count,
+    checked_dense,
+    refuse_other,
+    refuse_other_class,
+    refuse_other_kind,
+    refuse_uncalled,
+)
 from offload.tensor.cuts import metadata_of, twin_of
 from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
 
@@ -114,8 +121,9 @@ def map_values(
         >>> map_values(lambda name, tensor: tensor / 2, model, select="*.weight").replaced
         ('0.weight', '2.weight')
     """
-    if workers < 1:
-        raise ValueError(f"workers should be 1 or more, not {workers}")
+    workers = checked_count(workers, "workers")
+    refuse_uncalled(fn, "what maps values")
+    refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
     values = _selected(values_of(model_or_tensors), select, model_or_tensors)
     book = book_for(values, _name_of_run(fn, resume), resume=bool(resume))
     before = [value.name for value in values if book.has(value)]
@@ -154,6 +162,7 @@ def offloaded_like(
         >>> norms.name, norms.tolist()
         ('w.norms', [6.0, 6.0])
     """
+    refuse_uncalled(fn, "what makes a tensor of another")
     if not isinstance(tensor, OffloadedTensor):
         return fn(tensor)
     folder = tensor._file_handle().folder
@@ -300,7 +309,7 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Va
     elif isinstance(model_or_tensors, MutableMapping):
         slots = _slots_of(model_or_tensors)
     else:
-        raise TypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
+        raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
     values: dict[Hashable, Value] = {}
     for slot in slots:
         key = _bytes_of(slot.tensor)
@@ -352,11 +361,14 @@ def _selected(values: list[Value], select: Select, source: Any) -> list[Value]:
     if callable(select) and not isinstance(select, type):
         return [value for value in values if select(value.name, value.tensor)]
     found: dict[int, Value] = {}
-    for wanted in [select] if isinstance(select, str | type) else select:
+    wishes = [select] if isinstance(select, str | type) or not isinstance(select, Iterable) else list(select)
+    for wanted in wishes:
+        if not isinstance(wanted, str | type):
+            raise ArgumentTypeError(f"select: names, classes or a function are needed, not {repr(wanted)[:80]}")
         meant = [value for value in values if _is_meant(value, wanted, source)]
         if not meant:
             some = ", ".join(value.name for value in values[:3])
-            raise ValueError(f"select: {wanted!r} is none of the {len(values)} values ({some}...)")
+            raise ArgumentError(f"select: {wanted!r} is none of the {len(values)} values ({some}...)")
         found.update((id(value), value) for value in meant)
     return [value for value in values if id(value) in found]
 
@@ -365,7 +377,7 @@ def _is_meant(value: Value, wanted: str | type[nn.Module], source: Any) -> bool:
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.slot.names)
     if not isinstance(source, nn.Module):
-        raise TypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
+        raise ArgumentTypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
     return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.slot.names)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from offload.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.storage.file import TensorFile
+from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, reading
 from offload.storage.subclasses import layout_from
 
@@ -90,7 +91,7 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
         CheckpointError: a folder without tensors.
         ReadError: a file can't be read now, which says nothing of what is in it.
     """
-    path, verdict = Path(os.path.abspath(path)), Verdict()
+    path, verdict = absolute(path), Verdict()
     if is_folder(path):
         _verify_folder(path, verdict)
     elif path.suffix == ".json":

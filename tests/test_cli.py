@@ -21,6 +21,7 @@ from offload import OffloadedTensor, cli
 from offload.checkpoint import open_checkpoint
 from offload.storage.process import process_tag
 from offload.storage.write import TEMPORARY
+from tests.processes import run_script
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
@@ -370,10 +371,149 @@ def test_bench_tells_times_and_bytes(llama_folder: Path, capsys: pytest.CaptureF
     assert any(line.split() == ["token", "-"] for line in printed.splitlines())
 
 
-def test_a_budget_for_the_model_is_kept(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert 1 == cli.main(["bench", str(llama_folder), "--max-memory", "much"])
+def test_bench_has_imported_what_the_model_needs_when_it_begins_to_load(llama_folder: Path) -> None:
+    script = """
+        import sys
+        from offload.cli import main, models
 
-    assert "offload: 'much' is not an amount of memory" in capsys.readouterr().err
+        def loaded(folder, options):
+            print("transformers.models.llama.modeling_llama" in sys.modules)
+            raise RuntimeError("enough")
+
+        models._model = loaded
+        main(["bench", sys.argv[1]])
+    """
+
+    assert "True\n" == run_script(script, llama_folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-memory", "much"], "'much' is no size"),
+        (["--max-memory", "9" * 400], "is no size"),
+        (["--device", "toaster"], "finds no device 'toaster' here"),
+        (["--device", ""], "finds no device"),
+        (["--device", "meta"], "nothing is computed on 'meta'"),
+        (["--dtype", "int8"], "'int8' is no floating-point dtype"),
+        (["--offload-dir", ""], "'' is no path"),
+        (["--report", "x\0y"], "is no path"),
+        (["--max-new-tokens", "0"], "'0' is no number from 1 to"),
+        (["--max-new-tokens", "9" * 5000], "is no number from 1 to"),
+        (["--max-new-tokens", "1.5"], "'1.5' is no number"),
+        (["--prompt", "\udcff"], "not valid UTF-8"),
+    ],
+)
+def test_what_can_t_be_meant_is_a_wrong_command_line(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", str(tmp_path), "--prompt", "w1", *words])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert told in captured.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert", "cache info", "doctor"])
+def test_an_empty_path_is_not_the_folder_that_one_is_in(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command.split(), "", *(["new"] if command == "convert" else [])])
+
+    assert "'' is no path" in capsys.readouterr().err
+
+
+def test_a_prompt_without_tokens_is_told_in_words(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+
+    assert 1 == cli.main(["generate", str(folder), "--prompt", ""])
+
+    assert "offload: the prompt '' has no tokens for this model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "cache info", "cache verify", "doctor", "bench"])
+def test_an_error_is_json_too_where_that_was_asked_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == cli.main([*command.split(), str(tmp_path / "nothing here"), "--json"])
+
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert error["kind"] in ("MissingFileError", "CheckpointError")
+    assert f"offload: {error['message']}\n" == captured.err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_names_that_standard_output_can_t_say_are_escaped(encoding: str, options: list[str], tmp_path: Path) -> None:
+    name = "\u010desko" if encoding == "ascii" else "\udcff"
+    path = os.fsencode(tmp_path / f"{name}.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    os.rename(tmp_path / "x.safetensors", path)
+
+    command = [sys.executable, "-m", "offload.cli", "inspect", path, *options]
+    environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+    done = subprocess.run(command, capture_output=True, env=environment)
+
+    assert (0, b"") == (done.returncode, done.stderr)
+    assert name.encode("ascii", "backslashreplace") in done.stdout
+
+
+@pytest.mark.parametrize(("shell", "code"), [(">/dev/full", 1), (">&-", 0)])
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(
+    shell: str, code: int, options: str, tmp_path: Path
+) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+
+    command = f"{sys.executable} -m offload.cli inspect {tmp_path / 'x.safetensors'} {options} {shell}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+
+    assert code == done.returncode
+    assert done.stderr == ("offload: No space left on device\n" if code else "")
+
+
+DAMAGES = {
+    "config.json is cut": lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"),
+    "config.json is a list": lambda folder: (folder / "config.json").write_text("[1]", encoding="utf-8"),
+    "no heads": lambda folder: _configured(folder, num_attention_heads=0),
+    "an unknown model": lambda folder: _configured(folder, model_type="nope"),
+    "another size": lambda folder: _configured(folder, hidden_size=32),
+    "no weights": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
+    "weights that are noise": lambda folder: [path.write_bytes(b"noise" * 99) for path in folder.glob("*.safetensors")],
+    "generation_config.json is cut": lambda folder: (folder / "generation_config.json").write_text(
+        "[", encoding="utf-8"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["bench", "generate --prompt w1"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_told_in_one_line(
+    damage: str, command: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+    DAMAGES[damage](folder)
+    capsys.readouterr()
+
+    assert 1 == cli.main([*command.split(), str(folder)])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    lines = [line for line in captured.err.splitlines() if line.startswith("offload: ")]
+    assert 1 == len(lines)
+    assert len(lines[0]) < 1000
+
+
+def _configured(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
 
 
 @pytest.mark.parametrize("where", [0, 2])

@@ -11,13 +11,13 @@ import torch
 
 from offload import cli
 from offload.doctor import diagnose
-from offload.errors import WriteError
+from offload.errors import MissingFileError
 
 SIZE = 16 << 20
 
 
 def test_a_diagnosis_holds_what_the_machine_says_of_itself(tmp_path: Path) -> None:
-    found = diagnose(tmp_path / "new", nbytes=SIZE)
+    found = diagnose(tmp_path, nbytes=SIZE)
 
     assert torch.__version__ == found.versions["torch"]
     assert psutil.virtual_memory().total == found.memory
@@ -25,7 +25,7 @@ def test_a_diagnosis_holds_what_the_machine_says_of_itself(tmp_path: Path) -> No
     assert found.disk.writes is not None
     assert found.disk.writes > 0
     assert found.disk.free > 0
-    assert tmp_path / "new" == found.disk.folder
+    assert tmp_path == found.disk.folder
 
 
 def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
@@ -59,11 +59,14 @@ def test_a_file_system_without_direct_reads_is_told(tmp_path: Path, monkeypatch:
     assert disk.reads is not None
 
 
-def test_a_folder_that_can_t_be_made_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize("name", ["typo", "file", "file/folder"])
+def test_a_folder_that_is_not_there_is_an_error_and_not_made(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
 
-    with pytest.raises(WriteError, match="take another"):
-        diagnose(tmp_path / "file" / "folder")
+    with pytest.raises(MissingFileError, match="no such folder"):
+        diagnose(tmp_path / name)
+
+    assert ["file"] == os.listdir(tmp_path)
 
 
 def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, at_import)
 
-    return visit(ast.parse(path.read_text()), True)
+    return visit(ast.parse(path.read_text(encoding="utf-8")), True)
 
 
 def is_for_type_checkers(node: ast.AST) -> bool:
@@ -223,9 +223,58 @@ def test_a_neighbour_is_imported_inside_functions_and_only_where_it_may_be(path)
             assert not at_import, f"{dotted(path)} imports {name} at its top: import it where it is used"
 
 
+def without_encoding(path: Path) -> Iterator[int]:
+    """The lines where text is read or written in the encoding of the locale, which is another one elsewhere."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and "encoding" not in {word.arg for word in node.keywords} and is_of_text(node):
+            yield node.lineno
+
+
+def is_of_text(call: ast.Call) -> bool:
+    """Whether a call reads or writes text. The argument of another `open` is no mode, as in `TensorFile.open(path)`."""
+    if {word.arg for word in call.keywords} & {"text", "universal_newlines"}:
+        return True
+    is_method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    if name in ("read_text", "write_text"):
+        return is_method
+    given = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+    words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
+    modes = [word for word in words if word and set(word) <= set("rwxabt+")]
+    opens = name in ("open", "fdopen", "NamedTemporaryFile")
+    return opens and not any("b" in mode for mode in modes) and (bool(modes) or not is_method or not given)
+
+
+@pytest.mark.parametrize("path", [*MODULES, *sorted((ROOT / "bench").rglob("*.py"))], ids=lambda path: path.stem)
+def test_text_is_read_and_written_in_an_encoding_that_is_named(path):
+    assert [] == list(without_encoding(path))
+
+
+def test_the_finder_finds_text_without_an_encoding(tmp_path):
+    path = tmp_path / "room.py"
+    lines = [
+        "path.read_text()",
+        "open(path)",
+        "open(path, 'w')",
+        "path.open('r')",
+        "path.open()",
+        "os.fdopen(fd, 'w')",
+        "run(words, text=True)",
+        "open(path, 'rb')",
+        "path.open('xb', buffering=0)",
+        "open(path, encoding='utf-8')",
+        "os.open(path, flags)",
+        "TensorFile.open(path)",
+        "write_text(path, text)",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+    assert [1, 2, 3, 4, 5, 6, 7] == list(without_encoding(path))
+
+
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_a_module_opens_with_what_is_always_true_of_it(path):
-    text = ast.get_docstring(ast.parse(path.read_text()))
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
     assert text, f"{path} has no docstring"
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
@@ -233,7 +282,7 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_a_module_has_at_most_some_500_lines(path):
-    assert len(path.read_text().splitlines()) <= LONGER.get(dotted(path), 520)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGER.get(dotted(path), 520)
 
 
 def test_errors_import_nothing():
@@ -294,7 +343,7 @@ def test_pickles_are_read_by_the_unpickler_of_weights_only_and_in_one_place():
     uses = {
         (dotted(path), ast.unparse(node))
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("Unpickler")
     }
 
@@ -304,7 +353,7 @@ def test_pickles_are_read_by_the_unpickler_of_weights_only_and_in_one_place():
 
 def test_nothing_in_the_package_unpickles():
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "pickle.load", "pickle.loads"):
                 options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert "True" == options.get("weights_only"), f"{path}:{node.lineno}"

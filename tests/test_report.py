@@ -17,6 +17,7 @@ from offload import OffloadedTensor, cli, disk_offload, evict, plot_memory, set_
 from offload.charts import Line, Section, bar_chart, line_chart, page
 from offload.errors import ForeignFileError, WriteError
 from tests.page_cache import needs_page_cache
+from tests.processes import run_script
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -208,3 +209,24 @@ def _seen(folder: Path, *, dark: bool) -> list[tuple[int, ...]]:
     colours = Image.open(picture).convert("RGB").getcolors(1 << 20)
     assert colours is not None
     return sorted(colour for _, colour in colours)
+
+
+def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    script = """
+        import sys, offload
+        with offload.plot_memory(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
+            pass
+    """
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    run_script(script, tmp_path / "report.html", env=ascii_alone)
+    run_script(script, tmp_path / "report.html", env=ascii_alone)  # it knows its own page
+
+    assert "\u010desk\u00fd \u00b5s" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_can_t_be_written_is_told_before_the_block_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+
+    with pytest.raises(WriteError, match="a file is where a folder should be"), plot_memory(tmp_path / "file" / "x"):
+        pytest.fail("it ran")

@@ -146,9 +146,9 @@ def test_what_is_not_a_dense_value_is_refused_by_name(tensor: torch.Tensor) -> N
         offloaded(tensor, "lm_head")
 
 
-def test_an_unknown_device_is_torchs_own_error() -> None:
+def test_an_unknown_device_is_an_error_that_names_those_that_are_here() -> None:
     """At the door, not at the first op."""
-    with pytest.raises(RuntimeError, match="Expected one of cpu"):
+    with pytest.raises(RuntimeError, match="finds no device 'floppy' here: use one of cpu"):
         OffloadedTensor.empty((2,), name="w", device="floppy")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import CacheError
+from offload.errors import CacheError, CorruptFileError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.names import file_name
 
@@ -63,9 +63,9 @@ class Column:
                 return cls(name, kind, torch.uint8, ())
             dtype, shape = dtype_named(said["dtype"]), tuple(map(operator.index, said["row_shape"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"column {name!r} is described as {said!r}") from error
+            raise CorruptFileError(f"column {name!r} is described as {said!r}") from error
         if kind not in (TENSOR, RAGGED) or dtype is None or any(size < 0 for size in shape):
-            raise ValueError(f"column {name!r} is described as {said!r}")
+            raise CorruptFileError(f"column {name!r} is described as {said!r}")
         return cls(name, kind, dtype, shape)
 
 

@@ -31,6 +31,7 @@ from offload.errors import CacheError, MissingRowsError
 from offload.progress import progress
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.paths import absolute
 from offload.tensor.arguments import checked_device, refuse_other_class
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
@@ -116,7 +117,7 @@ class TensorCache(ReadByIndex):
         if num_rows < 0:
             raise CacheError(f"a cache can't have {num_rows} rows")
         where = checked_device(device)
-        path = Path(os.path.abspath(folder))
+        path = absolute(folder)
         Store.create(path, Manifest(schema, num_rows, as_json(metadata or {})))
         return cls._over(Store.open(path, None, writes=True), where)
 
@@ -145,7 +146,7 @@ class TensorCache(ReadByIndex):
         """
         if mode not in ("r", "r+"):
             raise CacheError(f"mode {mode!r} is not known: 'r' reads, 'r+' writes as well")
-        return cls._over(Store.open(Path(os.path.abspath(folder)), expect, writes=mode == "r+"), checked_device(device))
+        return cls._over(Store.open(absolute(folder), expect, writes=mode == "r+"), checked_device(device))
 
     @classmethod
     def from_disk(
@@ -167,7 +168,7 @@ class TensorCache(ReadByIndex):
             MissingFileError, CorruptFileError, CheckpointError (a pickle with code in it)
             CacheError: the tensors are not of one length, or the metadata are others.
         """
-        path, where = Path(os.path.abspath(path)), "cpu" if device is None else device
+        path, where = absolute(path), "cpu" if device is None else device
         if path.is_dir():
             return cls.open(path, expect=expect, device=where)
         store = read_file(path)

@@ -6,6 +6,7 @@
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
+| `arguments` | what is typed, as what it means |
 | `main` | the command line as a whole; `output` prints |
 """
 

@@ -7,19 +7,13 @@ Always true:
 from __future__ import annotations
 
 import argparse
-import errno
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.cli import arguments
 from offload.cli.output import allow_json, console, counted, print_json, table
-from offload.errors import MissingFileError
 
 if TYPE_CHECKING:
-    import torch
-
     from offload.checkpoint import StoredValue
-
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def add_to(commands: Any) -> None:
@@ -28,12 +22,14 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
     source = command.add_argument(
-        "source", type=Path, help="a checkpoint's file, index or folder, or an offload folder"
+        "source", type=arguments.path, help="a checkpoint's file, index or folder, or an offload folder"
     )
-    command.add_argument("target", type=Path, help="the new folder").complete = shtab.DIRECTORY
-    command.add_argument("--dtype", type=_dtype, help="of the floating-point values: bf16, fp16, fp32, float64...")
+    command.add_argument("target", type=arguments.path, help="the new folder").complete = shtab.DIRECTORY
     command.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)"
+        "--dtype", type=arguments.dtype, help="of the floating-point values: bf16, fp16, fp32, float64..."
+    )
+    command.add_argument(
+        "--max-shard-size", type=arguments.size, default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)"
     )
     command.add_argument(
         "--to", choices=["safetensors", "offload"], default="safetensors", help="what to write (safetensors)"
@@ -42,11 +38,11 @@ def add_to(commands: Any) -> None:
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
     about = "a .safetensors or .bin file, an index, a checkpoint's folder, an offload folder"
-    inspected = looking.add_argument("path", type=Path, help=about)
+    inspected = looking.add_argument("path", type=arguments.path, help=about)
     looking.set_defaults(run=inspect)
 
     checking = commands.add_parser("verify", help="look whether a checkpoint is whole", description=verify.__doc__)
-    verified = checking.add_argument("path", type=Path, help="as for inspect; of a folder, all that is in it")
+    verified = checking.add_argument("path", type=arguments.path, help="as for inspect; of a folder, all that is in it")
     checking.set_defaults(run=verify)
     allow_json(looking, checking)
     for path in (source, inspected, verified):
@@ -94,9 +90,7 @@ def verify(options: argparse.Namespace) -> int:
 
     from offload.verify import verify as verified
 
-    if not options.path.exists():
-        raise MissingFileError(errno.ENOENT, "there is no such file or folder", str(options.path))
-    verdict = verified(options.path)
+    verdict = verified(arguments.existing(options.path))
     code = 0 if verdict.is_whole else 1
     counts = {"files": len(verdict.files), "tensors": verdict.tensors, "nbytes": verdict.nbytes}
     if options.json:
@@ -124,22 +118,3 @@ def _kind_and_shape(value: StoredValue) -> tuple[str, list[int] | None]:
         return value.file.header.unreadable[value.key], None
     recipe = value.file.notes["subclass"]
     return str(recipe.get("class")), list(layout_from(recipe).shape)
-
-
-def _dtype(text: str) -> torch.dtype:
-    from offload.storage.dtypes import dtype_named
-
-    found = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
-    if found is None or not found.is_floating_point:
-        raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype: bf16, fp16, fp32, float64...")
-    return found
-
-
-def _size(text: str) -> str:
-    from offload.memory import as_bytes
-
-    try:
-        as_bytes(text, 0)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: 500MB, 5GB, 4096...") from error
-    return text

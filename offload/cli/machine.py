@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.cli import arguments
 from offload.cli.output import allow_json, print_json, print_pairs
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
     folder = command.add_argument(
-        "folder", type=Path, nargs="?", default=Path(), help="where values would be kept (here)"
+        "folder", type=arguments.path, nargs="?", default=Path(), help="where values would be kept (here)"
     )
     folder.complete = shtab.DIRECTORY
     allow_json(command)

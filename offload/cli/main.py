@@ -2,6 +2,7 @@
 
 Always true:
 - what was asked for goes to standard output, everything else to standard error
+- with `--json`, standard output is one JSON value, also for an error: `{"error": {"kind": ..., "message": ...}}`
 - exit codes: 0 done; 1 an error that a user can mend, in one line, or something that `verify` found; 2 a wrong command
   line; 130 interrupted
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from offload.cli import files, machine, models, rows
-from offload.cli.output import complain
+from offload.cli.output import complain, escaping
 from offload.errors import OffloadError
 
 _CODES = "exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"
@@ -24,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives the exit code."""
     options = parser().parse_args(argv)
     try:
-        code: int | None = options.run(options)
-        sys.stdout.flush()
+        with escaping():
+            code: int | None = options.run(options)
+            if sys.stdout is not None:  # it is, where the shell closed it
+                sys.stdout.flush()
     except BrokenPipeError:  # who reads has enough
         with suppress(OSError):
             sys.stdout.close()
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OffloadError, RuntimeError, ValueError, OSError) as error:
         if options.traceback:
             raise
-        complain(error)
+        complain(error, as_json=getattr(options, "json", False))
         return 1
     except KeyboardInterrupt:
         return 130

@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from offload.cli import arguments
 from offload.cli.output import allow_json, print_json, print_pairs
-from offload.errors import CheckpointError
+from offload.errors import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -31,29 +32,37 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     _add_model_options(command)
-    command.add_argument("--prompt", required=True)
-    command.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="64 if not given")
+    command.add_argument("--prompt", type=arguments.prompt, required=True)
+    command.add_argument("--max-new-tokens", type=arguments.count, default=64, metavar="N", help="64 if not given")
     command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
     command.set_defaults(run=generate)
 
     timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
     _add_model_options(timing)
-    timing.add_argument("--prompt-tokens", type=_positive, default=16, metavar="N", help="16 if not given")
-    timing.add_argument("--new-tokens", type=_positive, default=16, metavar="N", help="16 if not given")
+    timing.add_argument("--prompt-tokens", type=arguments.count, default=16, metavar="N", help="16 if not given")
+    timing.add_argument("--new-tokens", type=arguments.count, default=16, metavar="N", help="16 if not given")
     timing.set_defaults(run=bench)
     allow_json(command, timing)
     for made in (command, timing):
-        made.add_argument("--report", type=Path, metavar="FILE", help="write a page with memory, reads and time")
+        made.add_argument(
+            "--report", type=arguments.path, metavar="FILE", help="write a page with memory, reads and time"
+        )
         model = next(action for action in made._actions if action.dest == "model")
         model.complete = shtab.DIRECTORY
 
 
 def _add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", help="a folder with a checkpoint, or a model on the hub")
-    command.add_argument("--device", help="where to compute: cpu, cuda, cuda:1... (the accelerator, if there is one)")
-    command.add_argument("--dtype", help="convert the weights to it, on disk (bfloat16, float32...)")
-    command.add_argument("--max-memory", metavar="SIZE", help="what may stay in memory, as 8GiB (what is free)")
-    command.add_argument("--offload-dir", type=Path, help="folder for converted weights (a temporary one)")
+    command.add_argument(
+        "--device",
+        type=arguments.device,
+        help="where to compute: cpu, cuda, cuda:1... (the accelerator, if there is one)",
+    )
+    command.add_argument("--dtype", type=arguments.dtype, help="convert the weights to it, on disk: bf16, fp32...")
+    command.add_argument(
+        "--max-memory", type=arguments.size, metavar="SIZE", help="what may stay in memory, as 8GiB (what is free)"
+    )
+    command.add_argument("--offload-dir", type=arguments.path, help="folder for converted weights (a temporary one)")
     command.add_argument("--revision", help="branch, tag or commit on the hub")
 
 
@@ -63,8 +72,11 @@ def generate(options: argparse.Namespace) -> None:
 
     folder = _folder(options)
     tokenizer = _tokenizer(folder)
+    inputs = tokenizer(options.prompt, return_tensors="pt")
+    if inputs["input_ids"].numel() == 0:
+        raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: say something")
     model = _model(folder, options)
-    inputs = tokenizer(options.prompt, return_tensors="pt").to(model.device)
+    inputs = inputs.to(model.device)
     with _watched(options, model) as recording, torch.inference_mode():
         tokens = model.generate(
             **inputs,
@@ -82,10 +94,12 @@ def bench(options: argparse.Namespace) -> None:
     import torch
     from rich.filesize import decimal
 
+    from offload.integrations.transformers import model_on_meta
     from offload.memory import anonymous_bytes
     from offload.report import recording
 
     folder = _folder(options)
+    model_on_meta(folder)  # what is imported for it is not a part of loading it
     before, started = anonymous_bytes(), time.perf_counter()
     model = _model(folder, options)
     load = time.perf_counter() - started
@@ -142,7 +156,7 @@ def _model(folder: Path, options: argparse.Namespace) -> Any:
     from offload.device_map import ON_DISK
     from offload.integrations.transformers import from_pretrained
 
-    device_map = f"{ON_DISK}:{options.device}" if options.device else ON_DISK
+    device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
     chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
     return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
 
@@ -195,17 +209,12 @@ def _marking(mark: Callable[[], None]) -> Any:
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    from offload.integrations.transformers import short
+
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever it makes of files that are damaged
         raise CheckpointError(
-            f"{folder} has no tokenizer that transformers can load: put the one of the model there (tokenizer.json and "
-            "tokenizer_config.json)"
+            f"{folder} has no tokenizer that transformers can load ({short(error)}): put the one of the model there "
+            "(tokenizer.json and tokenizer_config.json)"
         ) from error
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number

@@ -6,8 +6,11 @@ Always true:
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +52,14 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def print_json(said: Any) -> None:
-    """One JSON value, on one line."""
-    print(json.dumps(plain(said), ensure_ascii=False))
+    """One JSON value, on one line; escaped where standard output can't take it as it is."""
+    value = plain(said)
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeError:
+        text = json.dumps(value)
+    print(text)
 
 
 def plain(said: Any) -> Any:
@@ -64,14 +73,33 @@ def plain(said: Any) -> Any:
     return str(said) if isinstance(said, Path) else said
 
 
-def complain(error: BaseException) -> None:
-    """An error in one line."""
+def complain(error: BaseException, *, as_json: bool = False) -> None:
+    """An error in one line, and as JSON where that was asked for."""
     from rich.console import Console
     from rich.text import Text
 
+    message = " ".join(_said(error).split()) or type(error).__name__
     line = Text("offload: ", style="bold red")
-    line.append(" ".join(_said(error).split()) or type(error).__name__, style="not bold default")
+    line.append(message, style="not bold default")
     Console(stderr=True, soft_wrap=True).print(line)
+    if as_json:
+        with suppress(OSError):  # what went wrong may be standard output
+            print_json({"error": {"kind": type(error).__name__, "message": message}})
+
+
+@contextmanager
+def escaping() -> Iterator[None]:
+    """Have standard output escape what its encoding lacks, rather than fail, while the block runs."""
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper) or out.errors != "strict":
+        yield
+        return
+    out.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # it was closed
+            out.reconfigure(errors="strict")
 
 
 def _said(error: BaseException) -> str:

@@ -11,7 +11,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.cli import arguments
 from offload.cli.output import allow_json, console, counted, print_json, table
+from offload.errors import ArgumentError
 
 if TYPE_CHECKING:
     from offload.cache.table import TensorCache
@@ -29,12 +31,16 @@ def add_to(commands: Any) -> None:
     made = {}
     for name, act in {"info": info, "verify": verify, "export": export}.items():
         made[name] = kinds.add_parser(name, help=act.__doc__, description=act.__doc__)
-        path = made[name].add_argument("path", type=Path, help="a cache's folder, or a file of TensorCache.to_disk")
+        path = made[name].add_argument(
+            "path", type=arguments.path, help="a cache's folder, or a file of TensorCache.to_disk"
+        )
         path.complete = shtab.FILE
         made[name].set_defaults(run=act)
     allow_json(made["info"], made["verify"])
     command = made["export"]
-    command.add_argument("target", type=Path, help="the new file; a folder for npy, which has a file a column")
+    command.add_argument(
+        "target", type=arguments.path, help="the new file; a folder for npy, which has a file a column"
+    )
     command.add_argument("--to", choices=_EXPORTS, help="(told by the target's suffix)")
     command.add_argument("--columns", nargs="+", metavar="NAME", help="some of the columns")
 
@@ -87,14 +93,14 @@ def export(options: argparse.Namespace) -> None:
 
     form = options.to or options.target.suffix.removeprefix(".") or "npy"
     if form not in _EXPORTS:
-        raise ValueError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
+        raise ArgumentError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
     exported(_opened(options.path), options.target, form, options.columns)
 
 
 def _opened(path: Path) -> TensorCache:
     from offload.cache.table import TensorCache
 
-    return TensorCache.from_disk(path)
+    return TensorCache.from_disk(arguments.existing(path))
 
 
 def _as_json(cache: TensorCache, path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from offload.cache.table import TensorCache
 from offload.errors import CacheError, ForeignFileError
 from offload.integrations.parquet import write_parquet
 from offload.progress import progress
+from offload.storage.paths import absolute
 from offload.storage.regular import is_there
 from offload.storage.write import explained, remove, sync_folder, temporary_for
 
@@ -41,7 +42,7 @@ def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] |
     """
     names = list(cache.columns if columns is None else columns)
     cache.require_complete(names)
-    target = Path(os.path.abspath(target))
+    target = absolute(target)
     if form == "safetensors":
         cache.to_disk(target, names)
         return

@@ -34,7 +34,7 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     if is_folder(folder):
         return folder.absolute()
     if is_there(folder):
-        raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.parent}")
+        raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.absolute().parent}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -47,7 +47,7 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     except HFValidationError as error:
         raise CheckpointError(f"{name_or_path} is neither a folder nor a name on the hub ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise CheckpointError(
             f"{name_or_path} is not a folder here, and the hub did not give it: {reason}. "
             "Check the name, the network and your token, or give a folder."

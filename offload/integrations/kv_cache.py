@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from offload.errors import DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import ArgumentError, DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
 from offload.storage.header import Layout, contiguous_stride
+from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, reading
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
@@ -68,7 +69,7 @@ def kv_cache(
     from transformers import EncoderDecoderCache
 
     if max_length is not None and operator.index(max_length) < 1:
-        raise ValueError(f"max_length is a number of tokens, from 1 on, or None, and not {max_length}")
+        raise ArgumentError(f"max_length is a number of tokens, from 1 on, or None, and not {max_length}")
     config = getattr(config_or_model, "config", config_or_model)
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):
@@ -78,7 +79,7 @@ def kv_cache(
 
 
 def _folder_of_its_own(offload_dir: str | os.PathLike[str]) -> Path:
-    folder = Path(os.path.abspath(offload_dir))
+    folder = absolute(offload_dir)
     with reading(folder):
         is_used = is_folder(folder) and any(folder.iterdir())
     if is_used:

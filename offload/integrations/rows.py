@@ -22,6 +22,7 @@ from offload.errors import CacheError, CorruptFileError, MissingFileError, Offlo
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.loader import load_file
+from offload.storage.paths import absolute
 from offload.storage.regular import explained, is_folder, is_there
 from offload.tensor.arguments import refuse_other_class
 from offload.tensor.materialize import materialize
@@ -75,7 +76,7 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
         MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
     """
     if isinstance(source, str | os.PathLike):
-        return _rows_of_path(Path(os.path.abspath(source)), columns)
+        return _rows_of_path(absolute(source), columns)
     if isinstance(source, np.ndarray):
         return arrays.rows_of_array(source, columns)
     if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):

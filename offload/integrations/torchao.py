@@ -249,7 +249,7 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
     """
     is_theirs = type(config).__name__ == _THEIRS
     if is_theirs and (filter_fn is not None or not is_of_transformers(model)):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"a {_THEIRS} says which layers of a transformers model are quantized: give no filter_fn with it, and for "
             "other models its quant_type"
         )

@@ -18,7 +18,7 @@ import torch
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
-from offload.errors import CheckpointError
+from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.hub import folder_of
 from offload.integrations.torchao import let_save_quantized
 from offload.loader import (
@@ -93,27 +93,13 @@ def from_pretrained(
         >>> model(torch.tensor([[1, 2]])).logits.shape
         torch.Size([1, 2, 9])
     """
-    import transformers
-
     _refuse_options(options)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
-    with reading(folder):
-        has_config = (folder / "config.json").is_file()
-    if config is None and not has_config:
-        raise CheckpointError(
-            f"{folder} has no config.json, so it is no model of transformers: pass config=, or fill a model of "
-            "your own with offload.load_checkpoint_and_dispatch"
-        )
-    if not isinstance(config, transformers.PreTrainedConfig):
-        config, options = transformers.AutoConfig.from_pretrained(
-            config or folder, return_unused_kwargs=True, **options
-        )
-    empty = _empty_model(model_class or transformers.AutoModelForCausalLM, config)
+    empty, config, options = model_on_meta(folder, model_class, config, **options)
     source = open_checkpoint(folder)
     refuse_own_folder(source, offload_dir)
     dtype = _requested_dtype(dtype, empty.config, source)
-    options = {**_generation_config(type(empty), folder), **options}
     if getattr(config, "quantization_config", None) is not None:
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
@@ -129,6 +115,40 @@ def from_pretrained(
     return (model, info) if output_loading_info else model
 
 
+def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    """The model of a folder without values, its configuration, and what the options say beside that.
+
+    Raises:
+        CheckpointError: transformers can't make one of what the folder holds.
+    """
+    import transformers
+
+    with reading(folder):
+        has_config = (folder / "config.json").is_file()
+    if config is None and not has_config:
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is no model of transformers: pass config=, or fill a model of "
+            "your own with offload.load_checkpoint_and_dispatch"
+        )
+    try:
+        if not isinstance(config, transformers.PreTrainedConfig):
+            config, options = transformers.AutoConfig.from_pretrained(
+                config or folder, return_unused_kwargs=True, **options
+            )
+        empty = _empty_model(model_class or transformers.AutoModelForCausalLM, config)
+        return empty, config, {**_generation_config(type(empty), folder), **options}
+    except OffloadError:
+        raise
+    except Exception as error:  # whatever it makes of a configuration that is damaged, or of another kind of model
+        raise CheckpointError(f"transformers can't make a model of {folder}: {short(error)}") from error
+
+
+def short(error: Exception, most: int = 300) -> str:
+    """The first line of an error of a neighbour, which may name all that it knows."""
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def _refuse_options(options: dict[str, Any]) -> None:
     wanted = next((name for name in _QUANTIZING if options.get(name)), None)
     if wanted is not None:
@@ -139,13 +159,13 @@ def _refuse_options(options: dict[str, Any]) -> None:
     for name in _QUANTIZING:
         options.pop(name, None)
     for name in _NOT_HERE.keys() & options.keys():
-        raise TypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
+        raise ArgumentTypeError(f"offload.from_pretrained takes no {name!r}: {_NOT_HERE[name]}")
 
 
 def _empty_model(model_class: Any, config: Any) -> Any:
     """The concrete model on the meta device: its class and configuration are those that transformers picks."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"
         )
     with torch.device("meta"):

@@ -167,7 +167,7 @@ def _mapping_at(address: int) -> tuple[int, int, int, str] | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        lines = _MAPS.read_text(errors="surrogateescape").splitlines()
+        lines = os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]  # paths may hold what `splitlines` takes for an end
     except OSError:  # what is not known stays in memory
         return None
     for line in lines:

@@ -7,7 +7,7 @@
 | `write` | put a whole file in place, or leave the old one |
 | `regular` | a file that is to be read: a regular one, and not too large |
 | `folders` | the user's folders, and private ones that vanish |
-| `header` `dtypes` `subclasses` `names` | the format |
+| `header` `dtypes` `subclasses` `names` `paths` | the format, and what files are called |
 | `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |
 | `process` `locks` `modes` | whose files these are, who waits, and what torch is in the middle of |
 """

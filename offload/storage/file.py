@@ -24,10 +24,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, OffloadError
+from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingKeyError, OffloadError
 from offload.storage import pickled
 from offload.storage.header import Entry, Header, header_length, parse
 from offload.storage.locks import fork_safe_lock
+from offload.storage.paths import absolute
 from offload.storage.regular import as_file, explained, not_regular, open_regular, reading
 
 
@@ -68,7 +69,7 @@ class TensorFile:
             ReadError: it can't be read now.
             CheckpointError: a pickle that holds code, or no tensors by name.
         """
-        path = Path(os.path.abspath(path))
+        path = absolute(path)
         with _LOCK:
             known = _OPENED.get(path)
             if known is not None and known.identity == Identity.of(file_status(path)):
@@ -105,7 +106,7 @@ class TensorFile:
             CorruptFileError: it is too short for the value, or not a regular file.
             ReadError: it can't be looked at now.
         """
-        path = Path(os.path.abspath(path))
+        path = absolute(path)
         status, end = file_status(path), entry.start + entry.layout.nbytes
         if not stat.S_ISREG(status.st_mode):
             raise not_regular(path, status.st_mode)
@@ -142,7 +143,7 @@ class TensorFile:
             raise CorruptFileError(f"{key!r} in {self.path} {self.header.unreadable[key]}")
         if key not in self.entries:
             some, more = ", ".join(sorted(self.header.keys)[:5]), "..." if len(self.header.keys) > 5 else ""
-            raise KeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
+            raise MissingKeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
         return self.entries[key]
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from offload.errors import NameInUseError, WriteError
 from offload.storage.locks import fork_safe_lock
 from offload.storage.names import file_name
 from offload.storage.naming import naming
+from offload.storage.paths import absolute
 from offload.storage.process import is_dead, process_tag
 from offload.storage.regular import is_folder
 from offload.storage.write import sweep
@@ -40,7 +41,7 @@ def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
     Raises:
         WriteError: it can't be made, or is not a folder.
     """
-    folder = Path(os.path.abspath(offload_dir))
+    folder = absolute(offload_dir)
     with _LOCK:
         try:
             if (os.getpid(), folder) not in _PREPARED or not is_folder(folder):

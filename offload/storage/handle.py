@@ -25,6 +25,7 @@ from offload.storage.loose import value_of
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.names import file_name
 from offload.storage.naming import naming
+from offload.storage.paths import absolute
 from offload.storage.stored import Stored
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value
 from offload.storage.write import (
@@ -137,7 +138,7 @@ class Handle(Stored):
         """
         if key in file.header.loose:
             return cls._copied_out(file, file.header.loose[key], offload_dir)
-        handle = cls(key, None if offload_dir is None else Path(os.path.abspath(offload_dir)))
+        handle = cls(key, None if offload_dir is None else absolute(offload_dir))
         handle._open(file)
         return handle
 

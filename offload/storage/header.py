@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import CorruptFileError, UnsupportedOpError
+from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
 from offload.storage.regular import parse_json, short
 
@@ -321,7 +321,7 @@ def _refuse_unstorable(key: str, layout: Layout) -> None:
         )
     itemsize = 1 if layout.overlaps else layout.dtype.itemsize
     if not _are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
-        raise ValueError(f"{key!r} can't have the shape {short(layout.shape)}: no tensor is like that")
+        raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: no tensor is like that")
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

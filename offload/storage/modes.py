@@ -47,6 +47,7 @@ class no_modes(_Guard):
             for key in _DISPATCH_IN_PYTHON:
                 _exclude(key, True)
             torch._C._set_grad_enabled(False)
+            torch._C._set_fwd_grad_enabled(False)
         except BaseException:
             _exit(self, None, None, None)
             raise

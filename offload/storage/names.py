@@ -12,6 +12,8 @@ import hashlib
 import string
 from urllib.parse import unquote
 
+from offload.errors import ArgumentError, ArgumentTypeError
+
 SUFFIX = ".safetensors"
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")
 _LONGEST = 188
@@ -25,12 +27,15 @@ def file_name(name: str) -> str:
     """The file name under which the tensor called `name` is stored.
 
     Raises:
-        ValueError: `name` is empty, not valid unicode, or taken by the file format.
+        ArgumentTypeError: `name` is not text.
+        ArgumentError: it is empty, not valid unicode, or taken by the file format.
     """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"a tensor's name must be text, not {name!r}: it is the name of its file")
     if not name:
-        raise ValueError("a tensor's name must not be empty: it is the name of its file")
+        raise ArgumentError("a tensor's name must not be empty: it is the name of its file")
     if name == _TAKEN:
-        raise ValueError(f"a tensor can't be called {_TAKEN!r}, which safetensors files use for themselves")
+        raise ArgumentError(f"a tensor can't be called {_TAKEN!r}, which safetensors files use for themselves")
     stem = "".join(char if char in _PLAIN else _percent(char) for char in name)
     if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
         stem = f"%{ord(stem[0]):02x}{stem[1:]}"
@@ -52,7 +57,7 @@ def _percent(char: str) -> str:
     try:
         return "".join(f"%{byte:02x}" for byte in char.encode())
     except UnicodeEncodeError as error:
-        raise ValueError(f"a tensor's name must be valid unicode, not {char!r}") from error
+        raise ArgumentError(f"a tensor's name must be valid unicode, not {char!r}") from error
 
 
 def _cut(stem: str, length: int) -> str:

@@ -51,7 +51,7 @@ def _start(pid: int) -> str:
     """
     try:
         if _has_proc():
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             return "" if fields[0] in "ZX" else fields[19]
         return str(int(psutil.Process(pid).create_time()))
     except (FileNotFoundError, ProcessLookupError, OverflowError, psutil.Error):
@@ -85,7 +85,7 @@ def _machine() -> str:
     """Host name, machine id and pid namespace: containers, and machines that share a folder, differ in one of them."""
     marks = [socket.gethostname()]
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        marks.append(Path("/etc/machine-id").read_text(errors="replace").strip())
+        marks.append(Path("/etc/machine-id").read_text(encoding="utf-8", errors="replace").strip())
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         marks.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256(" ".join(marks).encode()).hexdigest()[:8]

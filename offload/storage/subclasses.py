@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload.errors import CorruptFileError, OffloadError, UnknownSubclassError
+from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Layout, layout_as
 from offload.storage.naming import naming
@@ -231,9 +231,9 @@ def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> 
         rebuilt = _rebuilt(values, recipe, name)
         if (list(rebuilt.shape), dtype_name(rebuilt.dtype)) != (recipe["shape"], recipe["dtype"]):
             raise _malformed(recipe)
-    except OffloadError:
-        raise
     except Exception as error:  # whatever a class makes of arguments that were not its own
+        if isinstance(error, OffloadError) and not isinstance(error, ArgumentError | ArgumentTypeError):
+            raise
         raise _malformed(recipe) from error
     return rebuilt
 

@@ -7,27 +7,69 @@ Always true:
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from offload.errors import ArgumentError, ArgumentTypeError, DtypeMismatchError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DtypeMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+)
 from offload.storage.file import TensorFile
+from offload.storage.header import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.outside import SeenFromOutside
 
 
+def refuse_other(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Refuse an argument that is not of a kind; `what` says what it should be."""
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(f"{what} is needed, not {repr(value)[:80]}")
+
+
+def refuse_uncalled(fn: object, what: str) -> None:
+    """Refuse what is no function."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"{what} is a function, not {repr(fn)[:80]}")
+
+
+def checked_count(number: int, what: str) -> int:
+    """A number of things, 1 or more.
+
+    Raises:
+        ArgumentTypeError: it is no integer.
+        ArgumentError: it is less than 1.
+    """
+    try:
+        count = operator.index(number)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{what} should be an integer, not {repr(number)[:80]}") from error
+    if not 1 <= count <= sys.maxsize:
+        raise ArgumentError(f"{what} should be 1 or more, not {count}")
+    return count
+
+
 def only_key(file: TensorFile, key: str | None) -> str:
     """`key`, or that of the one value of `file`."""
+    if key is not None and not isinstance(key, str):
+        raise ArgumentTypeError(f"{file.path}: key={key!r} is not text: give the name of one of its tensors")
     if key is not None:
         return key
     if "name" in file.notes:
         return str(file.notes["name"])
     keys = file.header.keys
     if len(keys) != 1:
-        raise KeyError(f"{file.path} holds {len(keys)} tensors ({', '.join(sorted(keys)[:5])}...): say which with key=")
+        raise MissingKeyError(
+            f"{file.path} holds {len(keys)} tensors ({', '.join(sorted(keys)[:5])}...): say which with key="
+        )
     return keys[0]
 
 
@@ -54,7 +96,7 @@ def checked_dense(tensor: object, name: str) -> torch.Tensor:
         UnsupportedOpError: it is empty, sparse...
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
+        raise ArgumentTypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_meta:
         raise UnsupportedOpError(f"{name!r} is on the meta device: it has no values to write")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -68,7 +110,7 @@ def checked_dense(tensor: object, name: str) -> torch.Tensor:
 def refuse_without_grad(stored: torch.Tensor, values: torch.Tensor, name: str) -> None:
     """Refuse a new value of a dtype that has no gradients, for a tensor that requires them; torch says it so, too."""
     if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
-        raise RuntimeError(
+        raise UnsupportedOpError(
             f"{name!r}: data set to a tensor that requires gradients must be floating point or complex dtype, "
             f"not {values.dtype}: call requires_grad_(False) on it first"
         )
@@ -93,38 +135,67 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """The device with its index, as torch reports it.
 
     Raises:
-        RuntimeError, AssertionError: torch's own, if there is no such device here.
+        DeviceError: there is no such device here.
+        ArgumentTypeError: it is no device, nor the name or number of one.
     """
-    with no_functions(), no_modes():
-        return torch.empty(0, device=device).device
-
-
-def checked_sizes(shape: Any, *sizes: int) -> tuple[int, ...]:
-    """A shape as torch takes it: `(2, 3)` or `2, 3`.
-
-    Raises:
-        ArgumentTypeError: it holds something else than whole numbers.
-        ArgumentError: a size is negative.
-    """
-    is_whole = isinstance(shape, Iterable) and not sizes and not (isinstance(shape, torch.Tensor) and shape.dim() == 0)
     try:
-        found = tuple(map(operator.index, shape if is_whole else (shape, *sizes)))
+        with no_functions(), no_modes():
+            return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ValueError) as error:  # also of a number that is too large
+        raise DeviceError(f"this torch finds no device {device!r} here: use one of {_devices()}") from error
     except TypeError as error:
-        raise ArgumentTypeError(f"{(shape, *sizes)} is no shape: give sizes as (2, 3), or as 2, 3") from error
-    if any(size < 0 for size in found):
-        raise ArgumentError(f"no tensor has the shape {found}: sizes are 0 or more")
-    return found
+        raise ArgumentTypeError(f"device={device!r} is none: use 'cpu', 'cuda:1', 1, or a torch.device") from error
+
+
+def _devices() -> str:
+    """Those of this machine, in words."""
+    kind = torch.accelerator.current_accelerator()
+    numbers = range(0 if kind is None else torch.accelerator.device_count())
+    return ", ".join(["cpu", *(f"{kind}:{number}" for number in numbers)])
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """A dtype; torch's default one for None.
+    """The dtype; torch's default one for None.
 
     Raises:
         ArgumentTypeError: it is none.
     """
-    if not isinstance(dtype, torch.dtype | None):
-        raise ArgumentTypeError(f"{dtype!r} is no dtype: give one of torch's, as torch.float32")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"dtype={dtype!r} is none of torch's: use torch.float32, torch.bfloat16...")
     return torch.get_default_dtype() if dtype is None else dtype
+
+
+def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> torch.Tensor:
+    """A number to fill a tensor with, as a tensor of that dtype; None for the one that `torch.full` takes.
+
+    Raises:
+        ArgumentError: it is no number, or none that the dtype has.
+    """
+    kind = None if dtype is None else checked_dtype(dtype)
+    try:
+        with no_functions(), no_modes():
+            return torch.full((), number, dtype=kind, device="cpu")
+    except (TypeError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(
+            f"{name!r} can't be filled with {number!r} ({error}): give a number that its dtype holds"
+        ) from error
+
+
+def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, name: str) -> Layout:
+    """How a new tensor lies in its file, of a shape as torch takes it: `(2, 3)`, or `2` and more sizes.
+
+    Raises:
+        ArgumentTypeError: the shape holds what is no integer; the dtype is none.
+        ArgumentError: the shape holds negative numbers.
+    """
+    is_whole = isinstance(shape, Iterable) and not sizes and not (isinstance(shape, torch.Tensor) and shape.dim() == 0)
+    try:
+        whole = tuple(map(operator.index, shape if is_whole else (shape, *sizes)))
+    except TypeError as error:
+        raise ArgumentTypeError(f"{name!r}: a shape is made of integers, not {(shape, *sizes)!r}") from error
+    if any(size < 0 for size in whole):
+        raise ArgumentError(f"{name!r}: the shape {whole} has a negative size")
+    return contiguous(checked_dtype(dtype), whole)
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -135,5 +206,5 @@ def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype {dtype!r} is no floating-point dtype of torch's: use torch.bfloat16, 'float16'...")
+        raise ArgumentError(f"dtype {dtype!r} is no floating-point dtype of torch's: use torch.bfloat16, 'float16'...")
     return found

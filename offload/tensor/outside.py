@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from offload.errors import MissingFileError, OffloadError
+from offload.errors import ExportError, MissingFileError, OffloadError
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.traced import Traced
@@ -41,7 +41,10 @@ class SeenFromOutside(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """The value as an array over the file; read-only where the file is not ours to write."""
         if self._target != CPU and not force:
-            raise TypeError(f"can't convert {self._target} device type tensor to numpy: use .cpu() first")
+            raise ExportError(
+                f"can't convert {self._target} device type tensor to numpy: use .cpu() first. "
+                f"It is {self._file_handle().name!r}."
+            )
         graph = torch.is_grad_enabled()
         asks_for_grad = self.requires_grad and not force
         with no_functions(), no_modes(), torch.set_grad_enabled(graph):
@@ -65,7 +68,9 @@ class SeenFromOutside(torch.Tensor):
 
     def __dlpack__(self, **options: Any) -> Any:
         if self.requires_grad:
-            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+            raise ExportError(
+                f"Can't export tensors that require gradient, use tensor.detach(). It is {self._file_handle().name!r}."
+            )
         with no_functions(), no_modes():
             shared = self._target != CPU or self._file_handle().owned
             plain: torch.Tensor = self._guest if shared else self._on_cpu().clone()  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import ChangedFileError
+from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, Layout
@@ -46,7 +46,9 @@ class Reference:
 
 def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
     if tensor.requires_grad and not tensor.is_leaf:
-        raise RuntimeError("a tensor that is not a leaf and requires grad can't be passed to a process: detach() first")
+        raise UnsupportedOpError(
+            f"{tensor.name!r} is not a leaf and requires grad: it can't be passed to a process. detach() it first."
+        )
     handle = tensor._file_handle()
     handle.settle()
     identity = None if handle.owned else handle.file.identity

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from offload.errors import ArgumentError
+
 Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 BY_SCHEMA = "by schema"
@@ -24,13 +26,13 @@ def registrar(table: dict[Any, Any], *keys: Any) -> Callable[[Rule], Rule]:
     """A decorator that makes a function the rule of `keys`.
 
     Raises:
-        ValueError: one of them has a rule.
+        ArgumentError: one of them has a rule.
     """
 
     def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:
-                raise ValueError(f"{key} has a rule already: {table[key].__name__}")
+                raise ArgumentError(f"{key} has a rule already: {table[key].__name__}")
             table[key] = rule
         return rule
 

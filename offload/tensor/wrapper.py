@@ -20,18 +20,17 @@ from typing import Any, TypeAlias
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from offload.errors import StaleViewError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
-from offload.storage.header import Layout, contiguous_stride
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import (
     checked_device,
-    checked_dtype,
-    checked_sizes,
+    checked_layout,
+    checked_number,
     only_key,
     refuse_other_kind,
     refuse_unstorable,
@@ -74,6 +73,8 @@ class OffloadedTensor(SeenFromOutside):
     @staticmethod
     def __new__(cls: type[OffloadedTensor], tensor: torch.Tensor, requires_grad: bool = False) -> OffloadedTensor:
         """How accelerate rebuilds a parameter, or empties it: `type(param)(tensor, requires_grad=...)`."""
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(f"a torch.Tensor is needed, not {tensor!r}")
         if type(tensor) is not OffloadedTensor and not tensor.is_meta:
             tensor = cls.from_original_tensor(tensor, "tensor")
         return torch.nn.Parameter(tensor.detach(), requires_grad)  # type: ignore[return-value]
@@ -135,8 +136,8 @@ class OffloadedTensor(SeenFromOutside):
         Raises:
             MissingFileError, CorruptFileError, ReadError, CheckpointError, KeyError
         """
-        file = TensorFile.open(path)
-        return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), checked_device(device))
+        file, target = TensorFile.open(path), checked_device(device)
+        return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), target)
 
     @classmethod
     def empty(
@@ -152,7 +153,7 @@ class OffloadedTensor(SeenFromOutside):
         """A tensor of zeros allocated on disk, without memory and without writing its data.
 
         Args:
-            shape, sizes: `(2, 3)`; or, as torch takes them too, `2, 3`.
+            shape, sizes: as torch takes them: a sequence, or one number after the other.
             dtype: torch's default one if None.
             name, offload_dir, exist_ok: as in `from_original_tensor`.
             device: where ops on it run.
@@ -161,27 +162,33 @@ class OffloadedTensor(SeenFromOutside):
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
             ArgumentTypeError, ArgumentError: no tensor has such a shape, or such a dtype.
         """
-        shape = checked_sizes(shape, *sizes)
-        layout = Layout(checked_dtype(dtype), shape, contiguous_stride(shape))
-        device = checked_device(device)
-        return wrap_handle(Handle.allocate(layout, name, offload_dir, exist_ok=exist_ok), device)
+        layout, target = checked_layout(shape, sizes, dtype, name), checked_device(device)
+        return wrap_handle(Handle.allocate(layout, name, offload_dir, exist_ok=exist_ok), target)
 
     zeros = empty
 
     @classmethod
     def full(
-        cls, shape: int | Sequence[int], fill_value: complex, *, dtype: torch.dtype | None = None, **options: Any
+        cls,
+        shape: int | Sequence[int],
+        fill_value: complex,
+        *,
+        dtype: torch.dtype | None = None,
+        name: str,
+        offload_dir: PathLike | None = None,
+        device: torch.device | str | int = "cpu",
+        exist_ok: bool = False,
     ) -> OffloadedTensor:
         """A tensor of one number, filled on disk. As `empty`, but that the dtype, if None, is that of `torch.full`."""
-        device = checked_device(options.pop("device", CPU))
-        stored = cls.empty(shape, dtype=dtype or torch.full((), fill_value).dtype, **options)
-        stored.fill_(fill_value)
-        return wrap_handle(stored._file_handle(), device)
+        number, target = checked_number(fill_value, dtype, name), checked_device(device)
+        stored = cls.empty(shape, dtype=number.dtype, name=name, offload_dir=offload_dir, exist_ok=exist_ok)
+        stored.fill_(number)
+        return wrap_handle(stored._file_handle(), target)
 
     @classmethod
     def ones(cls, shape: int | Sequence[int], *sizes: int, **options: Any) -> OffloadedTensor:
         """As `full` with 1, of torch's default dtype if none is given."""
-        return cls.full(checked_sizes(shape, *sizes), 1.0, **options)
+        return cls.full((shape, *sizes) if sizes else shape, 1.0, **options)  # type: ignore[arg-type]
 
     # What it is
 
@@ -263,8 +270,9 @@ class OffloadedTensor(SeenFromOutside):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user support the deepcopy protocol: detach() first"
+            raise UnsupportedOpError(
+                f"{self.name!r} is not a leaf. Only Tensors created explicitly by the user support the deepcopy "
+                "protocol: detach() it first."
             )
         handle = self._file_handle()
         if id(handle) not in memo:

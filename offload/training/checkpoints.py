@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.errors import (
+    ArgumentTypeError,
     CheckpointError,
     CorruptFileError,
     DtypeMismatchError,
@@ -41,8 +42,10 @@ from offload.errors import (
 from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
+from offload.storage.paths import absolute
 from offload.storage.regular import is_there, read_json, short
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
+from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
 from offload.tensor.wrapper import is_offloaded
@@ -92,7 +95,8 @@ def save_training(
         >>> load_training("run", layer, optimizer)
         {'step': 10}
     """
-    folder = Path(os.path.abspath(folder))
+    _refuse_others(model, optimizer)
+    folder = absolute(folder)
     latest = folder / _LATEST
     if is_there(latest) and _marked(latest) is None:
         raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
@@ -137,7 +141,8 @@ def load_training(
         ReadError, WriteError: a file can't be opened now; nothing is changed.
         DtypeMismatchError: a tensor of the model has another dtype than the one that was saved.
     """
-    checkpoint = _latest(Path(os.path.abspath(folder)))
+    _refuse_others(model, optimizer)
+    checkpoint = _latest(absolute(folder))
     saved = _read(checkpoint)
     missing = stateful.keys() - saved.stateful.keys()
     if missing or (optimizer is not None and saved.optimizer is None):
@@ -357,6 +362,12 @@ def _remove_unless_latest(folder: Path, made: Path) -> None:
     with suppress(OSError):
         if (_marked(folder / _LATEST) or {}).get("checkpoint") != made.name:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _refuse_others(model: object, optimizer: object) -> None:
+    refuse_other(model, nn.Module, "a torch.nn.Module")
+    if isinstance(optimizer, type) or (optimizer is not None and not hasattr(optimizer, "state_dict")):
+        raise ArgumentTypeError(f"an optimizer is needed, or None, not {repr(optimizer)[:80]}")
 
 
 def _latest(folder: Path) -> Path:

@@ -22,10 +22,11 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from offload.errors import UnsupportedOpError
+from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, available_bytes, count_freed
 from offload.storage.handle import Handle
-from offload.tensor.arguments import refuse_other_class
+from offload.storage.paths import absolute
+from offload.tensor.arguments import refuse_other, refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
 
@@ -82,18 +83,20 @@ def offload_optimizer(
     kind: Any = type(optimizer)
     if not issubclass(kind, Optimizer):
         what = repr(optimizer) if issubclass(kind, type) else f"a {kind.__name__}"
-        raise TypeError(f"an optimizer of torch.optim is needed, made with its parameters; {what} was given")
+        raise ArgumentTypeError(f"an optimizer of torch.optim is needed, made with its parameters; {what} was given")
     if issubclass(kind, _OnDisk):
-        raise ValueError(f"the state of this {kind.__name__} is on disk already")
+        raise ArgumentError(f"the state of this {kind.__name__} is on disk already")
     if step_bytes is not None and not _steps_one_by_one(kind):
         raise UnsupportedOpError(
             f"{kind.__module__}.{kind.__name__} may need all parameters in one step: pass step_bytes=None to step so, "
             "with what the first step makes in memory as a whole"
         )
+    if model is not None:
+        refuse_other(model, nn.Module, "a torch.nn.Module")
     _take_over_step(optimizer)
     optimizer.__class__ = _kind_on_disk(kind)  # type: ignore[assignment]
     place = _Place(
-        folder=None if folder is None else Path(os.path.abspath(folder)),
+        folder=None if folder is None else absolute(folder),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
         gradients=gradients,
         min_bytes=as_bytes(min_bytes, available_bytes()),

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, UnsupportedOpError
-from offload.tensor.arguments import refuse_other_class
+from offload.errors import CheckpointError, UnknownTypeError, UnsupportedOpError
+from offload.tensor.arguments import refuse_other_class, refuse_unstorable
 from offload.tensor.saved import identity_of, subclass_value
 
 _KIND = "*"  # the key of a dictionary that stands for something else
@@ -51,13 +51,15 @@ class Apart:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                refuse_unstorable(value, name)
             return {_KIND: "tensor", "of": self._key(value, name)}
         if type(value) in (list, tuple):
             parts = [self.take(part, f"{name}.{place}") for place, part in enumerate(value)]
             return parts if type(value) is list else {_KIND: "tuple", "of": parts}
         if type(value) in (dict, OrderedDict, Counter):
             return self._take_dictionary(value, name)
-        raise TypeError(
+        raise UnknownTypeError(
             f"{name} is a {type(value).__name__}, and only plain data and tensors can be saved: numbers, text, None, "
             "lists, tuples, dictionaries, or an object whose state_dict has those"
         )

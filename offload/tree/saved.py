@@ -38,9 +38,10 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
+from offload.storage.paths import absolute
 from offload.storage.regular import is_there, parse_json, read_regular
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
-from offload.tensor.arguments import checked_device, refuse_unstorable
+from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import identity_of, write_file
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap_handle
 from offload.tree.structure import Node, Way, decode, encode, told
@@ -88,7 +89,7 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
         >>> save_tree({"step": 3, "state": [torch.ones(2), None]}, "saved_tree").name
         'tree.json'
     """
-    folder = Path(os.path.abspath(folder))
+    folder = absolute(folder)
     plan = _Plan()
     structure = encode(tree, plan.node_of)
     with explained(folder, 0, "folder"):
@@ -135,7 +136,8 @@ def load_tree(
         >>> tree["step"], tree["state"][0].sum()
         (3, tensor(2.))
     """
-    folder = Path(os.path.abspath(folder))
+    folder = absolute(folder)
+    refuse_other(types, Iterable, "a list of types")
     target, types = checked_device(device), tuple(types)
     while True:
         manifest = _manifest(folder)

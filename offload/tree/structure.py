@@ -83,7 +83,7 @@ def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterab
     def value(node: Node) -> Any:
         if not isinstance(node, dict):
             if isinstance(node, list):
-                raise TypeError("a list")
+                raise CorruptFileError("its structure is malformed (a list without its kind)")
             return node
         ((kind, data),) = node.items()
         if kind in _CLASSES:

@@ -21,12 +21,20 @@ from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, CorruptFileError, MissingFileError, OffloadError, UnknownTypeError
+from offload.errors import (
+    CheckpointError,
+    CorruptFileError,
+    MissingFileError,
+    MissingKeyError,
+    OffloadError,
+    UnknownTypeError,
+)
 from offload.integrations.tensordict.layout import INNER, META, Way, escaped
 from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous, contiguous_stride
+from offload.storage.paths import absolute
 from offload.storage.regular import explained, is_folder, is_there
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
@@ -69,7 +77,7 @@ def load_memmap(
         >>> load_memmap("a_folder")[0]["x"]
         OffloadedTensor([1., 1., 1.], name='x')
     """
-    place, types = Path(os.path.abspath(folder)), tuple(types)
+    place, types = absolute(folder), tuple(types)
     target = None if device is None else checked_device(device)
     left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
     while True:
@@ -84,7 +92,7 @@ def load_memmap(
         if _which(place) == before:
             break
     if reading.left_out:
-        raise KeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
+        raise MissingKeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
     return found
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from offload.errors import ForeignFileError, UnknownTypeError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, ForeignFileError, UnknownTypeError, UnsupportedOpError
 from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, escaped
 from offload.integrations.tensordict.reading import load_memmap
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK
+from offload.storage.paths import absolute
 from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for, write_raw, write_text
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
@@ -72,7 +73,7 @@ def save_memmap(
         >>> TensorDict.load_memmap("written")["deep", "y"]
         MemoryMappedTensor([0., 0.])
     """
-    folder, plan = Path(os.path.abspath(folder)), _planned(td, copies=copy_existing)
+    folder, plan = absolute(folder), _planned(td, copies=copy_existing)
     _refuse_replacing(folder, existsok)
 
     def save() -> Any:
@@ -100,7 +101,7 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     """
     from tensordict import TensorDict
 
-    folder, plan = Path(os.path.abspath(folder)), _planned(td, copies=True, of_zeros=True)
+    folder, plan = absolute(folder), _planned(td, copies=True, of_zeros=True)
     _refuse_replacing(folder, existsok)
     _publish(folder, plan, 0, existsok)
     return TensorDict.load_memmap(folder)
@@ -138,7 +139,7 @@ def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
     if isinstance(td, dict):
         td = TensorDict(td)
     if not is_tensor_collection(td):
-        raise TypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
+        raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
     plan = _Plan(copies, of_zeros)
     _plan(td, "", (), plan)
     return plan

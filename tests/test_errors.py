@@ -1,0 +1,145 @@
+"""What `offload` raises on purpose is an `OffloadError`, and says its words without quotes around them."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from offload import errors
+from offload.errors import OffloadError
+from tests.test_house import MODULES, dotted
+
+# What else is raised, by module and how it begins, and why that is right.
+OTHERS = {
+    ("offload.activations", "raise error"): "what the writing thread met; handed over as it was",
+    ("offload.cache.heap", "raise TypeError"): "`_encoded` tells of it, with the column",
+    ("offload.cache.rowfile", "raise OSError"): "an answer of `look`: who reads then goes another way",
+    ("offload.cli.arguments", "raise argparse.ArgumentTypeError"): "argparse wants this one",
+    ("offload.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
+    ("offload.storage.buffer", "raise other"): "no failure of a write, such as an interrupt; handed over as it was",
+    ("offload.storage.file", "raise OSError"): "`TensorFile.mapped` tells of it",
+    ("offload.storage.pages", "raise OSError"): "readers ahead leave it to the op, which meets it again",
+    ("offload.storage.subclasses", "raise TypeError"): "`unflatten` tells of it, with the recipe",
+    ("offload.storage.write", "raise OSError"): "`explained` tells of it, with the tensor and the file",
+    ("offload.tensor.outside", "raise NotImplementedError"): "a method that the class below must have",
+    ("offload.values", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
+}
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A `raise` of the package: where, as text, and the handlers of the `try` blocks around it in its function."""
+
+    module: str
+    line: int
+    node: ast.Raise
+    handlers: tuple[ast.ExceptHandler, ...]
+    caught: frozenset[str]  # the names that the `except ... as name` around it have
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {ast.unparse(self.node)[:100]}"
+
+
+def raised_in(path: Path, module: str = "") -> Iterator[Raised]:
+    def visit(node: ast.AST, handlers: tuple[ast.ExceptHandler, ...], caught: frozenset[str]) -> Iterator[Raised]:
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            yield Raised(module or dotted(path), node.lineno, node, handlers, caught)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            handlers, caught = (), frozenset()
+        for name, part in ast.iter_fields(node):
+            inner = (*handlers, *node.handlers) if isinstance(node, ast.Try) and name == "body" else handlers
+            known = caught | {node.name} if isinstance(node, ast.ExceptHandler) and node.name else caught
+            for child in part if isinstance(part, list) else [part]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, inner, known)
+
+    return visit(ast.parse(path.read_text(encoding="utf-8")), (), frozenset())
+
+
+def class_of(name: str, module: str) -> type | None:
+    """The class that a name of a module means: its own, one of ours, or a builtin."""
+    value = getattr(errors, name, None) or getattr(builtins, name, None)
+    if value is None:
+        value = import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part, None)
+    return value if isinstance(value, type) else None
+
+
+def kind_of(raised: Raised) -> type | None:
+    """The class of what is raised; None where that can't be told. A function's is the one that it says it returns."""
+    said = raised.node.exc
+    name = ast.unparse(said.func if isinstance(said, ast.Call) else said)
+    kind = class_of(name, raised.module)
+    if kind is not None:
+        return kind
+    tree = ast.parse(Path(str(import_module(raised.module).__file__)).read_text(encoding="utf-8"))
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name.split(".")[-1]]
+    if not made:
+        function = getattr(import_module(raised.module), name, None)
+        returned = getattr(function, "__annotations__", {}).get("return")
+        return class_of(str(returned), raised.module) if returned else None
+    return class_of(ast.unparse(made[0].returns), raised.module) if made[0].returns else None
+
+
+def is_caught(raised: Raised, kind: type) -> bool:
+    """Whether the same function catches it, to say more."""
+    caught: list[ast.expr] = []
+    for handler in raised.handlers:
+        caught += handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type] if handler.type else []
+    classes = [class_of(ast.unparse(one), raised.module) for one in caught]
+    return any(one is not None and issubclass(kind, one) for one in classes)
+
+
+def is_ours(raised: Raised) -> bool:
+    if isinstance(raised.node.exc, ast.Name) and raised.node.exc.id in raised.caught:
+        return True  # somebody else's, which is passed on
+    kind = kind_of(raised)
+    return kind is not None and (issubclass(kind, OffloadError) or is_caught(raised, kind))
+
+
+def is_excused(raised: Raised) -> bool:
+    return any(raised.module == module and ast.unparse(raised.node).startswith(text) for module, text in OTHERS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_what_is_raised_on_purpose_is_an_offload_error(path):
+    bare = [str(raised) for raised in raised_in(path) if not is_ours(raised) and not is_excused(raised)]
+
+    assert [] == bare
+
+
+def test_every_excuse_is_needed():
+    needed = {
+        (module, text)
+        for path in MODULES
+        for raised in raised_in(path)
+        for module, text in OTHERS
+        if raised.module == module and ast.unparse(raised.node).startswith(text) and not is_ours(raised)
+    }
+
+    assert set(OTHERS) == needed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["raise ValueError('x')", "raise KeyError", "raise found", "raise self._made()"],
+)
+def test_the_finder_finds_bare_errors(tmp_path, text, monkeypatch):
+    path = tmp_path / "with_bare_errors.py"
+    code = f"class A:\n    def _made(self) -> ValueError: ...\n\n    def f(self):\n        {text}\n"
+    path.write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert [False] == [is_ours(raised) for raised in raised_in(path, path.stem)]
+
+
+@pytest.mark.parametrize("kind", [getattr(errors, name) for name in errors.__all__], ids=lambda kind: kind.__name__)
+def test_an_error_says_its_words_without_quotes(kind):
+    assert "the words" == str(kind("the words"))
