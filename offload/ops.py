@@ -23,6 +23,7 @@ from offload.tensor.outside import CPU
 from offload.tensor.rules import (
     call,
     guests_of,
+    is_followed,
     named_guests,
     normal_unless_inference,
     plain_copies,
@@ -207,7 +208,7 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """A moved tensor writes to the same file: without a graph, it shares the version counter as a view does."""
     with torch._C.DisableTorchFunctionSubclass():
         moved = func(*args, **kwargs)
-        if type(moved) is not OffloadedTensor or moved is args[0] or moved.requires_grad:
+        if type(moved) is not OffloadedTensor or moved is args[0] or is_followed(moved):
             return moved
         if moved._handle is not args[0]._handle:  # a cast, whose result is on disk by itself
             return moved

@@ -30,7 +30,7 @@ from offload.storage.folders import named_folder
 from offload.storage.locks import ForkSafeLock
 from offload.storage.modes import plain_world
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.rules import decompose, is_composite, tensors_in
+from offload.tensor.rules import decompose, is_composite, is_dual_level, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded
 
 
@@ -206,6 +206,7 @@ def _is_left_alone(types: Sequence[type]) -> bool:
         any(kind is not OffloadedTensor for kind in types)
         or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_dual_level()
         or torch.compiler.is_compiling()
     )
 

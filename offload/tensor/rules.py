@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import forward_ad
 
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import plain_world
@@ -56,14 +57,14 @@ def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[
 
 
 def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Copies, by id, of the trainable ones, for functions that need plain tensors: a guest hides from autograd."""
-    if not torch.is_grad_enabled():
+    """Copies, by id, of those that autograd follows, for functions that need plain tensors: guests hide from it."""
+    if not (torch.is_grad_enabled() or is_dual_level()):
         return {}
     with DisableTorchFunctionSubclass():
         return {
             id(tensor): tensor.clone()
             for tensor in tensors_in(*values)
-            if type(tensor) is OffloadedTensor and tensor.requires_grad
+            if type(tensor) is OffloadedTensor and is_followed(tensor)
         }
 
 
@@ -257,8 +258,26 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd follows a call with these arguments."""
+    """Whether autograd is to see the offloaded tensors among these arguments: to save them, or for their tangents."""
+    if is_dual_level() and any(
+        type(tensor) is OffloadedTensor and _has_tangent(tensor) for tensor in tensors_in(*args, *kwargs.values())
+    ):
+        return True
     return torch.is_grad_enabled() and (_ask_for_grad(args) or _ask_for_grad(kwargs.values()))
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows what is done with a tensor, backward or forward."""
+    return (tensor.requires_grad and torch.is_grad_enabled()) or (is_dual_level() and _has_tangent(tensor))
+
+
+def is_dual_level() -> bool:
+    """Whether tensors may have tangents, which forward-mode differentiation carries on."""
+    return forward_ad._current_level >= 0
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _ask_for_grad(values: Iterable[Any]) -> bool:
