@@ -227,8 +227,8 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_a_module_has_at_most_some_500_lines(path):
-    assert len(path.read_text().splitlines()) <= 520
+def test_a_module_has_at_most_some_700_lines(path):
+    assert len(path.read_text().splitlines()) <= 700
 
 
 def test_errors_import_nothing():

@@ -13,6 +13,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.fx.experimental._constant_symnode import ConstantIntNode
 
 from offload.errors import StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
@@ -34,7 +36,7 @@ from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
-from offload.tensor.traced import Traced
+from offload.tensor.traced import Traced, as_called_from, is_traced
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -278,6 +280,8 @@ class OffloadedTensor(SeenFromOutside):
             rule = FUNCTIONS[OUT]
         else:
             rule = FUNCTIONS.get(func)
+            if is_traced():
+                func = as_called_from(sys._getframe(1), func)
         if rule is None or torch.compiler.is_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -315,6 +319,7 @@ class OffloadedTensor(SeenFromOutside):
 
 def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over `handle`, cut as the meta tensor `twin` is."""
+    nbytes = twin.untyped_storage().nbytes()
     wrapper: OffloadedTensor = _make_wrapper(
         OffloadedTensor,
         twin.shape,
@@ -322,7 +327,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
         storage_offset=twin.storage_offset(),
         dtype=twin.dtype,
         device=target,
-        storage_size=twin.untyped_storage().nbytes(),
+        storage_size=_unread(nbytes) if type(handle) is Handle else nbytes,
     )
     wrapper._handle = handle
     wrapper._twin = twin
@@ -334,6 +339,12 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     if twin.is_conj() or twin.is_neg():
         with_bits_of(wrapper, twin)
     return wrapper
+
+
+@lru_cache(maxsize=4096)
+def _unread(nbytes: int) -> torch.SymInt:
+    """A size that stops who would read a storage of it: `torch.jit.save` crashes on a plain one, or writes zeros (2.13)."""
+    return torch.SymInt(ConstantIntNode(nbytes))
 
 
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
