@@ -128,6 +128,45 @@ def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, 
     assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to("cpu"),
+        lambda m: m.cpu(),
+        lambda m: m.float(),
+        lambda m: m.to(torch.float32),
+        lambda m: m.half().float(),
+        lambda m: m.share_memory(),
+        lambda m: m.requires_grad_(False),
+        lambda m: m.type(torch.float32),
+    ],
+    ids=["device", "cpu", "float", "dtype", "half", "share_memory", "requires_grad", "type"],
+)
+def test_a_module_is_converted_while_its_graph_is_alive(convert: Any, plain: Model, on_disk: Model) -> None:
+    """Backward then gives what it gives in memory, to the same parameters."""
+    before = list(on_disk.parameters())
+    outputs = [module.eval()(TOKENS).sum() for module in (plain, on_disk)]
+
+    for module, output in zip((plain, on_disk), outputs, strict=True):
+        convert(module)
+        output.backward()
+
+    assert parameters_on_disk(on_disk)
+    assert_same_state(plain, on_disk)
+    assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
+    for one, other in zip(plain.parameters(), on_disk.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert_equal(one.grad, other.grad)
+
+
+def test_a_module_that_stays_where_it_is_can_be_flattened_after() -> None:
+    """Compilers ask for `__tensor_flatten__`, and only a module that moves a parameter to itself does not find it."""
+    weight = offload.disk_offload(nn.Linear(2, 2).to("cpu")).to("cpu").weight
+
+    assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight)
+
+
 def test_parameters_that_share_a_file_convert_one_by_one() -> None:
     """Two parameters over one value are not one object: each gets its own new value, as in torch."""
     weight = torch.randn(3, 3)

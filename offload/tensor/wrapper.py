@@ -12,16 +12,17 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.fx.experimental._constant_symnode import ConstantIntNode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.errors import StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
@@ -46,6 +47,25 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 modes_are_on = torch._C._len_torch_dispatch_stack
 _refuse_pointers = torch._C._set_throw_on_mutable_data_ptr
 _set_metadata = _TENSOR_DATA.__set__
+
+
+class _unless_unmoved:
+    """A method that a parameter has not while its module moves it, if it stays what it is.
+
+    Of a tensor that can be flattened, `nn.Module.to`, `float`, `share_memory`... swap the insides with those of a copy,
+    which fails while a graph holds them (2.13). Of any other they set `data`, here to itself.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __get__(self, tensor: Any, kind: type) -> Any:
+        asks: FrameType | None = sys._getframe(1)
+        while asks is not None and asks.f_globals.get("__name__") == is_traceable_wrapper_subclass.__module__:
+            asks = asks.f_back
+        if asks is not None and asks.f_code is torch.nn.Module._apply.__code__ and asks.f_locals["param"] is tensor:
+            raise AttributeError("__tensor_flatten__")
+        return self.method.__get__(tensor, kind)
 
 
 class OffloadedTensor(SeenFromOutside):
@@ -254,6 +274,7 @@ class OffloadedTensor(SeenFromOutside):
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
 
+    @_unless_unmoved
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_guest"], None
 
@@ -343,7 +364,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
 
 @lru_cache(maxsize=4096)
 def _unread(nbytes: int) -> torch.SymInt:
-    """A size that stops who would read a storage of it: `torch.jit.save` crashes on a plain one, or writes zeros (2.13)."""
+    """A size that stops who would read so much: `torch.jit.save` crashes otherwise, or writes zeros (2.13)."""
     return torch.SymInt(ConstantIntNode(nbytes))
 
 
