@@ -206,7 +206,8 @@ def disk_offload(
     an accelerator, the hooks that bring their inputs there stay too.
 
     Args:
-        model: tied weights stay tied; what is on disk already stays where it is.
+        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow; what is
+            on disk already stays where it is.
         offload_dir: the folder for the files, which then stay; None for a private one.
         execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
         offload_buffers: buffers too.
