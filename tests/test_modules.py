@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.checkpoint import checkpoint
 
 import offload
@@ -433,7 +434,73 @@ def test_parametrizations(change: Any) -> None:
         assert_equal(expected, actual)
 
 
+def _unparametrized(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    parametrize.remove_parametrizations(layer, "weight")
+
+
+def _restored(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+def _pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    prune.remove(layer, "weight")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: parametrize.register_parametrization(layer, "weight", _Doubled()),
+        _unparametrized,
+        _restored,
+        _pruned,
+        lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+        lambda layer: nn.utils.spectral_norm(layer),
+    ],
+    ids=["parametrized", "unparametrized", "restored", "pruned", "spectral norm", "old spectral norm"],
+)
+def test_a_parametrized_weight_stays_on_disk(change: Any) -> None:
+    """So does it when the parametrization is removed."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    offload.disk_offload(layers[1])
+
+    for layer in layers:
+        torch.manual_seed(1)
+        change(layer)
+
+    assert parameters_on_disk(layers[1])
+    assert_equal(layers[0](torch.ones(4)), layers[1](torch.ones(4)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: nn.utils.parametrizations.weight_norm(m[0]) and m,
+        lambda m: nn.utils.weight_norm(m[0]) and m,
+        lambda m: fuse_conv_bn_eval(m[0], m[1]),
+    ],
+    ids=["weight norm", "old weight norm", "fused"],
+)
+def test_what_is_made_new_goes_to_disk_when_it_is_asked_for(change: Any) -> None:
+    """It is in memory at first; `disk_offload` a second time brings it to the rest."""
+    plain = nn.Sequential(nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3)).eval()
+    changed = change(offload.disk_offload(copy.deepcopy(plain)))
+    assert not parameters_on_disk(changed)
+
+    offload.disk_offload(changed)
+
+    assert parameters_on_disk(changed)
+    assert_equal(change(plain)(torch.ones(2, 3, 4)), changed(torch.ones(2, 3, 4)))
+
+
 class _Doubled(nn.Module):
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
 
@@ -497,3 +564,16 @@ def test_an_embedding_grows_and_keeps_its_rows(on_disk: Model) -> None:
     assert offload.is_offloaded(on_disk.embed.weight)
     assert on_disk.head.weight is on_disk.embed.weight
     assert_equal(old, on_disk.embed.weight[:12])
+
+
+class Named(torch.Tensor):
+    """A class of somebody else's."""
+
+
+def test_a_tensor_on_disk_is_of_no_second_class() -> None:
+    w = OffloadedTensor.from_original_tensor(torch.ones(2), "w")
+
+    assert offload.is_offloaded(w.as_subclass(torch.Tensor))
+    with pytest.raises(offload.errors.UnsupportedOpError, match=r"'w'.*Named.*materialize"):
+        w.as_subclass(Named)
+    assert isinstance(w.materialize().as_subclass(Named), Named)

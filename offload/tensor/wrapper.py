@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.fx.experimental._constant_symnode import ConstantIntNode
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.errors import StaleViewError, UnsupportedOpError
@@ -49,11 +50,12 @@ _refuse_pointers = torch._C._set_throw_on_mutable_data_ptr
 _set_metadata = _TENSOR_DATA.__set__
 
 
-class _unless_unmoved:
-    """A method that a parameter has not while its module moves it, if it stays what it is.
+class _unless_swapped:
+    """A method that a parameter has not for those who swap what can be flattened, and set anything else.
 
-    Of a tensor that can be flattened, `nn.Module.to`, `float`, `share_memory`... swap the insides with those of a copy,
-    which fails while a graph holds them (2.13). Of any other they set `data`, here to itself.
+    `nn.Module.to`, `float`, `share_memory`... would swap a parameter that stays what it is with a copy, which fails
+    while a graph holds it; they set its `data` to itself instead. Parametrizations would swap it with a plain one; they
+    `set_` it, which is stored (2.13).
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -63,9 +65,12 @@ class _unless_unmoved:
         asks: FrameType | None = sys._getframe(1)
         while asks is not None and asks.f_globals.get("__name__") == is_traceable_wrapper_subclass.__module__:
             asks = asks.f_back
-        if asks is not None and asks.f_code is torch.nn.Module._apply.__code__ and asks.f_locals["param"] is tensor:
-            raise AttributeError("__tensor_flatten__")
+        if asks is not None and asks.f_code in _SWAPPED and asks.f_locals[_SWAPPED[asks.f_code]] is tensor:
+            raise AttributeError(self.method.__name__)
         return self.method.__get__(tensor, kind)
+
+
+_SWAPPED = {torch.nn.Module._apply.__code__: "param", parametrize._maybe_set.__code__: "dest"}
 
 
 class OffloadedTensor(SeenFromOutside):
@@ -274,7 +279,19 @@ class OffloadedTensor(SeenFromOutside):
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
 
-    @_unless_unmoved
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Itself, as a class that it is of.
+
+        Raises:
+            UnsupportedOpError: for any other class, since one tensor can't be objects of two.
+        """
+        if not issubclass(OffloadedTensor, cls):
+            raise UnsupportedOpError(
+                f"{self.name!r} is a tensor on disk, and can't be a {cls.__name__} too: materialize() it first"
+            )
+        return super().as_subclass(cls)
+
+    @_unless_swapped
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_guest"], None
 
