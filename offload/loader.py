@@ -209,7 +209,7 @@ def disk_offload(
     an accelerator, the hooks that bring their inputs there stay too.
 
     Args:
-        model: tied weights stay tied.
+        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow.
         offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
             where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
             and its first write goes to the folder.

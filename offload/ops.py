@@ -22,7 +22,9 @@ from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU
 from offload.tensor.rules import (
     call,
+    decompose_in_sight,
     guests_of,
+    is_followed,
     named_guests,
     normal_unless_inference,
     plain_copies,
@@ -32,7 +34,7 @@ from offload.tensor.rules import (
     write,
 )
 from offload.tensor.tables import FUNCTIONS, RULES, Rule, registrar
-from offload.tensor.traced import Traced
+from offload.tensor.traced import Traced, is_traced
 from offload.tensor.wrapper import (
     OffloadedTensor,
     become,
@@ -65,8 +67,9 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
         *args,
         *(kwargs.pop(key) for key in ("indices_or_sections", "tensor_indices_or_sections") if key in kwargs),
     ]
+    [where] = guests_of([where], plain_copies([where]))
     with torch._C.DisableTorchFunctionSubclass():
-        return func(tensor, guest_of(where), *rest, **kwargs)
+        return func(tensor, where, *rest, **kwargs)
 
 
 @overrides(torch.sparse.mm)
@@ -142,6 +145,12 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(*guests_of(args, memo), **named_guests(kwargs, memo))
 
 
+@implements(aten.convolution.default)
+def convolve(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.jit.trace` records the op that it is made of, and not this one."""
+    return decompose_in_sight(func, args, kwargs) if is_traced() else read(func, args, kwargs)
+
+
 # What only needs to know the tensor, not its value
 
 
@@ -207,7 +216,7 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """A moved tensor writes to the same file: without a graph, it shares the version counter as a view does."""
     with torch._C.DisableTorchFunctionSubclass():
         moved = func(*args, **kwargs)
-        if type(moved) is not OffloadedTensor or moved is args[0] or moved.requires_grad:
+        if type(moved) is not OffloadedTensor or moved is args[0] or is_followed(moved):
             return moved
         if moved._handle is not args[0]._handle:  # a cast, whose result is on disk by itself
             return moved

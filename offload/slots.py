@@ -7,6 +7,8 @@ Always true:
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ from offload.tensor.attributes import carry_attributes
 from offload.tensor.outside import CPU
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, dressed, is_offloaded, wrap
+
+_log = logging.getLogger("offload")
 
 
 @dataclass(slots=True)
@@ -52,13 +56,35 @@ class Slot:
         """Put a tensor in all its places; a new one, which nobody else holds."""
         if tensor is self.tensor:
             return
+        tensor = self._dressed(tensor)
+        for members, name in self.owners:
+            members[name] = tensor
+        self.tensor = tensor
+
+    def become(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Make its tensor what a new one is, so that whoever else holds it follows: ties, optimizers, lists.
+
+        Returns:
+            The old tensor, if torch does not let it change: its places have the new one then.
+        """
+        old, new = self.tensor, self._dressed(tensor)
+        if new is old:
+            return None
+        if old.is_leaf and old.grad is not None:
+            new.grad = old.grad.to(new.device)
+        try:
+            torch.utils.swap_tensors(old, new)
+        except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or it is of another layout
+            self.fill(new)
+            return old
+        return None
+
+    def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
         with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
         carry_attributes(self.tensor, tensor)
-        for members, name in self.owners:
-            members[name] = tensor
-        self.tensor = tensor
+        return tensor
 
 
 @uncollected()
@@ -106,13 +132,39 @@ def place_tensors(
     """Bring every tensor that has data to its place, one by one; what is there already stays as it is.
 
     What is on disk is at its place if `offload_dir` is where it is, or where writes to it will go; if that is None,
-    anywhere.
+    anywhere. Who holds a tensor elsewhere holds what it has become: a tied weight of another model, an optimizer.
     """
+    left: list[tuple[torch.Tensor, Slot]] = []
     brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
         place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
         if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, offload_dir):
-            slot.fill(_moved(slot, place, offload_dir, brought_over))
+            old = slot.become(_moved(slot, place, offload_dir, brought_over))
+            if old is not None:
+                left.append((old, slot))
+    if left:
+        _replace_elsewhere({id(old): slot.tensor for old, slot in left}, [old for old, _ in left])
+        _log.warning(
+            "%d tensors are held by a graph, or by weak references, and others took their places: %s. Graphs keep the "
+            "old ones, in memory.",
+            len(left),
+            ", ".join(slot.name for _, slot in left[:5]),
+        )
+
+
+def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor]) -> None:
+    """In lists and dictionaries that hold old tensors, new ones, by the old ones' ids."""
+    for holder in gc.get_referrers(*old):
+        if holder is old:
+            continue
+        if isinstance(holder, list):
+            holder[:] = [new.get(id(item), item) for item in holder]
+        elif isinstance(holder, dict):
+            for key, value in list(holder.items()):
+                if id(value) in new:
+                    holder[key] = new[id(value)]
+                if id(key) in new:  # an optimizer's state
+                    holder[new[id(key)]] = holder.pop(key)
 
 
 def brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -445,10 +446,24 @@ def same_bits(expected: Any, actual: Any) -> None:
 
 
 def close(expected: Any, actual: Any) -> None:
-    assert_same(expected, actual, strides=False, values=False)
-    for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
-        if one is not None:
-            torch.testing.assert_close(plain(other), plain(one), rtol=1e-5, atol=1e-6, equal_nan=True)
+    """Equal but for some roundings of the largest number among them; a gradient that is not there is zero."""
+    largest = max((plain(one).abs().nan_to_num(0, 0).max().item() for one in expected if _rounds(one)), default=0)
+    for one, other in zip(expected, actual, strict=True):
+        if one is None and other is None:
+            continue
+        one, other = _zeros_if_none(one, other), _zeros_if_none(other, one)
+        assert_same_tensor(one, other, strides=False, values=not _rounds(one))
+        if _rounds(one):
+            most = 64 * torch.finfo(one.dtype).eps * largest
+            torch.testing.assert_close(plain(other), plain(one), rtol=0, atol=most, equal_nan=True)
+
+
+def _zeros_if_none(x: Any, like: Any) -> Any:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _rounds(x: Any) -> bool:
+    return x is not None and x.numel() > 0 and (x.is_floating_point() or x.is_complex())
 
 
 def check_trainable(op: Any, samples: Iterable[Sample], assert_equal: Equal = same_bits) -> Count:
@@ -500,6 +515,81 @@ def frozen_but_one(sample: Sample) -> tuple[Sample, Sample] | None:
     return expected_of, tree_unflatten([one if leaf is chosen else other for leaf, one, other in each], spec)
 
 
+def check_tangents(op: Any, samples: Iterable[Sample], assert_equal: Equal = same_bits) -> Count:
+    """Forward-mode differentiation carries the tangents that it carries through plain tensors."""
+    return compare_tangents(op, op, samples, assert_equal) if op.supports_forward_ad else Count()
+
+
+def check_inplace_tangents(op: Any, samples: Iterable[Sample], assert_equal: Equal = same_bits) -> Count:
+    """As tangents, of an op in place: the arguments have the new ones."""
+    inplace = op.get_inplace()
+    if inplace is None or not op.supports_forward_ad:
+        return Count()
+    return compare_tangents(op, inplace, samples, assert_equal)
+
+
+def compare_tangents(op: Any, function: Any, samples: Iterable[Sample], assert_equal: Equal) -> Count:
+    count = Count()
+    for expected_of, actual_of in pairs(samples):
+        expected, error = attempt(pushed_forward, function, without_grad(expected_of))
+        if error is not None:
+            continue
+        count = count.plus(compared=has_offloaded(actual_of))
+        actual = succeed(pushed_forward, function, without_grad(actual_of))
+        assert_equal(expected, actual)
+    return count
+
+
+def without_grad(sample: Sample) -> Sample:
+    """The same tensors, followed by forward-mode differentiation alone."""
+    return tree_map(lambda leaf: leaf.requires_grad_(False) if storable(leaf) or has_offloaded(leaf) else leaf, sample)
+
+
+def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
+    """The results and their tangents, then those of the arguments, of which all that can have a tangent have one."""
+    torch.default_generator.manual_seed(2)
+    with forward_ad.dual_level():
+        duals = tree_map(_dual, sample)
+        torch.default_generator.manual_seed(1)
+        result = duals.passed_to(function)
+        tensors = [leaf for leaf in tree_leaves((result, duals)) if isinstance(leaf, torch.Tensor)]
+        return [part for tensor in tensors for part in forward_ad.unpack_dual(tensor)]
+
+
+def _dual(x: Any) -> Any:
+    if not (storable(x) or has_offloaded(x)) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return forward_ad.make_dual(x, torch.randn(x.shape, dtype=x.dtype))
+
+
+def check_second_order(op: Any, samples: Iterable[Sample], assert_equal: Equal = same_bits) -> Count:
+    """Gradients of gradients are those of plain tensors."""
+    if not op.supports_gradgrad:
+        return Count()
+    count = Count()
+    for expected_of, actual_of in pairs(samples):
+        expected, error = attempt(backward_twice, op, expected_of)
+        if error is not None:
+            continue
+        count = count.plus(compared=has_offloaded(actual_of))
+        assert_equal(expected, succeed(backward_twice, op, actual_of))
+    return count
+
+
+def backward_twice(op: Any, sample: Sample) -> list[torch.Tensor | None]:
+    """The gradients, and those of a number that is made of them."""
+    inputs = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    result = sample.passed_to(op)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.default_generator.manual_seed(2)
+    seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
+    first = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
+    followed = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+    weights = [torch.randn(gradient.shape, dtype=gradient.dtype) for gradient in followed]
+    second = torch.autograd.grad(followed, [*inputs, *seeds], weights, allow_unused=True) if followed else ()
+    return [None if gradient is None else gradient.detach() for gradient in (*first, *second)]
+
+
 CALLS = {
     "forward": check_forward,
     "inference": check_inference,
@@ -507,4 +597,6 @@ CALLS = {
     "inference inplace": check_inference_inplace,
     "out": check_out,
 }
-GRADIENTS = {"trainable": check_trainable, "frozen": check_frozen}
+GRADIENTS = {"trainable": check_trainable, "frozen": check_frozen, "second order": check_second_order}
+TANGENTS = {"tangents": check_tangents, "inplace tangents": check_inplace_tangents}
+DERIVATIVES = GRADIENTS | TANGENTS

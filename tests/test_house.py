@@ -76,7 +76,6 @@ GUESTS = {
 }
 
 # Modules of one class, or one act, that is not cut in two for a number of lines.
-LONGER = {"offload.tensor.wrapper": 560}
 
 PUBLIC = [
     "ON_DISK",
@@ -281,8 +280,8 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_a_module_has_at_most_some_500_lines(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGER.get(dotted(path), 520)
+def test_a_module_has_at_most_some_700_lines(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 700
 
 
 def test_errors_import_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +416,65 @@ def test_a_dtype_may_be_named_and_one_that_would_lose_the_weights_is_an_error(lo
     load(model, checkpoint, dtype="float16")
 
     assert {torch.float16} == {parameter.dtype for parameter in model.parameters()}
+
+
+class Tied(nn.Module):
+    """An embedding, tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+def _nobody(_model: Tied) -> None:
+    """Only modules, lists and an optimizer hold the weight."""
+
+
+def _a_graph(model: Tied) -> torch.Tensor:
+    return model(torch.tensor([1, 2]))
+
+
+def _a_weak_reference(model: Tied) -> Any:
+    return weakref.ref(model.embed.weight)
+
+
+@pytest.mark.parametrize("held", [_nobody, _a_graph, _a_weak_reference])
+def test_whoever_holds_a_parameter_follows_it_to_disk(held: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A part is offloaded: what is tied to it, lists and optimizers with their states go with it, as does its grad."""
+    torch.manual_seed(0)
+    models = [Tied(), Tied()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    kept, listed = held(models[1]), list(models[1].parameters())
+
+    offload.disk_offload(models[1].embed)
+
+    weight = models[1].embed.weight
+    assert offload.is_offloaded(weight)
+    assert models[1].head.weight is weight
+    assert listed[0] is weight
+    assert (kept is not None) == ("took their places" in caplog.text)
+    assert torch.equal(models[0].embed.weight.grad, weight.grad)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert torch.equal(models[0].embed.weight, weight)
+
+
+def test_a_parameter_that_nobody_else_holds_stays_the_same_object() -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.weight
+
+    offload.disk_offload(layer)
+
+    assert layer.weight is before
+    assert isinstance(before, nn.Parameter)
+    assert isinstance(before, offload.OffloadedTensor)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.checkpoint import checkpoint
 
 import offload
@@ -126,6 +127,45 @@ def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, 
     assert_same_state(plain, on_disk)
     assert on_disk.head.weight is on_disk.embed.weight
     assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to("cpu"),
+        lambda m: m.cpu(),
+        lambda m: m.float(),
+        lambda m: m.to(torch.float32),
+        lambda m: m.half().float(),
+        lambda m: m.share_memory(),
+        lambda m: m.requires_grad_(False),
+        lambda m: m.type(torch.float32),
+    ],
+    ids=["device", "cpu", "float", "dtype", "half", "share_memory", "requires_grad", "type"],
+)
+def test_a_module_is_converted_while_its_graph_is_alive(convert: Any, plain: Model, on_disk: Model) -> None:
+    """Backward then gives what it gives in memory, to the same parameters."""
+    before = list(on_disk.parameters())
+    outputs = [module.eval()(TOKENS).sum() for module in (plain, on_disk)]
+
+    for module, output in zip((plain, on_disk), outputs, strict=True):
+        convert(module)
+        output.backward()
+
+    assert parameters_on_disk(on_disk)
+    assert_same_state(plain, on_disk)
+    assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
+    for one, other in zip(plain.parameters(), on_disk.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            assert_equal(one.grad, other.grad)
+
+
+def test_a_module_that_stays_where_it_is_can_be_flattened_after() -> None:
+    """Compilers ask for `__tensor_flatten__`, and only a module that moves a parameter to itself does not find it."""
+    weight = offload.disk_offload(nn.Linear(2, 2).to("cpu")).to("cpu").weight
+
+    assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight)
 
 
 def test_parameters_that_share_a_file_convert_one_by_one() -> None:
@@ -394,7 +434,73 @@ def test_parametrizations(change: Any) -> None:
         assert_equal(expected, actual)
 
 
+def _unparametrized(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    parametrize.remove_parametrizations(layer, "weight")
+
+
+def _restored(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+def _pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    prune.remove(layer, "weight")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: parametrize.register_parametrization(layer, "weight", _Doubled()),
+        _unparametrized,
+        _restored,
+        _pruned,
+        lambda layer: nn.utils.parametrizations.spectral_norm(layer),
+        lambda layer: nn.utils.spectral_norm(layer),
+    ],
+    ids=["parametrized", "unparametrized", "restored", "pruned", "spectral norm", "old spectral norm"],
+)
+def test_a_parametrized_weight_stays_on_disk(change: Any) -> None:
+    """So does it when the parametrization is removed."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    offload.disk_offload(layers[1])
+
+    for layer in layers:
+        torch.manual_seed(1)
+        change(layer)
+
+    assert parameters_on_disk(layers[1])
+    assert_equal(layers[0](torch.ones(4)), layers[1](torch.ones(4)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: nn.utils.parametrizations.weight_norm(m[0]) and m,
+        lambda m: nn.utils.weight_norm(m[0]) and m,
+        lambda m: fuse_conv_bn_eval(m[0], m[1]),
+    ],
+    ids=["weight norm", "old weight norm", "fused"],
+)
+def test_what_is_made_new_goes_to_disk_when_it_is_asked_for(change: Any) -> None:
+    """It is in memory at first; `disk_offload` a second time brings it to the rest."""
+    plain = nn.Sequential(nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3)).eval()
+    changed = change(offload.disk_offload(copy.deepcopy(plain)))
+    assert not parameters_on_disk(changed)
+
+    offload.disk_offload(changed)
+
+    assert parameters_on_disk(changed)
+    assert_equal(change(plain)(torch.ones(2, 3, 4)), changed(torch.ones(2, 3, 4)))
+
+
 class _Doubled(nn.Module):
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
 
@@ -458,3 +564,16 @@ def test_an_embedding_grows_and_keeps_its_rows(on_disk: Model) -> None:
     assert offload.is_offloaded(on_disk.embed.weight)
     assert on_disk.head.weight is on_disk.embed.weight
     assert_equal(old, on_disk.embed.weight[:12])
+
+
+class Named(torch.Tensor):
+    """A class of somebody else's."""
+
+
+def test_a_tensor_on_disk_is_of_no_second_class() -> None:
+    w = OffloadedTensor.from_original_tensor(torch.ones(2), "w")
+
+    assert offload.is_offloaded(w.as_subclass(torch.Tensor))
+    with pytest.raises(offload.errors.UnsupportedOpError, match=r"'w'.*Named.*materialize"):
+        w.as_subclass(Named)
+    assert isinstance(w.materialize().as_subclass(Named), Named)

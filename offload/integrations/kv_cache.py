@@ -22,6 +22,7 @@ from offload.storage.header import Layout, contiguous_stride
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, reading
 from offload.tensor.outside import CPU
+from offload.tensor.rules import is_followed
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
 
 _LEAST_ROOM = 256  # tokens
@@ -263,7 +264,7 @@ class _LayerOnDisk:
         super().reset()  # type: ignore[misc]
 
     def _appended(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if is_followed(key_states) or is_followed(value_states):
             raise UnsupportedOpError(
                 f"{self._rows_of_keys._name!r}: keys and values on disk carry no gradients. Run the model under "
                 "torch.no_grad(), or pass use_cache=False to train it."

@@ -31,7 +31,7 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.attributes import carry_attributes
-from offload.tensor.rules import decompose, is_composite, tensors_in
+from offload.tensor.rules import decompose, is_composite, is_dual_level, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded
 
 
@@ -207,6 +207,7 @@ def _is_left_alone(types: Sequence[type]) -> bool:
         any(kind is not OffloadedTensor for kind in types)
         or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_dual_level()
         or torch.compiler.is_compiling()
     )
 

@@ -7,12 +7,14 @@ Always true:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import forward_ad
 
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
@@ -20,7 +22,7 @@ from offload.storage.subclasses import is_subclass_value
 from offload.tensor.cuts import cut, cut_like, sent_to
 from offload.tensor.outside import CPU
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, OUT, RULES, Rule, registrar
-from offload.tensor.traced import Traced
+from offload.tensor.traced import Traced, as_called_from, is_traced
 from offload.tensor.wrapper import (
     OffloadedTensor,
     current_twin,
@@ -56,14 +58,14 @@ def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[
 
 
 def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Copies, by id, of the trainable ones, for functions that need plain tensors: a guest hides from autograd."""
-    if not torch.is_grad_enabled():
+    """Copies, by id, of those that somebody follows, for functions that need plain tensors: a guest hides from them."""
+    if not (torch.is_grad_enabled() or is_dual_level() or is_traced()):
         return {}
     with DisableTorchFunctionSubclass():
         return {
             id(tensor): tensor.clone()
             for tensor in tensors_in(*values)
-            if type(tensor) is OffloadedTensor and tensor.requires_grad
+            if type(tensor) is OffloadedTensor and (is_followed(tensor) or is_traced())
         }
 
 
@@ -96,6 +98,14 @@ def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     `func.decompose` would take decompositions in Python where there are some, with other last bits.
     """
     return call(func._op_dk, (torch._C.DispatchKey.CompositeImplicitAutograd, *args), kwargs)
+
+
+def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As `decompose`, of an op that has a kernel for all: and `torch.jit.trace`, excluded here, records the others."""
+    caller = sys._getframe(3)  # above this, the rule, and `__torch_dispatch__`
+    with _keys_kept():
+        _exclude(_TRACER, False)
+        return as_called_from(caller, func._op_dk)(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 @cache
@@ -158,6 +168,7 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 _LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_TRACER = torch._C._dispatch_key_parse("Tracer")
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _keys_kept = torch._C._PreserveDispatchKeyGuard
 
@@ -261,8 +272,28 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd follows a call with these arguments."""
+    """Whether autograd, or `torch.jit.trace`, is to see the offloaded tensors among these arguments."""
+    if is_traced():
+        return True
+    if is_dual_level() and any(
+        type(tensor) is OffloadedTensor and _has_tangent(tensor) for tensor in tensors_in(*args, *kwargs.values())
+    ):
+        return True
     return torch.is_grad_enabled() and (_ask_for_grad(args) or _ask_for_grad(kwargs.values()))
+
+
+def is_followed(tensor: torch.Tensor) -> bool:
+    """Whether autograd follows what is done with a tensor, backward or forward."""
+    return (tensor.requires_grad and torch.is_grad_enabled()) or (is_dual_level() and _has_tangent(tensor))
+
+
+def is_dual_level() -> bool:
+    """Whether tensors may have tangents, which forward-mode differentiation carries on."""
+    return forward_ad._current_level >= 0
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _ask_for_grad(values: Iterable[Any]) -> bool:

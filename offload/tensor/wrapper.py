@@ -11,14 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from time import monotonic
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.fx.experimental._constant_symnode import ConstantIntNode
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.errors import ArgumentTypeError, StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
@@ -41,7 +45,7 @@ from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_
 from offload.tensor.extents import brought_in
 from offload.tensor.outside import CPU, SeenFromOutside
 from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
-from offload.tensor.traced import Traced
+from offload.tensor.traced import Traced, as_called_from, is_traced
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -51,6 +55,29 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 modes_are_on = torch._C._len_torch_dispatch_stack
 _refuse_pointers = torch._C._set_throw_on_mutable_data_ptr
 _set_metadata = _TENSOR_DATA.__set__
+
+
+class _unless_swapped:
+    """A method that a parameter has not for those who swap what can be flattened, and set anything else.
+
+    `nn.Module.to`, `float`, `share_memory`... would swap a parameter that stays what it is with a copy, which fails
+    while a graph holds it; they set its `data` to itself instead. Parametrizations would swap it with a plain one; they
+    `set_` it, which is stored (2.13).
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __get__(self, tensor: Any, kind: type) -> Any:
+        asks: FrameType | None = sys._getframe(1)
+        while asks is not None and asks.f_globals.get("__name__") == is_traceable_wrapper_subclass.__module__:
+            asks = asks.f_back
+        if asks is not None and asks.f_code in _SWAPPED and asks.f_locals[_SWAPPED[asks.f_code]] is tensor:
+            raise AttributeError(self.method.__name__)
+        return self.method.__get__(tensor, kind)
+
+
+_SWAPPED = {torch.nn.Module._apply.__code__: "param", parametrize._maybe_set.__code__: "dest"}
 
 
 class OffloadedTensor(SeenFromOutside):
@@ -284,6 +311,19 @@ class OffloadedTensor(SeenFromOutside):
             copy_attributes(self, copy, memo)
         return copy
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Itself, as a class that it is of.
+
+        Raises:
+            UnsupportedOpError: for any other class, since one tensor can't be objects of two.
+        """
+        if not issubclass(OffloadedTensor, cls):
+            raise UnsupportedOpError(
+                f"{self.name!r} is a tensor on disk, and can't be a {cls.__name__} too: materialize() it first"
+            )
+        return super().as_subclass(cls)
+
+    @_unless_swapped
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_guest"], None
 
@@ -310,6 +350,8 @@ class OffloadedTensor(SeenFromOutside):
             rule = FUNCTIONS[OUT]
         else:
             rule = FUNCTIONS.get(func)
+            if is_traced():
+                func = as_called_from(sys._getframe(1), func)
         if rule is None or torch.compiler.is_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -347,6 +389,7 @@ class OffloadedTensor(SeenFromOutside):
 
 def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over `handle`, cut as the meta tensor `twin` is."""
+    nbytes = twin.untyped_storage().nbytes()
     wrapper: OffloadedTensor = _make_wrapper(
         OffloadedTensor,
         twin.shape,
@@ -354,7 +397,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
         storage_offset=twin.storage_offset(),
         dtype=twin.dtype,
         device=target,
-        storage_size=twin.untyped_storage().nbytes(),
+        storage_size=_unread(nbytes) if type(handle) is Handle else nbytes,
     )
     wrapper._handle = handle
     wrapper._twin = twin
@@ -366,6 +409,12 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     if twin.is_conj() or twin.is_neg():
         with_bits_of(wrapper, twin)
     return wrapper
+
+
+@lru_cache(maxsize=4096)
+def _unread(nbytes: int) -> torch.SymInt:
+    """A size that stops who would read so much: `torch.jit.save` crashes otherwise, or writes zeros (2.13)."""
+    return torch.SymInt(ConstantIntNode(nbytes))
 
 
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
