@@ -99,6 +99,10 @@ class FixedColumn:
                 "Get the folder again, whole."
             )
 
+    def refuse_cut(self, room: int) -> None:
+        """As `check`: what is said under the lock is so."""
+        self.check(room)
+
     def has_room(self, room: int) -> bool:
         return os.fstat(self._file.fd).st_size >= _size(self.column, room)
 
@@ -114,12 +118,16 @@ class FixedColumn:
         self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
         return self._with_rows
 
-    def fit(self, room: int) -> None:
-        """Make the file exactly as `room` has it. On the disk that is with the next row that is.
+    def fit(self, room: int, known: int) -> None:
+        """Make the file, which has room for as many rows as are `known`, exactly as `room` has it. Under the lock.
+
+        On the disk that is with the next row that is.
 
         Raises:
+            CorruptFileError: it has not: what was cut off would read as zeros.
             OSError
         """
+        self.check(known)
         head, fd = _head(self.column, room), self._file.fd
         if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
             os.ftruncate(fd, _size(self.column, room))

@@ -40,7 +40,7 @@ class HotRows:
 
     def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
         """Rows by a slice of some behind each other, or a tensor of numbers from 0 on; of any other form nothing."""
-        if self._states.changes != self.changes or self._states.num_rows != self._count or not is_plain_world():
+        if self._states.num_rows != self._count or self._states.changes != self.changes or not is_plain_world():
             return None
         rows = self._plain(index)
         if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up

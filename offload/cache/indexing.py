@@ -112,6 +112,15 @@ def span_of(numbers: Numbers) -> slice | None:
     return slice(first, last + 1)
 
 
+def last_of_each(numbers: Numbers) -> Numbers | None:
+    """Places that put numbers in order, each once, the last of equal ones; None if they are so."""
+    if len(numbers) < 2 or bool((np.diff(numbers) > 0).all()):
+        return None
+    order = np.argsort(numbers, kind="stable")
+    kept: Numbers = order[np.append(np.diff(numbers[order]) != 0, True)]
+    return kept
+
+
 def _number(index: Any) -> int:
     if not isinstance(index, bool | np.bool_):
         try:

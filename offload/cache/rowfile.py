@@ -119,8 +119,12 @@ class RowFile:
         """See that these rows are in memory; for a moment, others are taken to be so too.
 
         Raises:
-            OSError: one of them is not, or not in the file.
+            OSError: one of them is not, or not in the file; or the file ends before what is mapped of it.
         """
+        mapped = self._mapped
+        if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
+            self._mapped = None  # to touch what was cut off would end the process
+            raise OSError(errno.ENODATA, "the file ends before its rows")
         for row in rows:
             if not os.preadv(self._random, [bytearray(1)], self._at(row), _NOWAIT):
                 raise OSError(errno.ENODATA, "the file ends before its rows")

@@ -8,17 +8,19 @@ Always true:
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
 - between a byte that stops saying that its cell is filled and the data of that the count of changes moves: who has seen
   rows filled may take them for that until it does
-- the file never gets shorter: who has it mapped would be killed by a look at what was cut off
+- the file never gets shorter: who has it mapped would be killed by a look at what was cut off. One that did is an
+  error before it is looked at, and is not made longer again
 
-The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, changes), then the
-bytes, row by row. It may be longer than that, with nothing there: a sync of its length waits for rows.
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, changes, and for each
+column of rows of any length how many bytes its values take, 0 if that is not known), then the bytes, row by row. It may
+be longer than that, with nothing there: a sync of its length waits for rows.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,6 +37,8 @@ PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
 VERSION = 2  # in the first one changes were not counted
 EMPTY, BEGUN, _LAST = 0, 1, 255
+_LENGTHS = 16 + 5 * 8  # where the lengths of values begin
+_MOST_LENGTHS = (PAGE - _LENGTHS) // 8  # of columns beyond that none is known
 _CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
 _AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
@@ -46,16 +50,35 @@ _SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range
 _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
 
 
+class Length:
+    """How many bytes the values of a column take, as all know who write them; 0 if that is not known."""
+
+    __slots__ = ("_shared",)
+
+    def __init__(self, shared: npt.NDArray[np.uint64]) -> None:
+        self._shared = shared  # one number, or none
+
+    def get(self) -> int:
+        return int(self._shared.sum())
+
+    def set(self, nbytes: int) -> None:
+        self._shared[:] = nbytes
+
+
 class States:
     """The opened file."""
 
-    def __init__(self, folder: Path, columns: int, *, writes: bool) -> None:
+    def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
         """
+        Args:
+            rows: that there are at least.
+
         Raises:
             MissingFileError, CorruptFileError, CacheError (of another version)
         """
         self.path = folder / FILE
         self._columns = columns
+        self._least_rows = rows
         self._writes = writes
         self._pid = os.getpid()
         self._reserved: set[int] = set()
@@ -81,6 +104,7 @@ class States:
 
     @property
     def num_rows(self) -> int:
+        self._refuse_cut()
         return int(self._counts[2])
 
     @num_rows.setter
@@ -90,12 +114,17 @@ class States:
     @property
     def room(self) -> int:
         """Rows that there is room for."""
+        self._refuse_cut()
         return int(self._counts[3])
 
     @property
     def changes(self) -> int:
         """How often rows began to be written: what is known of them holds until it moves."""
         return int(self._counts[4])
+
+    def length(self, number: int) -> Length:
+        """Of the values of a column: among those with rows of any length, the one of this number."""
+        return Length(self._lengths[number : number + 1])
 
     def known_filled(self, changes: int) -> int:
         """How many rows, from the first on, are known to have been filled in every column at so many changes."""
@@ -112,7 +141,9 @@ class States:
 
         Raises:
             WriteError
+            CorruptFileError: the file was cut.
         """
+        self._refuse_cut()
         needed = room * self._columns
         if PAGE + needed > self._durable:
             with explained(self.path, needed, "folder"):
@@ -142,9 +173,10 @@ class States:
 
     def _part(self, first: int, count: int) -> bytes:
         """The bytes of rows behind each other. A look at a hole through a mapping may take room on the disk."""
-        return os.pread(self.fd, count * self._columns, PAGE + first * self._columns).ljust(
-            count * self._columns, b"\0"
-        )
+        part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
+        if len(part) < count * self._columns:
+            self._refuse_cut()
+        return part.ljust(count * self._columns, b"\0")
 
     def begin(self, rows: Rows, columns: list[int]) -> Bytes:
         """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
@@ -153,7 +185,9 @@ class States:
 
         Raises:
             WriteError: the disk is full.
+            CorruptFileError: the file was cut.
         """
+        self._refuse_cut()
         self._reserve(rows.numbers)
         cells = self._cells(rows, columns)
         before: Bytes = self._all()[cells]
@@ -218,6 +252,13 @@ class States:
         rows = (self._all()[at : min(at + _SCANNED, self.num_rows)] for at in parts)
         return sum(int(np.count_nonzero(cells_filled(part[:, columns]).all(axis=1))) for part in rows)
 
+    def filled(self, column: int) -> Iterator[Rows]:
+        """The rows that are filled in a column, in order, some at a time."""
+        for at in range(0, self.num_rows, _PART):
+            numbers = np.flatnonzero(cells_filled(self._all()[at : min(at + _PART, self.num_rows), column])) + at
+            if len(numbers):
+                yield Rows(numbers)
+
     def used(self) -> int:
         """The number of rows up to the last one that is filled, in some column."""
         return self._up_to_last(cells_filled)
@@ -247,7 +288,20 @@ class States:
             unlock(self.fd)
         os.close(self.fd)
 
+    def _refuse_cut(self) -> None:
+        """
+        Raises:
+            CorruptFileError: the file is shorter than it was.
+        """
+        size = os.lseek(self.fd, 0, os.SEEK_END)  # in a third of the time of `fstat`; nothing is read at the offset
+        if size < self._mapped_bytes:
+            raise CorruptFileError(
+                f"{self.path}, which says which rows are filled, has {size} bytes and had {self._mapped_bytes}: it was "
+                "cut, and nothing is known of its rows any more. Get the folder again, whole."
+            )
+
     def _all(self) -> Bytes:
+        self._refuse_cut()
         if len(self._bytes) < self.num_rows:  # another process has made room
             self._map()
         return self._bytes
@@ -264,7 +318,9 @@ class States:
         if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
             raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
         mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+        self._mapped_bytes = size
         self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
+        self._lengths: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=_MOST_LENGTHS, offset=_LENGTHS)
         version, columns, rows, room = said = self._counts[:4].tolist()
         if os.fstat(self.fd).st_size != size or self._counts[:4].tolist() != said:
             self._map()  # another process is making room
@@ -285,6 +341,11 @@ class States:
                 f"{self.path}, which says which rows are filled, has {size} bytes and {columns} columns, where "
                 f"{rows} rows of {self._columns} columns, with room for {room}, take {expected}: it was cut, or is of "
                 "another cache. Get the folder again, whole."
+            )
+        if rows < self._least_rows:
+            raise CorruptFileError(
+                f"{self.path} speaks of {rows} rows, and the manifest beside it of {self._least_rows}: one of them is "
+                "older, or of another cache. Get the folder again, whole."
             )
 
     def _reserve(self, rows: Numbers) -> None:
