@@ -12,6 +12,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -50,7 +51,7 @@ class FixedColumn:
         self._with_rows: TensorFile | None = None
         self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
-            self._refuse_another()
+            self._is_blank = self._refuse_another()
         except BaseException:
             self._file.close()
             raise
@@ -72,18 +73,34 @@ class FixedColumn:
         words = self._file.table(count)
         return None if words is None else (self._file, words)
 
-    def _refuse_another(self) -> None:
-        """A crash may have torn a header behind the number of rows: what stands before is always the same."""
+    def _refuse_another(self) -> bool:
+        """A crash may have torn a header behind the number of rows: what stands before is always the same.
+
+        Returns:
+            Whether there is no header: `check` says that it was cut, or a power cut has left nothing of it, and no row.
+        """
         wanted = _head(self.column, 0)
         found = os.pread(self._file.fd, len(wanted), 0)
         if len(found) < len(wanted) or not any(found):
-            return  # `check` says that it was cut; a power cut has left nothing of it, and no row either
+            return True
         rows = wanted.index(_SHAPE) + len(_SHAPE)
         [expected, said] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
         if found[:rows] != wanted[:rows] or (expected and said and expected[1] != said[1]):
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
                 f"{self.column.dtype}, and is left as it is. Get the folder again, whole."
+            )
+        return False
+
+    def refuse_blank(self, filled: Iterator[Rows]) -> None:
+        """
+        Raises:
+            CorruptFileError: there is no header, though rows are filled: what is there for them is not what was written.
+        """
+        if self._is_blank and next(filled, None) is not None:
+            raise CorruptFileError(
+                f"column {self.column.name!r}: {self.path} has filled rows, and no header: it was overwritten. "
+                "Get the folder again, whole."
             )
 
     def check(self, room: int) -> None:

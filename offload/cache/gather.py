@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ import numpy as np
 
 from offload.cache.indexing import Numbers
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
+from offload.storage.regular import open_regular
 
 _MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
 _CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 CAN_ADVISE = hasattr(os, "posix_fadvise")
 
 
@@ -90,20 +89,18 @@ def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
 
 
 def opened(path: Path, flags: int) -> int:
-    """A descriptor of a file of a cache; a link is followed to read, and never to write.
+    """A descriptor of a regular file of a cache; a link is followed to read, and never to write.
 
     Raises:
-        MissingFileError, CorruptFileError, ForeignFileError
+        MissingFileError, CorruptFileError, ForeignFileError, ReadError
     """
     try:
-        return os.open(path, flags | os.O_CLOEXEC | (_NO_LINK if flags & os.O_RDWR else 0))
-    except FileNotFoundError as error:
+        return open_regular(path, flags)
+    except MissingFileError as error:
         reason = "a file of the cache is missing: get the folder again, whole"
         raise MissingFileError(error.errno, reason, str(path)) from error
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ForeignFileError(
-                f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
-                "or open the cache with mode='r'"
-            ) from error
-        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
+    except ForeignFileError as error:
+        raise ForeignFileError(
+            f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
+            "or open the cache with mode='r'"
+        ) from error

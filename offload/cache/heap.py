@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.states import Length
 from offload.errors import CorruptFileError, DtypeMismatchError, ForeignFileError, ShapeMismatchError
 from offload.storage.names import SUFFIX, file_name
+from offload.storage.regular import open_regular
 from offload.storage.write import bytes_of, write_all
 
 _SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
@@ -76,9 +77,12 @@ class HeapColumn:
             OSError
         """
         path = _path(folder, column)
-        if path.exists() and path.stat().st_size:
-            raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
-        path.touch()
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.fstat(fd).st_size:
+                raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
+        finally:
+            os.close(fd)
         FixedColumn.create(folder, _index_of(column), room)
 
     def check(self, room: int) -> None:
@@ -94,6 +98,9 @@ class HeapColumn:
         end, expected = os.fstat(self._fd).st_size, self._length.get()
         if end < expected:
             raise self._cut(end, expected)
+
+    def refuse_blank(self, filled: Iterator[Rows]) -> None:
+        self._index.refuse_blank(filled)
 
     def has_room(self, room: int) -> bool:
         return self._index.has_room(room)

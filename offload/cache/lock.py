@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload.cache.gather import opened
 from offload.storage.locks import ForkSafeLock
 
 fcntl: Any
@@ -23,6 +24,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+FILE = "rows.lock"
 _UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -41,7 +43,7 @@ class FolderLock:
         """Alone, or with others that share it. May be nested in a thread, the outermost says how."""
         with self._threads:
             if self._pid != os.getpid():  # a descriptor of the parent's would share its lock
-                self._fd, self._pid, self._depth = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), os.getpid(), 0
+                self._fd, self._pid, self._depth = opened(self._path, os.O_RDONLY), os.getpid(), 0
             if not self._depth:
                 lock(self._fd, shared=shared)
             self._depth += 1

@@ -21,15 +21,18 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from offload.cache.gather import opened
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import lock, unlock
-from offload.errors import CacheError, CorruptFileError, MissingFileError
+from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
+from offload.storage.regular import as_file, is_there, open_regular, reading
 from offload.storage.write import explained, put_file
 
 FILE = "rows.state"
@@ -74,7 +77,8 @@ class States:
             rows: that there are at least.
 
         Raises:
-            MissingFileError, CorruptFileError, CacheError (of another version)
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+            CacheError: it is of another version.
         """
         self.path = folder / FILE
         self._columns = columns
@@ -85,11 +89,7 @@ class States:
         self._durable = 0  # bytes that the file has, also after a power cut
         self._known_filled = (-1, 0)  # at so many changes, so many rows from the first on
         self._looked_at = 0  # rows here and there, since all were
-        try:
-            self.fd = os.open(self.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            reason = "the file that says which rows are filled is missing: get the folder again, whole"
-            raise MissingFileError(error.errno, reason, str(self.path)) from error
+        self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
         try:
             self._map()
         except BaseException:
@@ -98,9 +98,17 @@ class States:
 
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
-        """A file in which every row is empty; takes the disk space of one page."""
+        """A file in which every row is empty; takes the disk space of one page.
+
+        Raises:
+            ForeignFileError: something that offload did not write stands there.
+            WriteError
+        """
+        path = folder / FILE
+        if is_there(path) and not _is_ours(path):
+            raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
         counts = np.array([VERSION, columns, rows, rows, 0], dtype="<u8").tobytes()
-        put_file(folder / FILE, MAGIC + counts, PAGE + rows * columns)
+        put_file(path, MAGIC + counts, PAGE + rows * columns)
 
     @property
     def num_rows(self) -> int:
@@ -278,7 +286,11 @@ class States:
 
     def count_in(self) -> None:
         """Be a writer of its own, in a forked child: it may outlive the parent, whose lock it shares."""
-        inherited, self.fd = self.fd, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        own = opened(self.path, os.O_RDWR)
+        if not os.path.sameopenfile(own, self.fd):
+            os.close(own)
+            raise ChangedFileError(f"{self.path} was replaced since the cache was opened: open it again")
+        inherited, self.fd = self.fd, own
         os.close(inherited)
         self._pid = os.getpid()
         lock(self.fd, shared=True)
@@ -362,6 +374,15 @@ class States:
             with explained(self.path, _CHUNK, "folder"):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
             self._reserved.add(chunk)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a cache that was not made to its end may have left it."""
+    with suppress(CorruptFileError, ForeignFileError):
+        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with as_file(fd) as file, reading(path):
+            return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def _is_filled(cells: bytes) -> bool:

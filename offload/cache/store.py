@@ -27,8 +27,8 @@ from offload.cache.columns import FixedColumn
 from offload.cache.heap import HeapColumn
 from offload.cache.hot import HotRows
 from offload.cache.indexing import Numbers, Rows, last_of_each
+from offload.cache.lock import FILE as LOCK
 from offload.cache.lock import FolderLock, lock
-from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
 from offload.cache.schema import TENSOR, Column
 from offload.cache.states import Bytes, States, all_filled, cells_filled
@@ -45,11 +45,10 @@ from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import ForkSafeLock
-from offload.storage.write import explained, sweep
+from offload.storage.write import explained
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
-LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
 _LEAST_BYTES = 16 << 20  # for which there is room after it has been made
 _MOST_BYTES = 256 << 20  # that are written between two flushes; under a cap on memory, fewer: they can't be dropped
@@ -99,38 +98,14 @@ class Store:
                     self._files[name] = self._open_file(column)
                     self._opened.callback(self._files[name].close)
                     self._room_of(self._files[name])
+                    self._files[name].refuse_blank(self._states.filled(self._places[name]))
             if writes:
                 self._settle()
         except BaseException:
             self._close_files()
             raise
 
-    # Making and opening
-
-    @staticmethod
-    def create(folder: Path, manifest: Manifest) -> None:
-        """
-        Raises:
-            CacheError: there is one, or somebody is making one.
-            ForeignFileError: a file that offload did not write is in the way.
-            WriteError
-        """
-        with explained(folder, 0, "folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-            fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                if not lock(fd, wait=False) or (folder / MANIFEST).exists():
-                    raise CacheError(
-                        f"{folder} is a cache already, or another process is making one there: open it with "
-                        "TensorCache.open, or take another folder"
-                    )
-                sweep(folder)
-                for column in manifest.columns.values():
-                    kind_of(column).create(folder, column, manifest.num_rows)
-                States.create(folder, len(manifest.columns), manifest.num_rows)
-                manifest.write(folder)
-            finally:
-                os.close(fd)
+    # Opening
 
     @classmethod
     def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
@@ -512,10 +487,6 @@ class Store:
         self._tensors.clear()
         self._hot = None
         self._opened.close()
-
-
-def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
-    return FixedColumn if column.kind == TENSOR else HeapColumn
 
 
 def _one(value: Any) -> Any:

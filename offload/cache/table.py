@@ -22,6 +22,7 @@ from offload.cache.fields import Field, Incoming, list_of, remove_others
 from offload.cache.heap import Ragged
 from offload.cache.held import HeldStore, read_file
 from offload.cache.indexing import rows_of
+from offload.cache.making import make
 from offload.cache.manifest import Manifest, as_json
 from offload.cache.reading import ReadByIndex
 from offload.cache.records import rows_of as rows_of_records
@@ -117,7 +118,7 @@ class TensorCache(ReadByIndex):
             raise CacheError(f"a cache can't have {num_rows} rows")
         where = checked_device(device)
         path = Path(os.path.abspath(folder))
-        Store.create(path, Manifest(schema, num_rows, as_json(metadata or {})))
+        make(path, Manifest(schema, num_rows, as_json(metadata or {})))
         return cls._over(Store.open(path, None, writes=True), where)
 
     @classmethod
