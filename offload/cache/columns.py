@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.cache.gather import size_of
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
@@ -28,7 +29,8 @@ from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchEr
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.header import Entry, build, contiguous
 from offload.storage.names import file_name
-from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
+from offload.storage.regular import reading
+from offload.storage.write import bytes_of, explained, put_file, refuse_foreign, write_all
 from offload.tensor.wrapper import OffloadedTensor
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
@@ -80,7 +82,8 @@ class FixedColumn:
             Whether there is no header: `check` says that it was cut, or a power cut has left nothing of it, and no row.
         """
         wanted = _head(self.column, 0)
-        found = os.pread(self._file.fd, len(wanted), 0)
+        with reading(self.path):
+            found = os.pread(self._file.fd, len(wanted), 0)
         if len(found) < len(wanted) or not any(found):
             return True
         rows = wanted.index(_SHAPE) + len(_SHAPE)
@@ -95,7 +98,7 @@ class FixedColumn:
     def refuse_blank(self, filled: Iterator[Rows]) -> None:
         """
         Raises:
-            CorruptFileError: there is no header, though rows are filled: what is there for them is not what was written.
+            CorruptFileError: there is no header, though rows are filled.
         """
         if self._is_blank and next(filled, None) is not None:
             raise CorruptFileError(
@@ -108,7 +111,7 @@ class FixedColumn:
         Raises:
             CorruptFileError: the file has no such room.
         """
-        found, expected = os.fstat(self._file.fd).st_size, _size(self.column, room)
+        found, expected = size_of(self._file.fd, self.path), _size(self.column, room)
         if found < expected:
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} has {found} bytes, and {room} rows of "
@@ -121,7 +124,7 @@ class FixedColumn:
         self.check(room)
 
     def has_room(self, room: int) -> bool:
-        return os.fstat(self._file.fd).st_size >= _size(self.column, room)
+        return size_of(self._file.fd, self.path) >= _size(self.column, room)
 
     def _identity(self) -> Identity:
         return Identity.of(file_status(self.path))
@@ -142,13 +145,14 @@ class FixedColumn:
 
         Raises:
             CorruptFileError: it has not: what was cut off would read as zeros.
-            OSError
+            WriteError
         """
         self.check(known)
         head, fd = _head(self.column, room), self._file.fd
-        if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
-            os.ftruncate(fd, _size(self.column, room))
-            write_all(fd, memoryview(head), 0)
+        with explained(self.path, 0, "folder"):
+            if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
+                os.ftruncate(fd, _size(self.column, room))
+                write_all(fd, memoryview(head), 0)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
         """`value` as `count` rows, of which only those at the places `kept` are to be written: their bytes.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from offload.cache.indexing import Numbers
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
-from offload.storage.regular import open_regular
+from offload.storage.regular import explained, open_regular
 
 _MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
 _CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
@@ -39,7 +40,7 @@ def read_parts(
 
     Raises:
         CorruptFileError: the file ends before.
-        OSError
+        ReadError
     """
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
@@ -50,7 +51,7 @@ def read_parts(
     first, behind = starts.tolist(), (starts + sizes).tolist()
     if announce and CAN_ADVISE:
         for begin, end in runs:
-            os.posix_fadvise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
+            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
@@ -73,9 +74,15 @@ def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
     Raises: as `read_parts`.
     """
     wanted = sum(map(len, into))
-    done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
-    if done == wanted:
-        return
+    try:
+        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+        if done < wanted:
+            _read_on(fd, path, at, into, done)
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int) -> None:
     for part in into:
         skipped = min(done, len(part))
         done -= skipped
@@ -86,6 +93,24 @@ def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
                 raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
             skipped += got
             at += got
+
+
+def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+    """Tell the system how a file will be read; that it does not listen changes no value."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, nbytes, advice)
+
+
+def size_of(fd: int, path: Path) -> int:
+    """Bytes of an open file.
+
+    Raises:
+        ReadError
+    """
+    try:
+        return os.fstat(fd).st_size
+    except OSError as error:
+        raise explained(path, error) from error
 
 
 def opened(path: Path, flags: int) -> int:

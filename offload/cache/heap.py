@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from offload.cache.columns import Filled, FixedColumn, as_tensor, row_bytes
-from offload.cache.gather import opened, read_parts
+from offload.cache.gather import opened, read_parts, size_of
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.states import Length
@@ -95,7 +95,7 @@ class HeapColumn:
             CorruptFileError: the index has no such room, or the values are not all there.
         """
         self._index.refuse_cut(room)
-        end, expected = os.fstat(self._fd).st_size, self._length.get()
+        end, expected = size_of(self._fd, self.path), self._length.get()
         if end < expected:
             raise self._cut(end, expected)
 
@@ -116,7 +116,7 @@ class HeapColumn:
         Raises:
             CorruptFileError: it took more than that.
         """
-        end = os.fstat(self._fd).st_size
+        end = size_of(self._fd, self.path)
         if 0 < self._length.get() <= end:
             return
         for rows in filled:
@@ -180,7 +180,7 @@ class HeapColumn:
             )
         index = self._index.read(rows, filled).numpy()
         starts, counts = index[:, 0], index[:, 1]
-        self._refuse_outside(index, os.fstat(self._fd).st_size)
+        self._refuse_outside(index, size_of(self._fd, self.path))
         sizes = counts * self._each
         flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         places = np.cumsum(sizes) - sizes
@@ -213,7 +213,7 @@ class HeapColumn:
         )
 
     def nbytes(self, num_rows: int) -> int:
-        return self._index.nbytes(num_rows) + os.fstat(self._fd).st_size
+        return self._index.nbytes(num_rows) + size_of(self._fd, self.path)
 
     def sync(self) -> None:
         """

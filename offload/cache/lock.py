@@ -17,6 +17,7 @@ from typing import Any
 
 from offload.cache.gather import opened
 from offload.storage.locks import ForkSafeLock
+from offload.storage.regular import explained
 
 fcntl: Any
 try:
@@ -45,24 +46,29 @@ class FolderLock:
             if self._pid != os.getpid():  # a descriptor of the parent's would share its lock
                 self._fd, self._pid, self._depth = opened(self._path, os.O_RDONLY), os.getpid(), 0
             if not self._depth:
-                lock(self._fd, shared=shared)
+                lock(self._fd, self._path, shared=shared)
             self._depth += 1
             try:
                 yield
             finally:
                 self._depth -= 1
-                if not self._depth:
-                    unlock(self._fd)
+                if not self._depth and not unlock(self._fd):
+                    self.close()
 
     def close(self) -> None:
+        """Let go of the file, and of the lock with it; whoever wants that again opens it again."""
         with self._threads:
             if self._pid == os.getpid():
                 os.close(self._fd)
             self._pid = 0
 
 
-def lock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Take the lock of an open file, or change how it is held; False if that would mean to wait, and `wait` is not."""
+def lock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bool:
+    """Take the lock of an open file, or change how it is held; False if that would mean to wait, and `wait` is not.
+
+    Raises:
+        ReadError
+    """
     if fcntl is None:
         return True
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
@@ -72,14 +78,15 @@ def lock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
         return False
     except OSError as error:
         if error.errno not in _UNKNOWN:
-            raise
+            raise explained(path, error) from error
     return True
 
 
-def unlock(fd: int) -> None:
+def unlock(fd: int) -> bool:
+    """Let go of the lock of an open file; False if that fails: it goes with the descriptor then."""
     if fcntl is not None:
         try:
             fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:
-            if error.errno not in _UNKNOWN:
-                raise
+            return error.errno in _UNKNOWN
+    return True

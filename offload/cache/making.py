@@ -36,7 +36,7 @@ def make(folder: Path, manifest: Manifest) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         fd = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
-            if not lock(fd, wait=False) or is_there(folder / MANIFEST):
+            if not lock(fd, folder / LOCK, wait=False) or is_there(folder / MANIFEST):
                 raise CacheError(
                     f"{folder} is a cache already, or another process is making one there: open it with "
                     "TensorCache.open, or take another folder"

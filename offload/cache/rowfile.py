@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from offload.cache.gather import CAN_ADVISE, opened, read_parts, read_run, runs
+from offload.cache.gather import CAN_ADVISE, advise, opened, read_parts, read_run, runs
 from offload.cache.indexing import Rows
-from offload.errors import CorruptFileError
 from offload.memory import available_bytes
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
+from offload.storage.regular import reading
 from offload.storage.write import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
@@ -44,7 +44,7 @@ class RowFile:
     def __init__(self, path: Path, start: int, dtype: torch.dtype, row_shape: tuple[int, ...], *, writes: bool) -> None:
         """
         Raises:
-            MissingFileError, CorruptFileError
+            MissingFileError, CorruptFileError, ReadError
         """
         self.path = path
         self._start = start
@@ -56,9 +56,13 @@ class RowFile:
         self._word: torch.dtype = getattr(torch, self._word_name)
         self._words = row_shape if word == dtype.itemsize else (*row_shape, dtype.itemsize // word)  # of a row
         self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        self._random = opened(path, os.O_RDONLY)
+        try:
+            self._random = opened(path, os.O_RDONLY)
+        except BaseException:
+            os.close(self.fd)
+            raise
         if CAN_ADVISE:  # else the system reads on behind each row
-            os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
+            advise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
         self._mapped: torch.Tensor | None = None  # (rows that the file holds, *words of a row)
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # bytes behind each other that were written and not given to the disk
@@ -78,14 +82,15 @@ class RowFile:
         """Rows, in any order: (rows, *row_shape), plain, on the CPU; contiguous and all that if it is given.
 
         Raises:
-            CorruptFileError: the file is cut, or the disk does not give it.
+            CorruptFileError: the file is cut.
+            ReadError: the disk does not give it.
         """
         mapped = self._mapped  # another thread may be at it too
         if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out, pinned=pinned)
         if not self._size or not len(rows):
             return self._values(self._fresh(len(rows), pinned=pinned)) if out is None else out
-        try:
+        with reading(self.path):
             is_cached = self._are_cached(rows)
             mapped = self._hot_mapping(rows, is_cached)
             if mapped is not None:
@@ -93,8 +98,6 @@ class RowFile:
             words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
             return self._values(words) if out is None else out
-        except OSError as error:
-            raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
 
     def table(self, count: int) -> torch.Tensor | None:
         """So many rows from the first on, over the file's memory, for `copied` and `picked`; None if it has none."""
@@ -221,7 +224,7 @@ class RowFile:
         rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
         try:
             mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
-        except ValueError:  # a writer has cut off room meanwhile
+        except (ValueError, OSError):  # a writer has cut off room meanwhile; there are too many mappings
             return None
         count = (size - self._start) // self._size
         whole = torch.frombuffer(mapping, dtype=torch.uint8)[self._start : self._start + count * self._size]

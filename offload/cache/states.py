@@ -33,6 +33,7 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import lock, unlock
 from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
 from offload.storage.regular import as_file, is_there, open_regular, reading
+from offload.storage.regular import explained as unread
 from offload.storage.write import explained, put_file
 
 FILE = "rows.state"
@@ -51,21 +52,6 @@ _LOOK = 4096  # cells here and there that could be looked at in the time that a 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range(256)])
 _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
-
-
-class Length:
-    """How many bytes the values of a column take, as all know who write them; 0 if that is not known."""
-
-    __slots__ = ("_shared",)
-
-    def __init__(self, shared: npt.NDArray[np.uint64]) -> None:
-        self._shared = shared  # one number, or none
-
-    def get(self) -> int:
-        return int(self._shared.sum())
-
-    def set(self, nbytes: int) -> None:
-        self._shared[:] = nbytes
 
 
 class States:
@@ -132,7 +118,7 @@ class States:
 
     def length(self, number: int) -> Length:
         """Of the values of a column: among those with rows of any length, the one of this number."""
-        return Length(self._lengths[number : number + 1])
+        return Length(self, number)
 
     def known_filled(self, changes: int) -> int:
         """How many rows, from the first on, are known to have been filled in every column at so many changes."""
@@ -142,7 +128,8 @@ class States:
     @property
     def nbytes(self) -> int:
         """On the disk."""
-        return os.fstat(self.fd).st_blocks * 512
+        with reading(self.path):
+            return os.fstat(self.fd).st_blocks * 512
 
     def grow(self, room: int) -> None:
         """Say that there is room for so many rows: the columns have it. Under the lock.
@@ -181,7 +168,8 @@ class States:
 
     def _part(self, first: int, count: int) -> bytes:
         """The bytes of rows behind each other. A look at a hole through a mapping may take room on the disk."""
-        part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
+        with reading(self.path):
+            part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
         if len(part) < count * self._columns:
             self._refuse_cut()
         return part.ljust(count * self._columns, b"\0")
@@ -293,19 +281,25 @@ class States:
         inherited, self.fd = self.fd, own
         os.close(inherited)
         self._pid = os.getpid()
-        lock(self.fd, shared=True)
+        lock(self.fd, self.path, shared=True)
 
     def close(self) -> None:
-        if self._pid == os.getpid():  # the mapping has a descriptor of its own, which would keep the lock
+        if self._pid == os.getpid():
             unlock(self.fd)
         os.close(self.fd)
+        self._counts = self._lengths = np.empty(0, dtype=np.uint64)  # the mapping has a descriptor of its own
+        self._bytes = np.empty((0, 0), dtype=np.uint8)
 
     def _refuse_cut(self) -> None:
         """
         Raises:
             CorruptFileError: the file is shorter than it was.
+            ReadError
         """
-        size = os.lseek(self.fd, 0, os.SEEK_END)  # in a third of the time of `fstat`; nothing is read at the offset
+        try:
+            size = os.lseek(self.fd, 0, os.SEEK_END)  # in a third of the time of `fstat`; nothing is read at the offset
+        except OSError as error:
+            raise unread(self.path, error) from error
         if size < self._mapped_bytes:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and had {self._mapped_bytes}: it was "
@@ -326,15 +320,20 @@ class States:
         return (numbers[:, None], columns) if isinstance(numbers, np.ndarray) else (numbers, columns)
 
     def _map(self) -> None:
-        size = os.fstat(self.fd).st_size
-        if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
-            raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
-        mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+        with reading(self.path):
+            size = os.fstat(self.fd).st_size
+            if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
+                raise CorruptFileError(
+                    f"{self.path} does not say which rows are filled: it is not whole, or another file"
+                )
+            mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         self._mapped_bytes = size
         self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
         self._lengths: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=_MOST_LENGTHS, offset=_LENGTHS)
         version, columns, rows, room = said = self._counts[:4].tolist()
-        if os.fstat(self.fd).st_size != size or self._counts[:4].tolist() != said:
+        with reading(self.path):
+            is_still = os.fstat(self.fd).st_size == size
+        if not is_still or self._counts[:4].tolist() != said:
             self._map()  # another process is making room
             return
         self._check(size, version, columns, rows, room)
@@ -374,6 +373,23 @@ class States:
             with explained(self.path, _CHUNK, "folder"):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
             self._reserved.add(chunk)
+
+
+class Length:
+    """How many bytes the values of a column take, as all know who write them; 0 if that is not known."""
+
+    __slots__ = ("_number", "_states")
+
+    def __init__(self, states: States, number: int) -> None:
+        self._states = states
+        self._number = number
+
+    def get(self) -> int:
+        return int(self._states._lengths[self._number]) if self._number < _MOST_LENGTHS else 0
+
+    def set(self, nbytes: int) -> None:
+        if self._number < _MOST_LENGTHS:
+            self._states._lengths[self._number] = nbytes
 
 
 def _is_ours(path: Path) -> bool:

@@ -121,7 +121,7 @@ class Store:
         Raises:
             CorruptFileError: a file was cut.
         """
-        is_only = lock(self._states.fd, wait=False)
+        is_only = lock(self._states.fd, self._states.path, wait=False)
         if is_only:
             with self._lock.held():
                 self._forget_unfilled()
@@ -129,7 +129,7 @@ class Store:
                     if isinstance(file, HeapColumn):
                         file.settle(self._states.filled(self._places[name]))
                     file.fit(self._states.room, self._room_of(file))
-        lock(self._states.fd, shared=True)
+        lock(self._states.fd, self._states.path, shared=True)
         if not is_only:
             with self._lock.held():
                 self._refuse_cut(self._files)
@@ -419,7 +419,7 @@ class Store:
         try:
             if self.writes and self._pid == os.getpid():
                 self.flush_own()
-                if lock(self._states.fd, wait=False):
+                if lock(self._states.fd, self._states.path, wait=False):
                     with self._lock.held():
                         self._give_room_back()
         finally:

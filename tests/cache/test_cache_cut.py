@@ -1,4 +1,4 @@
-"""A file of a cache that is cut, while the cache is open or not: an error, never zeros, and it stays as long as it is."""
+"""A file of a cache that is cut, while the cache is open or not: an error, never zeros; and it stays that long."""
 
 from __future__ import annotations
 
