@@ -113,7 +113,7 @@ def size_of(fd: int, path: Path) -> int:
         raise explained(path, error) from error
 
 
-def opened(path: Path, flags: int) -> int:
+def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
     """A descriptor of a regular file of a cache; a link is followed to read, and never to write.
 
     Raises:
@@ -122,7 +122,7 @@ def opened(path: Path, flags: int) -> int:
     try:
         return open_regular(path, flags)
     except MissingFileError as error:
-        reason = "a file of the cache is missing: get the folder again, whole"
+        reason = f"{what} is missing: get the folder again, whole"
         raise MissingFileError(error.errno, reason, str(path)) from error
     except ForeignFileError as error:
         raise ForeignFileError(

@@ -24,6 +24,7 @@ from offload.cache.held import write_file
 from offload.cache.schema import TENSOR, Column
 from offload.cache.states import FILE as STATES
 from offload.errors import CacheError
+from offload.storage.regular import is_there
 
 
 class ReadByIndex(ABC):
@@ -162,7 +163,7 @@ class ReadByIndex(ABC):
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
             )
         target = Path(os.path.abspath(path))
-        if (target.parent / STATES).exists():
+        if is_there(target.parent / STATES):
             raise CacheError(f"{target} would be among the files of a cache: take another folder")
         values = {name: self._blocks(name) for name in shapes}
         write_file(target, shapes, values, self.metadata)

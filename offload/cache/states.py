@@ -75,7 +75,8 @@ class States:
         self._durable = 0  # bytes that the file has, also after a power cut
         self._known_filled = (-1, 0)  # at so many changes, so many rows from the first on
         self._looked_at = 0  # rows here and there, since all were
-        self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
+        what = "the file that says which rows are filled"
+        self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY, what)
         try:
             self._map()
         except BaseException:
