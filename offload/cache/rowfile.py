@@ -38,14 +38,59 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # o
 _HUGE = 32 << 20  # bytes: for less the C library has memory that was touched before
 
 
+class Descriptors:
+    """Two of one file: for rows behind each other, and for rows here and there. Whoever has them last closes them."""
+
+    def __init__(self, fd: int, random: int) -> None:
+        self.fd = fd
+        self.random = random
+        if CAN_ADVISE:  # else the system reads on behind each row
+            advise(random, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @classmethod
+    def opened(cls, path: Path, *, writes: bool) -> Descriptors:
+        """
+        Raises:
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+        """
+        fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        try:
+            return cls(fd, opened(path, os.O_RDONLY))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def kept(cls, fd: int, path: Path) -> Descriptors:
+        """Of a file that is open already, whatever stands at its path by now.
+
+        Raises:
+            ReadError
+        """
+        try:
+            again = f"/proc/self/fd/{fd}"
+            with reading(path):
+                return cls(fd, os.open(again, os.O_RDONLY | os.O_CLOEXEC) if os.path.exists(again) else os.dup(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        for fd in {self.fd, self.random} - {-1}:
+            os.close(fd)
+        self.fd = self.random = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "random", -1) != -1:
+            self.close()
+
+
 class RowFile:
     """A file with rows of one dtype and shape, from byte `start` on."""
 
-    def __init__(self, path: Path, start: int, dtype: torch.dtype, row_shape: tuple[int, ...], *, writes: bool) -> None:
-        """
-        Raises:
-            MissingFileError, CorruptFileError, ReadError
-        """
+    def __init__(
+        self, path: Path, start: int, dtype: torch.dtype, row_shape: tuple[int, ...], files: Descriptors
+    ) -> None:
         self.path = path
         self._start = start
         self._dtype = dtype
@@ -55,14 +100,9 @@ class RowFile:
         self._word_name = _WORDS[word]
         self._word: torch.dtype = getattr(torch, self._word_name)
         self._words = row_shape if word == dtype.itemsize else (*row_shape, dtype.itemsize // word)  # of a row
-        self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        try:
-            self._random = opened(path, os.O_RDONLY)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        if CAN_ADVISE:  # else the system reads on behind each row
-            advise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
+        self._files = files
+        self.fd = files.fd
+        self._random = files.random
         self._mapped: torch.Tensor | None = None  # (rows that the file holds, *words of a row)
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # bytes behind each other that were written and not given to the disk
@@ -180,8 +220,7 @@ class RowFile:
 
     def close(self) -> None:
         self._mapped = None
-        os.close(self.fd)
-        os.close(self._random)
+        self._files.close()
 
     def _at(self, row: int | np.int64) -> int:
         return self._start + int(row) * self._size

@@ -288,8 +288,7 @@ class States:
         if self._pid == os.getpid():
             unlock(self.fd)
         os.close(self.fd)
-        self._counts = self._lengths = np.empty(0, dtype=np.uint64)  # the mapping has a descriptor of its own
-        self._bytes = np.empty((0, 0), dtype=np.uint8)
+        del self._counts, self._lengths, self._bytes  # the mapping has a descriptor of its own
 
     def _refuse_cut(self) -> None:
         """

@@ -395,6 +395,30 @@ class TensorCache(ReadByIndex):
         """
         return self._open().tensor(name, self.device)
 
+    def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Have a tensor as a column, or none of that name, as `cache.tensors[name] = tensor` and `del` do.
+
+        For tensors in memory, or from one file, which stays as it is until `to_disk`.
+
+        Raises:
+            CacheError: the cache is a folder; or the tensor is of another length than the other columns.
+            ColumnError: there is none of that name.
+        """
+        store = self._open()
+        if not isinstance(store, HeldStore):
+            raise CacheError(
+                f"the columns of the cache in {self.folder} are those that it was made with: write rows, as "
+                f"cache[rows] = {{{name!r}: values}}, or make another cache with TensorCache.create"
+            )
+        if tensor is None:
+            store.drop(name)
+        else:
+            store.put(name, tensor)
+
+    def _was_saved(self, path: Path, names: Iterable[str]) -> None:
+        if isinstance(self._store, HeldStore):
+            self._store.was_saved(path, names)
+
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.
 

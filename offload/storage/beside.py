@@ -1,14 +1,14 @@
 """A file that somebody else's writer makes: whole, or not there.
 
 Always true:
-- what stands at the place is left as it is; nothing is written through a link
+- what stands at the place is left as it is, unless the writer knows it for its own; nothing is written through a link
 - the file has its name once it is on the disk
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,14 +28,14 @@ def refuse_replacing(path: Path, what: str = "file") -> None:
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Where to write a file that becomes `path` if the block ends well.
+def written_beside(path: Path, *, refuse: Callable[[Path], object] = refuse_replacing) -> Iterator[Path]:
+    """Where to write a file that becomes `path` if the block ends well; `refuse` looks at what stands there.
 
     Raises:
-        ForeignFileError: something stands there.
+        ForeignFileError: what stands there is not to be replaced.
         WriteError
     """
-    refuse_replacing(path)
+    refuse(path)
     temporary = temporary_for(path)
     with explained(path, 0, "folder"):
         try:
@@ -45,7 +45,7 @@ def written_beside(path: Path) -> Iterator[Path]:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.rename(temporary, path)
+            os.replace(temporary, path)
         except BaseException:
             remove(temporary)
             raise
