@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "BudgetError",
     "CacheError",
     "ChangedFileError",
@@ -38,6 +39,10 @@ __all__ = [
 
 class OffloadError(Exception):
     """Base of every error that `offload` raises on purpose."""
+
+
+class ArgumentError(OffloadError, ValueError):
+    """An argument of the right type whose value can't be used."""
 
 
 class UnsupportedOpError(OffloadError, NotImplementedError):

@@ -353,7 +353,7 @@ def test_what_can_t_be_a_column_is_refused_and_nothing_changes(tmp_path: Path) -
         for act in (
             lambda: folder.tensors.__setitem__("a", torch.ones(3)),
             lambda: folder.tensors.__setitem__("b", torch.ones(3)),
-            lambda: folder.tensors.clear(),
+            lambda: folder.tensors.pop("a"),
         ):
             with pytest.raises(CacheError, match=r"are those that it was made with: write rows, as cache\[rows\] = "):
                 act()

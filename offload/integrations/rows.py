@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from offload.cache.table import TensorCache
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
+from offload.integrations.tensordict import rows as tensordicts
 from offload.loader import load_file
+from offload.storage.regular import as_file, explained, is_there, open_regular, reading
 from offload.tensor.materialize import materialize
 
 
@@ -38,10 +41,11 @@ def cache_from(
     | source | columns |
     | --- | --- |
     | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
-    | HDF5, an open `h5py.File` or `h5py.Group` | its datasets, which must be of one length |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, which must be of one length; other entries are skipped |
     | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
     | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
+    | `tensordict.TensorDict`, a tensorclass, a folder of `TensorDict.memmap` | its leaves, nested ones `outer.inner` |
 
     A file is told by what is in it. Text, structs and objects become JSON columns. A value that is null is missing, as
     in `TensorCache.from_records`: `<column>.present` is False there.
@@ -75,15 +79,23 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
         return _rows_of_path(Path(os.path.abspath(source)), columns)
     if isinstance(source, np.ndarray):
         return arrays.rows_of_array(source, columns)
+    if _is_tensordict(source):
+        return tensordicts.rows_of_tensordict(source, columns)
     if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):
         return _rows_of_tensors(source, columns, "the dict")
     for package, kind, rows in _KINDS:
         if _is_one(source, package, kind):
             return rows(source, columns)
     raise CacheError(
-        f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a pyarrow.Table, "
-        "a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
+        f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a TensorDict, a "
+        "pyarrow.Table, a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
     )
+
+
+def _is_tensordict(source: object) -> bool:
+    """Whether it is a TensorDict or tensorclass; tensordict is not imported for that."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and tensordict.is_tensor_collection(source)
 
 
 def _is_one(source: object, package: str, kind: str) -> bool:
@@ -92,15 +104,16 @@ def _is_one(source: object, package: str, kind: str) -> bool:
 
 
 def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
-    if not path.exists():
-        raise MissingFileError(f"{path} is not there: name a file or folder of rows")
+    with reading(path):
+        if not is_there(path):
+            raise MissingFileError(f"{path} is not there: name a file or folder of rows")
     with _as_read(path):
         rows = _rows_of_folder(path, columns) if path.is_dir() else _rows_of_file(path, columns)
     return Incoming(rows.fields, _each_as_read(path, rows.batches))
 
 
 def _rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
-    with path.open("rb") as file:
+    with reading(path), as_file(open_regular(path)) as file:
         start = file.read(8)
     for mark, rows in _MARKS.items():
         if start.startswith(mark):
@@ -119,6 +132,10 @@ def _as_read(path: Path) -> Iterator[None]:
         yield
     except (OffloadError, ImportError, MemoryError):
         raise
+    except OSError as error:
+        if error.errno is None:
+            raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
+        raise explained(path, error) from error
     except Exception as error:
         raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
 
@@ -133,16 +150,24 @@ def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
         import datasets
 
         return arrow.rows_of_dataset(datasets.load_from_disk(str(path)), columns)
+    if tensordicts.is_folder(path):
+        return tensordicts.rows_of_folder(path, columns)
     shards = sorted(path.glob("*.parquet"))
     if not shards:
         raise CacheError(
-            f"{path} holds neither a dataset that save_to_disk wrote nor .parquet files: name a file in it"
+            f"{path} holds no dataset that save_to_disk wrote, no TensorDict and no .parquet files: name a file in it"
         )
     return arrow.rows_of_parquet(shards, columns)
 
 
 def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None, place: str) -> Incoming:
     parts: dict[str, torch.Tensor] = arrays.chosen(tensors, columns, place)
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            raise CacheError(
+                f"{name!r} in {place} is a {type(part).__name__} and no tensor: leave it out with columns=; "
+                "TensorCache.from_records takes records one by one"
+            )
     lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())
