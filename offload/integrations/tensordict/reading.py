@@ -34,6 +34,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous, contiguous_stride
 from offload.storage.regular import open_regular, read_json
+from offload.storage.regular import reading as as_read
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 
@@ -85,9 +86,14 @@ def load_memmap(
     place, types = Path(os.path.abspath(folder)), tuple(types)
     target = None if device is None else checked_device(device)
     left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
+    with as_read(place):
+        return _whole(place, lambda: _Reading(target, types, set(left_out), offload_dir, writes=mode == "r+"))
+
+
+def _whole(place: Path, begin: Callable[[], _Reading]) -> Any:
+    """What a folder holds that is one and the same from the first look to the last."""
     while True:
-        before = _which(place)
-        reading = _Reading(target, types, set(left_out), offload_dir, writes=mode == "r+")
+        before, reading = _which(place), begin()
         try:
             found = reading.folder(place, ())
         except (MissingFileError, CorruptFileError):

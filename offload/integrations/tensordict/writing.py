@@ -26,7 +26,7 @@ from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, esc
 from offload.integrations.tensordict.reading import load_memmap
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK
-from offload.storage.regular import read_json
+from offload.storage.regular import is_there, read_json, reading
 from offload.storage.write import (
     explained,
     sweep_folders,
@@ -342,12 +342,13 @@ def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
 
 def _refuse_replacing(folder: Path, existsok: bool) -> None:
     """Refuse to write over what `save_memmap` did not write; an empty folder may be filled."""
-    if not os.path.lexists(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
-        return
-    if not existsok:
-        raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
-    known = _files_of(folder)
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    with reading(folder):
+        if not is_there(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
+            return
+        if not existsok:
+            raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
+        known = _files_of(folder)
+        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     if not known:
         raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
     if there - known:
