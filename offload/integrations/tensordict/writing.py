@@ -15,6 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -299,7 +300,8 @@ def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
             _exchange(temporary, folder)
             sync_folder(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+        with suppress(OSError):
+            shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
 
 
 def _write(folder: Path, plan: _Plan, threads: int) -> None:
