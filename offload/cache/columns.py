@@ -23,7 +23,7 @@ import torch
 
 from offload.cache.gather import size_of
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.rowfile import Descriptors, RowFile
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
 from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
 from offload.storage.file import Identity, TensorFile, file_status
@@ -51,8 +51,7 @@ class FixedColumn:
         self.path = folder / file_name(column.name)
         self._row_bytes = row_bytes(column)
         self._with_rows: TensorFile | None = None
-        files = Descriptors.opened(self.path, writes=writes)
-        self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, files)
+        self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
             self._is_blank = self._refuse_another()
         except BaseException:

@@ -92,7 +92,7 @@ class HeldColumn:
         if tensor._is_part() or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
             self._rows = mapped_value(tensor)
         else:
-            self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]), files)
+            self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]), files=files)
         self._of, self._files = handle.file, files
 
     def _refuse_changed(self) -> None:

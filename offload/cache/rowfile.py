@@ -89,8 +89,23 @@ class RowFile:
     """A file with rows of one dtype and shape, from byte `start` on."""
 
     def __init__(
-        self, path: Path, start: int, dtype: torch.dtype, row_shape: tuple[int, ...], files: Descriptors
+        self,
+        path: Path,
+        start: int,
+        dtype: torch.dtype,
+        row_shape: tuple[int, ...],
+        *,
+        writes: bool = False,
+        files: Descriptors | None = None,
     ) -> None:
+        """
+        Args:
+            files: the descriptors of one that is open already.
+
+        Raises:
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+        """
+        files = files or Descriptors.opened(path, writes=writes)
         self.path = path
         self._start = start
         self._dtype = dtype

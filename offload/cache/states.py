@@ -99,7 +99,7 @@ class States:
 
     @property
     def num_rows(self) -> int:
-        self._refuse_cut()
+        self.refuse_cut()
         return int(self._counts[2])
 
     @num_rows.setter
@@ -107,9 +107,14 @@ class States:
         self._counts[2] = value
 
     @property
+    def last_num_rows(self) -> int:
+        """As `num_rows`, for those who have just seen that the file is whole."""
+        return int(self._counts[2])
+
+    @property
     def room(self) -> int:
         """Rows that there is room for."""
-        self._refuse_cut()
+        self.refuse_cut()
         return int(self._counts[3])
 
     @property
@@ -139,7 +144,7 @@ class States:
             WriteError
             CorruptFileError: the file was cut.
         """
-        self._refuse_cut()
+        self.refuse_cut()
         needed = room * self._columns
         if PAGE + needed > self._durable:
             with explained(self.path, needed, "folder"):
@@ -152,15 +157,16 @@ class States:
 
     def of(self, rows: Rows, columns: list[int]) -> Bytes:
         """The bytes of these cells, (rows, columns): a copy."""
+        known = self._all()
         self._look_at_all(len(rows))
         index = self._cells(rows, columns)
-        cells: Bytes = self._all().take(index, 0) if isinstance(index, np.ndarray) else self._all()[index]
+        cells: Bytes = known.take(index, 0) if isinstance(index, np.ndarray) else known[index]
         return cells.copy() if cells.base is not None else cells
 
     def _look_at_all(self, count: int) -> None:
         """When some have been looked at for as long as it takes: if all are filled none need be, until one changes."""
         self._looked_at += _LOOK + count
-        changes, rows = self.changes, self.num_rows
+        changes, rows = self.changes, self.last_num_rows
         if self._looked_at * _QUICKER >= rows * self._columns:
             self._looked_at = 0
             parts = (self._part(at, min(_PART, rows - at)) for at in range(0, rows, _PART))
@@ -172,7 +178,7 @@ class States:
         with reading(self.path):
             part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
         if len(part) < count * self._columns:
-            self._refuse_cut()
+            self.refuse_cut()
         return part.ljust(count * self._columns, b"\0")
 
     def begin(self, rows: Rows, columns: list[int]) -> Bytes:
@@ -184,7 +190,7 @@ class States:
             WriteError: the disk is full.
             CorruptFileError: the file was cut.
         """
-        self._refuse_cut()
+        self.refuse_cut()
         self._reserve(rows.numbers)
         cells = self._cells(rows, columns)
         before: Bytes = self._all()[cells]
@@ -290,7 +296,7 @@ class States:
         os.close(self.fd)
         del self._counts, self._lengths, self._bytes  # the mapping has a descriptor of its own
 
-    def _refuse_cut(self) -> None:
+    def refuse_cut(self) -> None:
         """
         Raises:
             CorruptFileError: the file is shorter than it was.
@@ -307,8 +313,8 @@ class States:
             )
 
     def _all(self) -> Bytes:
-        self._refuse_cut()
-        if len(self._bytes) < self.num_rows:  # another process has made room
+        self.refuse_cut()
+        if len(self._bytes) < self.last_num_rows:  # another process has made room
             self._map()
         return self._bytes
 
