@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +26,7 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
+from offload.storage.dtypes import _NAMED
 from offload.storage.file import TensorFile
 from tests.processes import in_fork, run_script
 
@@ -129,7 +133,7 @@ def test_tensors_in_memory_are_not_copied() -> None:
 
 def test_to_disk_makes_folders_and_any_safetensors_reader_opens_the_file(tmp_path: Path) -> None:
     tensors = {name: value for name, value in logps().items() if name != "wide"}
-    path = tmp_path / "made" / "here" / "cache.pt"
+    path = tmp_path / "made" / "here" / "cache"
 
     TensorCache(tensors=tensors, metadata={"model": "tiny"}).to_disk(path)
 
@@ -159,17 +163,256 @@ def test_columns_keep_their_order_and_metadata_their_words(tmp_path: Path) -> No
         TensorCache.from_disk(tmp_path / "c", expect={"model": "large"})
 
 
-def test_what_to_disk_wrote_before_is_replaced_and_who_reads_it_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "cache.pt"
-    TensorCache(tensors={"x": torch.zeros(3)}).to_disk(path)
-    old = TensorCache.from_disk(path)
+FILES = ["cache.pt", "cache.safetensors", "cache"]
+DTYPES = [
+    dtype for dtype in sorted(set(_NAMED.values()), key=str) if not re.search(r"bits|int[1-7]$|float4", str(dtype))
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_to_disk_wrote_before_is_replaced_and_who_reads_it_goes_on(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    TensorCache(tensors={"x": torch.zeros(3), "y": torch.arange(3)}).to_disk(path)
+    old, unread = TensorCache.from_disk(path), TensorCache.from_disk(path)
     assert [0.0] * 3 == old[:]["x"].tolist()
 
     TensorCache(tensors={"x": torch.ones(4)}).to_disk(path)
 
     assert [1.0] * 4 == TensorCache.from_disk(path)[:]["x"].tolist()
-    with pytest.raises(ChangedFileError, match=r"cache\.pt has changed since it was opened"):
-        old[:]
+    for cache in (old, unread):
+        assert [0.0] * 3 == cache[:]["x"].tolist()
+        assert [2, 0] == cache[[2, 0]]["y"].tolist()
+        with pytest.raises(ChangedFileError, match="has changed since it was opened"):  # it is over what stands there
+            cache.column("x").sum()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_cache_can_be_saved_over_the_file_that_it_is_from(tmp_path: Path, name: str) -> None:
+    path, tensors = tmp_path / name, logps()
+    TensorCache(tensors=tensors, metadata={"model": "tiny"}).to_disk(path)
+    cache = TensorCache.from_disk(path)
+    cache.tensors["more"] = torch.arange(5)
+
+    cache.to_disk(path)
+
+    for found in (cache, TensorCache.from_disk(path)):
+        assert [*tensors, "more"] == list(found.columns)
+        assert {"model": "tiny"} == found.metadata
+        for name_, tensor in {**tensors, "more": torch.arange(5)}.items():
+            assert torch.equal(tensor, found[:][name_])
+            assert torch.equal(tensor, found.column(name_).clone())
+    cache.to_disk(path, ["good"])
+    assert torch.equal(tensors["hidden"][[4, 1]], cache[[4, 1]]["hidden"])
+    assert torch.equal(tensors["good"], cache.column("good").clone())
+
+
+def test_a_file_that_is_written_into_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    TensorCache(tensors={"x": torch.zeros(3)}).to_disk(tmp_path / "cache")
+    cache = TensorCache.from_disk(tmp_path / "cache")
+    with open(tmp_path / "cache", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"1234")
+
+    with pytest.raises(ChangedFileError, match="has changed since it was opened"):
+        cache[:]
+
+
+def test_a_tensor_whose_value_is_replaced_gives_the_new_one(tmp_path: Path) -> None:
+    tensor = OffloadedTensor.from_original_tensor(torch.zeros(3), "x", tmp_path)
+    cache = TensorCache(tensors={"x": tensor})
+    assert [0.0] * 3 == cache[:]["x"].tolist()
+
+    tensor.update_values(torch.ones(3))
+
+    assert [1.0] * 3 == cache[:]["x"].tolist()
+    tensor.mul_(2)
+    assert [2.0] * 3 == cache[[0, 1, 2]]["x"].tolist()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+def test_torch_load_opens_what_to_disk_wrote(tmp_path: Path, suffix: str) -> None:
+    path, tensors = tmp_path / f"cache{suffix}", logps()
+    TensorCache(tensors=tensors, metadata={"n": [1]}).to_disk(path)
+
+    for mapped in (False, True):
+        found = torch.load(path, weights_only=True, mmap=mapped)
+        assert type(found) is dict
+        assert list(tensors) == list(found)
+        for name, tensor in tensors.items():
+            assert (tensor.dtype, tensor.shape, torch.device("cpu")) == (
+                found[name].dtype,
+                found[name].shape,
+                found[name].device,
+            )
+            assert torch.equal(tensor, found[name])
+            assert not found[name].requires_grad
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_rows_of_every_dtype_go_to_a_file_and_back(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    raw = torch.arange(5 * 3 * dtype.itemsize, dtype=torch.uint8).view(5, -1)
+    tensor = (raw % 2 if dtype == torch.bool else raw).view(dtype).view(5, -1)
+
+    TensorCache(tensors={"x": tensor, "none": tensor[:, :0]}).to_disk(tmp_path / name)
+
+    found = TensorCache.from_disk(tmp_path / name)
+    assert dtype == found.columns["x"].dtype
+    assert torch.equal(tensor.view(torch.uint8), found[:]["x"].view(torch.uint8))
+    assert (5, 0) == tuple(found[:]["none"].shape)
+    if name == "x.pt":
+        again = torch.load(tmp_path / name, weights_only=True)["x"]
+        assert torch.equal(tensor.view(torch.uint8), again.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tensors_that_lie_in_other_ways_are_written_as_they_read(tmp_path: Path, name: str) -> None:
+    base = torch.randn(4, 5)
+    tensors = {
+        "turned": base.t(),
+        "conjugate": torch.randn(5, 2, dtype=torch.complex64).conj(),
+        "negative": torch.randn(5, dtype=torch.complex64).conj().imag,
+        "same": torch.ones(1).expand(5),
+        "apart": torch.randn(10, 2)[::2],
+    }
+
+    TensorCache(tensors=tensors).to_disk(tmp_path / name)
+
+    found = TensorCache.from_disk(tmp_path / name)[:]
+    assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+
+
+def test_a_pt_file_takes_no_more_memory_than_a_batch(tmp_path: Path) -> None:
+    """And is read in place by index."""
+    said = run_script(
+        """
+        import resource, sys, torch
+        from offload import TensorCache
+        folder, rows = sys.argv[1], 24_000
+        cache = TensorCache.create(folder + "/cache", {"x": (torch.float32, (1024,))}, rows)
+        for start in range(0, rows, 1000):
+            cache[start : start + 1000] = {"x": torch.full((1000, 1024), float(start))}
+        cache.flush()
+        peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1])
+        import threading
+        most, done = [peak()], threading.Event()
+        first = most[0]
+        def watch():
+            while not done.wait(0.002):
+                most[0] = max(most[0], peak())
+        thread = threading.Thread(target=watch)
+        thread.start()
+        cache.to_disk(folder + "/x.pt")
+        done.set()
+        thread.join()
+        found = TensorCache.from_disk(folder + "/x.pt")
+        assert found[[23_999, 5]]["x"][:, 0].tolist() == [23_000.0, 0.0]
+        print((most[0] - first) >> 10)
+        """,
+        tmp_path,
+    )
+
+    assert int(said) < 50  # MiB, of 94
+
+
+def test_a_column_is_added_replaced_and_removed_by_its_name() -> None:
+    cache = TensorCache(tensors={"a": torch.arange(3)}, metadata={"k": 1})
+
+    cache.tensors["b"] = torch.ones(3, 2)
+    cache.tensors.update(c=torch.zeros(3))
+    tensors = cache.tensors
+    tensors |= {"a": torch.tensor([5, 6, 7])}
+
+    assert ["a", "b", "c"] == list(cache.tensors) == list(cache.columns) == list(cache[0])
+    assert [5, 6, 7] == cache[:]["a"].tolist()
+    assert (3, 2) == tuple(cache[:]["b"].shape)
+    del cache.tensors["c"]
+    assert torch.equal(torch.ones(3, 2), cache.tensors.pop("b"))
+    assert ["a"] == list(cache.columns)
+    assert {"k": 1} == cache.metadata
+    cache.tensors["a"] = torch.arange(9)  # the only one
+    assert 9 == len(cache)
+
+
+def test_what_can_t_be_a_column_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    cache = TensorCache(tensors={"a": torch.arange(3), "b": torch.arange(3)})
+
+    with pytest.raises(CacheError, match=r"the tensors are not of one length \('a' has 3, 'b' has 3, 'c' has 4\)"):
+        cache.tensors["c"] = torch.ones(4)
+    with pytest.raises(CacheError, match="is a single value"):
+        cache.tensors["a"] = torch.tensor(1)
+    with pytest.raises(CacheError, match="has at least one column"):
+        cache.tensors.clear()
+    with pytest.raises(ColumnError, match="has no column 'z'"):
+        del cache.tensors["z"]
+
+    assert ["a", "b"] == list(cache.tensors)
+    assert 3 == len(cache)
+    with TensorCache.create(tmp_path, {"a": (torch.float32, ())}, 3) as folder:
+        for act in (
+            lambda: folder.tensors.__setitem__("a", torch.ones(3)),
+            lambda: folder.tensors.__setitem__("b", torch.ones(3)),
+            lambda: folder.tensors.pop("a"),
+        ):
+            with pytest.raises(CacheError, match=r"are those that it was made with: write rows, as cache\[rows\] = "):
+                act()
+
+
+def test_the_tensors_of_a_cache_are_a_dict_to_others(tmp_path: Path) -> None:
+    cache = TensorCache(tensors=logps())
+
+    torch.save(cache.tensors, tmp_path / "x.pt")
+
+    assert isinstance(cache.tensors, dict)
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in logps().items())
+    assert list(logps()) == list(pickle.loads(pickle.dumps(cache.tensors)))
+
+
+WHOLE = [
+    torch.tensor([4.0, 0.0, -1.0]),
+    torch.tensor([4.0, 0.0], dtype=torch.float64),
+    torch.tensor([1, 3], dtype=torch.bfloat16),
+    torch.tensor([1, 3], dtype=torch.float16),
+    torch.tensor(2.0),
+    torch.empty(0),
+    np.array([4.0, 1.0]),
+    np.array([4.0, 1.0], dtype=np.float32)[::-1],
+]
+
+
+@pytest.mark.parametrize("rows", WHOLE, ids=str)
+def test_floats_that_are_whole_numbers_name_rows(held: TensorCache, tmp_path: Path, rows: object) -> None:
+    """Trainers keep the numbers of rows beside their values, in tensors of floats."""
+    numbers = torch.as_tensor(np.ascontiguousarray(rows)) if isinstance(rows, np.ndarray) else rows
+    assert isinstance(numbers, torch.Tensor)
+    with TensorCache.create(tmp_path / "made", {"x": (torch.int64, ())}, 5) as folder:
+        folder[:] = {"x": torch.arange(5)}
+        assert torch.equal(torch.arange(5)[numbers.long()], folder[rows]["x"])
+        folder[rows] = {"x": torch.arange(5)[numbers.long()]}
+    for name in held.columns:
+        assert torch.equal(logps()[name][numbers.long()], held[rows][name])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([0.5]),
+        torch.tensor([float("nan")]),
+        torch.tensor([float("inf")]),
+        torch.tensor([1e30]),
+        torch.tensor([-7.0]),
+        torch.tensor([1.0 + 0j]),
+        torch.ones(2, 2),
+        np.array([1.5]),
+        1.0,
+    ],
+    ids=str,
+)
+def test_other_floats_name_none(held: TensorCache, rows: object) -> None:
+    with pytest.raises(RowIndexError):
+        held[rows]
 
 
 def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:

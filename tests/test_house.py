@@ -75,8 +75,6 @@ GUESTS = {
     "saving": {"huggingface_hub", "torchao"},
 }
 
-# Modules of one class, or one act, that is not cut in two for a number of lines.
-
 PUBLIC = [
     "ON_DISK",
     "LoadReport",

@@ -3,7 +3,8 @@
 | module | what |
 | --- | --- |
 | `table` | `TensorCache`, which users hold |
-| `store` | the folder: its columns, and the order in which things are written |
+| `making` | a new folder |
+| `store` | an opened one: its columns, and the order in which things are written |
 | `states` | the bitmap: which rows are filled, and how many there are |
 | `columns` `heap` | rows of one size, and rows of any |
 | `held` | tensors that are there already, in memory or in a file, as a cache |

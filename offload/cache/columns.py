@@ -12,6 +12,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.cache.gather import size_of
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
@@ -27,7 +29,8 @@ from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchEr
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.header import Entry, build, contiguous
 from offload.storage.names import file_name
-from offload.storage.write import bytes_of, put_file, refuse_foreign, write_all
+from offload.storage.regular import reading
+from offload.storage.write import bytes_of, explained, put_file, refuse_foreign, write_all
 from offload.tensor.wrapper import OffloadedTensor
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
@@ -50,7 +53,7 @@ class FixedColumn:
         self._with_rows: TensorFile | None = None
         self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
-            self._refuse_another()
+            self._is_blank = self._refuse_another()
         except BaseException:
             self._file.close()
             raise
@@ -72,12 +75,17 @@ class FixedColumn:
         words = self._file.table(count)
         return None if words is None else (self._file, words)
 
-    def _refuse_another(self) -> None:
-        """A crash may have torn a header behind the number of rows: what stands before is always the same."""
+    def _refuse_another(self) -> bool:
+        """A crash may have torn a header behind the number of rows: what stands before is always the same.
+
+        Returns:
+            Whether there is no header: `check` says that it was cut, or a power cut has left nothing of it, and no row.
+        """
         wanted = _head(self.column, 0)
-        found = os.pread(self._file.fd, len(wanted), 0)
+        with reading(self.path):
+            found = os.pread(self._file.fd, len(wanted), 0)
         if len(found) < len(wanted) or not any(found):
-            return  # `check` says that it was cut; a power cut has left nothing of it, and no row either
+            return True
         rows = wanted.index(_SHAPE) + len(_SHAPE)
         [expected, said] = [_ROW_SHAPE.match(head, rows) for head in (wanted, found)]
         if found[:rows] != wanted[:rows] or (expected and said and expected[1] != said[1]):
@@ -85,13 +93,25 @@ class FixedColumn:
                 f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
                 f"{self.column.dtype}, and is left as it is. Get the folder again, whole."
             )
+        return False
+
+    def refuse_blank(self, filled: Iterator[Rows]) -> None:
+        """
+        Raises:
+            CorruptFileError: there is no header, though rows are filled.
+        """
+        if self._is_blank and next(filled, None) is not None:
+            raise CorruptFileError(
+                f"column {self.column.name!r}: {self.path} has filled rows, and no header: it was overwritten. "
+                "Get the folder again, whole."
+            )
 
     def check(self, room: int) -> None:
         """
         Raises:
             CorruptFileError: the file has no such room.
         """
-        found, expected = os.fstat(self._file.fd).st_size, _size(self.column, room)
+        found, expected = size_of(self._file.fd, self.path), _size(self.column, room)
         if found < expected:
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} has {found} bytes, and {room} rows of "
@@ -99,8 +119,12 @@ class FixedColumn:
                 "Get the folder again, whole."
             )
 
+    def refuse_cut(self, room: int) -> None:
+        """As `check`: what is said under the lock is so."""
+        self.check(room)
+
     def has_room(self, room: int) -> bool:
-        return os.fstat(self._file.fd).st_size >= _size(self.column, room)
+        return size_of(self._file.fd, self.path) >= _size(self.column, room)
 
     def _identity(self) -> Identity:
         return Identity.of(file_status(self.path))
@@ -114,16 +138,21 @@ class FixedColumn:
         self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
         return self._with_rows
 
-    def fit(self, room: int) -> None:
-        """Make the file exactly as `room` has it. On the disk that is with the next row that is.
+    def fit(self, room: int, known: int) -> None:
+        """Make the file, which has room for as many rows as are `known`, exactly as `room` has it. Under the lock.
+
+        On the disk that is with the next row that is.
 
         Raises:
-            OSError
+            CorruptFileError: it has not: what was cut off would read as zeros.
+            WriteError
         """
+        self.check(known)
         head, fd = _head(self.column, room), self._file.fd
-        if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
-            os.ftruncate(fd, _size(self.column, room))
-            write_all(fd, memoryview(head), 0)
+        with explained(self.path, 0, "folder"):
+            if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
+                os.ftruncate(fd, _size(self.column, room))
+                write_all(fd, memoryview(head), 0)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
         """`value` as `count` rows, of which only those at the places `kept` are to be written: their bytes.

@@ -107,6 +107,7 @@ def remove_others(folder: Path, kept: Collection[str] | None) -> None:
     if kept is None:
         shutil.rmtree(folder, ignore_errors=True)
         return
-    for name in set(os.listdir(folder)) - set(kept):
-        with suppress(OSError):
-            (folder / name).unlink()
+    with suppress(OSError):
+        for name in set(os.listdir(folder)) - set(kept):
+            with suppress(OSError):
+                (folder / name).unlink()

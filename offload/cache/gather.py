@@ -7,19 +7,19 @@ Always true:
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from offload.cache.indexing import Numbers
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
+from offload.storage.regular import explained, open_regular
 
 _MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
 _CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 CAN_ADVISE = hasattr(os, "posix_fadvise")
 
 
@@ -40,7 +40,7 @@ def read_parts(
 
     Raises:
         CorruptFileError: the file ends before.
-        OSError
+        ReadError
     """
     order = np.flatnonzero(sizes)
     order = order[np.argsort(starts[order], kind="stable")]
@@ -51,7 +51,7 @@ def read_parts(
     first, behind = starts.tolist(), (starts + sizes).tolist()
     if announce and CAN_ADVISE:
         for begin, end in runs:
-            os.posix_fadvise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
+            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
     slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
     for begin, end in runs:
         for at in range(begin, end, _MOST_PARTS):
@@ -74,9 +74,15 @@ def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
     Raises: as `read_parts`.
     """
     wanted = sum(map(len, into))
-    done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
-    if done == wanted:
-        return
+    try:
+        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+        if done < wanted:
+            _read_on(fd, path, at, into, done)
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int) -> None:
     for part in into:
         skipped = min(done, len(part))
         done -= skipped
@@ -89,21 +95,37 @@ def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
             at += got
 
 
-def opened(path: Path, flags: int) -> int:
-    """A descriptor of a file of a cache; a link is followed to read, and never to write.
+def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+    """Tell the system how a file will be read; that it does not listen changes no value."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, nbytes, advice)
+
+
+def size_of(fd: int, path: Path) -> int:
+    """Bytes of an open file.
 
     Raises:
-        MissingFileError, CorruptFileError, ForeignFileError
+        ReadError
     """
     try:
-        return os.open(path, flags | os.O_CLOEXEC | (_NO_LINK if flags & os.O_RDWR else 0))
-    except FileNotFoundError as error:
-        reason = "a file of the cache is missing: get the folder again, whole"
-        raise MissingFileError(error.errno, reason, str(path)) from error
+        return os.fstat(fd).st_size
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ForeignFileError(
-                f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
-                "or open the cache with mode='r'"
-            ) from error
-        raise CorruptFileError(f"{path} can't be opened: {error.strerror}") from error
+        raise explained(path, error) from error
+
+
+def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
+    """A descriptor of a regular file of a cache; a link is followed to read, and never to write.
+
+    Raises:
+        MissingFileError, CorruptFileError, ForeignFileError, ReadError
+    """
+    try:
+        return open_regular(path, flags)
+    except MissingFileError as error:
+        reason = f"{what} is missing: get the folder again, whole"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except ForeignFileError as error:
+        raise ForeignFileError(
+            f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
+            "or open the cache with mode='r'"
+        ) from error

@@ -3,6 +3,7 @@
 Always true:
 - values stand one behind the other in a file that only grows; where each row's are stands in a column of its own
 - a row that is written again gets a new place: who reads the old one is not disturbed
+- nothing is written to a file that was cut: what is put where the values of a row were would be taken for that row's
 - what comes back is what went in, or writing it was an error; nothing is unpickled
 
 The files: `NAME.values` (rows of tensors, as bytes), `NAME.jsonl` (a line a row) or `NAME.bytes`; and
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ import numpy as np
 import torch
 
 from offload.cache.columns import Filled, FixedColumn, as_tensor, row_bytes
-from offload.cache.gather import opened, read_parts
+from offload.cache.gather import opened, read_parts, size_of
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
+from offload.cache.states import Length
 from offload.errors import CorruptFileError, DtypeMismatchError, ForeignFileError, ShapeMismatchError
 from offload.storage.names import SUFFIX, file_name
+from offload.storage.regular import open_regular
 from offload.storage.write import bytes_of, write_all
 
 _SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
@@ -49,13 +52,14 @@ class Batch:
 class HeapColumn:
     """An opened column."""
 
-    def __init__(self, folder: Path, column: Column, *, writes: bool) -> None:
+    def __init__(self, folder: Path, column: Column, length: Length, *, writes: bool) -> None:
         """
         Raises:
             MissingFileError, CorruptFileError
         """
         self.column = column
         self.path = _path(folder, column)
+        self._length = length
         self._each = row_bytes(column)  # bytes of what is counted
         self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
         try:
@@ -73,19 +77,51 @@ class HeapColumn:
             OSError
         """
         path = _path(folder, column)
-        if path.exists() and path.stat().st_size:
-            raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
-        path.touch()
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.fstat(fd).st_size:
+                raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
+        finally:
+            os.close(fd)
         FixedColumn.create(folder, _index_of(column), room)
 
     def check(self, room: int) -> None:
         self._index.check(room)
 
+    def refuse_cut(self, room: int) -> None:
+        """Under the lock.
+
+        Raises:
+            CorruptFileError: the index has no such room, or the values are not all there.
+        """
+        self._index.refuse_cut(room)
+        end, expected = size_of(self._fd, self.path), self._length.get()
+        if end < expected:
+            raise self._cut(end, expected)
+
+    def refuse_blank(self, filled: Iterator[Rows]) -> None:
+        self._index.refuse_blank(filled)
+
     def has_room(self, room: int) -> bool:
         return self._index.has_room(room)
 
-    def fit(self, room: int) -> None:
-        self._index.fit(room)
+    def fit(self, room: int, known: int) -> None:
+        self._index.fit(room, known)
+
+    def settle(self, filled: Iterable[Rows]) -> None:
+        """Find out how long the file is to be where that is not known, or a power cut took what no row was yet.
+
+        Under the lock.
+
+        Raises:
+            CorruptFileError: it took more than that.
+        """
+        end = size_of(self._fd, self.path)
+        if 0 < self._length.get() <= end:
+            return
+        for rows in filled:
+            self._refuse_outside(self._index.read(rows, None).numpy(), end)
+        self._length.set(end)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> Batch:
         """`value` as rows, of which only those at the places `kept` are to be written.
@@ -120,6 +156,8 @@ class HeapColumn:
             at = -(-at // _ALIGNED) * _ALIGNED
         starts = np.where(sizes > 0, at + np.cumsum(sizes) - sizes, 0)  # the file may end before `at`
         nbytes = write_all(self._fd, memoryview(b"".join(batch.parts)), at)
+        if nbytes:
+            self._length.set(at + nbytes)
         return nbytes + self._index.write(
             rows, torch.from_numpy(np.stack([starts, batch.counts], axis=1)).view(torch.uint8)
         )
@@ -142,12 +180,7 @@ class HeapColumn:
             )
         index = self._index.read(rows, filled).numpy()
         starts, counts = index[:, 0], index[:, 1]
-        end = os.fstat(self._fd).st_size
-        most = (end - starts) // self._each if self._each else counts
-        if (index < 0).any() or (counts > most).any():
-            raise CorruptFileError(
-                f"{self.path} has {end} bytes, and its rows take more: it was cut. Get it again, whole."
-            )
+        self._refuse_outside(index, size_of(self._fd, self.path))
         sizes = counts * self._each
         flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         places = np.cumsum(sizes) - sizes
@@ -159,8 +192,28 @@ class HeapColumn:
         parts = [data[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
         return [self._decoded(part) for part in parts]
 
+    def _refuse_outside(self, index: Numbers, end: int) -> None:
+        """
+        Args:
+            index: (rows, 2)
+            end: bytes that the file has.
+
+        Raises:
+            CorruptFileError: values of a row are said to be where there are none.
+        """
+        starts, counts = index[:, 0], index[:, 1]
+        most = (end - starts) // self._each if self._each else counts
+        if (index < 0).any() or (counts > most).any():
+            raise self._cut(end, None)
+
+    def _cut(self, found: int, expected: int | None) -> CorruptFileError:
+        return CorruptFileError(
+            f"column {self.column.name!r}: {self.path} has {found} bytes, and its rows take "
+            f"{'more' if expected is None else expected}: it was cut. Get the folder again, whole."
+        )
+
     def nbytes(self, num_rows: int) -> int:
-        return self._index.nbytes(num_rows) + os.fstat(self._fd).st_size
+        return self._index.nbytes(num_rows) + size_of(self._fd, self.path)
 
     def sync(self) -> None:
         """

@@ -2,12 +2,14 @@
 
 Always true:
 - every column has as many rows as the others
-- a file is read a batch at a time, in place, and never written to; one that changes is an error
+- a file is read a batch at a time, in place, and never written to; one that changes is an error. One that another takes
+  the place of is kept: rows are read from what was opened
 - a file that is written is whole, or not there; only one of ours is replaced
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,14 +17,24 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from offload.cache.archive import SUFFIXES, notes_in, write_archive
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.manifest import Manifest
-from offload.cache.rowfile import RowFile
+from offload.cache.rowfile import Descriptors, RowFile
 from offload.cache.schema import schema_of
 from offload.checkpoint import open_checkpoint
-from offload.errors import CacheError, ColumnError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import (
+    CacheError,
+    ChangedFileError,
+    ColumnError,
+    CorruptFileError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+)
+from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import contiguous
+from offload.storage.regular import reading
 from offload.storage.write import explained, sweep, write_values
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.outside import CPU
@@ -39,7 +51,8 @@ class HeldColumn:
         if not tensor.dim():
             raise CacheError(f"column {name!r} is a single value, and a column has rows: give it a first dimension")
         self.tensor = tensor.detach()
-        self._file: RowFile | None = None
+        self._rows: RowFile | torch.Tensor | None = None  # where they are read from: a file, or its mapping
+        self._of: TensorFile | None = None  # whose they are
 
     def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
         """(rows, *row_shape): on the device of the tensor, from a file on the CPU.
@@ -54,24 +67,70 @@ class HeldColumn:
 
     def _from_file(self, tensor: OffloadedTensor, rows: Rows, *, pinned: bool) -> torch.Tensor:
         handle = tensor._file_handle()
+        if handle.owned:
+            handle.base()  # which may be another file by now
+        if self._rows is None or self._of is not handle.file:
+            self.keep(Kept())
+        if not handle.owned:
+            self._refuse_changed()
+        if isinstance(self._rows, RowFile):
+            return self._rows.read(rows, pinned=pinned)
+        assert self._rows is not None
+        return self._rows[torch.from_numpy(rows.numbers)]
+
+    def keep(self, kept: Kept) -> None:
+        """Have the file open from now on, if there is one, together with the other columns of that file.
+
+        Raises:
+            MissingFileError, ChangedFileError, CorruptFileError, ReadError
+        """
+        if not is_offloaded(self.tensor):
+            return
+        tensor: OffloadedTensor = self.tensor  # type: ignore[assignment]
+        handle = tensor._file_handle()
+        files = kept.of(handle.file, is_settled=not handle.owned)
         if tensor._is_part() or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
-            return mapped_value(tensor)[torch.from_numpy(rows.numbers)]
-        if self._file is None:
-            row_shape = tuple(tensor.shape[1:])
-            self._file = RowFile(handle.path, handle.extent[0], tensor.dtype, row_shape, writes=False)
-        handle.base()  # is it still the file that was opened?
-        return self._file.read(rows, pinned=pinned)
+            self._rows = mapped_value(tensor)
+        else:
+            self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]), files=files)
+        self._of, self._files = handle.file, files
+
+    def _refuse_changed(self) -> None:
+        """
+        Raises:
+            ChangedFileError: somebody has written into the file that was opened.
+        """
+        assert self._of is not None
+        with reading(self._of.path):
+            now = Identity.of(os.fstat(self._files.fd))
+        if now != self._of.identity:
+            raise ChangedFileError(
+                f"{self._of.path} has changed since it was opened (size or modification time): its rows can't be "
+                "trusted any more. Open the cache again."
+            )
 
     def __getstate__(self) -> torch.Tensor:
         return self.tensor
 
     def __setstate__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._file = None
+        self._rows = self._of = None
 
-    def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
-            self._file.close()  # type: ignore[union-attr]
+
+class Kept:
+    """Files that are kept open, each for all of its columns."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Descriptors] = {}
+
+    def of(self, file: TensorFile, *, is_settled: bool) -> Descriptors:
+        """
+        Raises:
+            MissingFileError, ChangedFileError, CorruptFileError, ReadError
+        """
+        if id(file) not in self._known:
+            self._known[id(file)] = Descriptors.kept(file.descriptor(settled=is_settled), file.path)
+        return self._known[id(file)]
 
 
 class HeldStore:
@@ -88,18 +147,56 @@ class HeldStore:
             CacheError: there are no tensors, they are of several lengths, or one is no column.
         """
         self.folder = folder
-        self._columns = {name: HeldColumn(name, tensor) for name, tensor in tensors.items()}
-        lengths = {name: len(column.tensor) for name, column in self._columns.items()}
+        self._metadata = metadata
+        self._take({name: HeldColumn(name, tensor) for name, tensor in tensors.items()})
+        self.device = next(iter(self._columns.values())).tensor.device
+
+    def _take(self, columns: dict[str, HeldColumn]) -> None:
+        """Have these columns, which are of one length, from now on."""
+        lengths = {name: len(column.tensor) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             told = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
             raise CacheError(
                 f"the tensors are not of one length ({told or 'there are none'}): a cache has a value a row and column"
             )
+        self.columns = schema_of({name: (held.tensor.dtype, held.tensor.shape[1:]) for name, held in columns.items()})
         [self.num_rows] = set(lengths.values())
-        self.device = next(iter(self._columns.values())).tensor.device
-        specs = {name: (column.tensor.dtype, column.tensor.shape[1:]) for name, column in self._columns.items()}
-        self.columns = schema_of(specs)
-        self.manifest = Manifest(self.columns, self.num_rows, metadata)
+        self._columns = columns
+        self.manifest = Manifest(self.columns, self.num_rows, self._metadata)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Have a tensor as a column, a new one or in place of that of its name.
+
+        Raises:
+            CacheError: it is of another length than the others, or can't be a column.
+            UnsupportedOpError
+        """
+        self._take({**self._columns, name: HeldColumn(name, tensor)})
+
+    def drop(self, name: str) -> None:
+        """
+        Raises:
+            ColumnError: there is no such column.
+            CacheError: it is the last one.
+        """
+        self.names([name])
+        self._take({other: column for other, column in self._columns.items() if other != name})
+
+    def keep(self) -> None:
+        """Have the files of all columns open from now on, whatever takes their place.
+
+        Raises:
+            MissingFileError, ChangedFileError, CorruptFileError, ReadError
+        """
+        kept = Kept()
+        for column in self._columns.values():
+            column.keep(kept)
+
+    def was_saved(self, path: Path, names: Iterable[str]) -> None:
+        """These columns were written to `path`: if that is the file that they are from, they are from the new one."""
+        if path == self.folder:
+            new = read_file(path)._columns
+            self._take({name: new[name] if name in set(names) else column for name, column in self._columns.items()})
 
     @property
     def place(self) -> str:
@@ -190,9 +287,14 @@ def read_file(path: Path) -> HeldStore:
     found = open_checkpoint(path)
     handles = [(Handle.reference(value.file, value.key), CPU) for value in found.values()]
     tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
-    said = next((value.file.notes.get(_NOTE) for value in found.values()), None) or {}
-    names = said.get("columns", list(tensors))
-    return HeldStore({name: tensors[name] for name in names}, said.get("metadata", {}), path)
+    file = next((value.file for value in found.values()), None)
+    said = {} if file is None else file.notes.get(_NOTE) or notes_in(file) or {}
+    names, metadata = said.get("columns", list(tensors)), said.get("metadata", {})
+    if not isinstance(metadata, dict) or not isinstance(names, list) or set(names) != set(tensors):
+        raise CorruptFileError(f"{path} says of itself what its tensors are not: get the file again")
+    store = HeldStore({name: tensors[name] for name in names}, metadata, path)
+    store.keep()
+    return store
 
 
 def write_file(
@@ -201,7 +303,9 @@ def write_file(
     values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Put a safetensors file of columns, (dtype, shape), at `path`, atomically; folders are made.
+    """Put a file of columns, (dtype, shape), at `path`, atomically; folders are made.
+
+    What its suffix says: one that `torch.load` opens, or safetensors.
 
     Raises:
         ForeignFileError: a file that offload did not write stands there.
@@ -212,5 +316,8 @@ def write_file(
     with explained(path.parent, 0, "folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         sweep(path.parent)
-    notes = {_NOTE: {"columns": list(columns), "metadata": dict(metadata)}}
-    write_values(path, {name: values[name] for name in by_size}, layouts, notes, durable=True)
+    said = {"columns": list(columns), "metadata": dict(metadata)}
+    if path.suffix in SUFFIXES:
+        write_archive(path, {name: layouts[name] for name in columns}, values, said)
+    else:
+        write_values(path, {name: values[name] for name in by_size}, layouts, {_NOTE: said}, durable=True)

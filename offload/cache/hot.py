@@ -18,6 +18,7 @@ from offload.cache.states import States
 from offload.storage.modes import is_plain_world
 
 _LOOKS = 4  # at rows that were picked, to tell whether all are in memory
+_STILL = 0.01  # seconds for which the states are taken to be whole after they were
 _NEVER = -1
 
 
@@ -34,20 +35,24 @@ class HotRows:
         """
         self.changes = changes
         self._states = states
+        self._whole_until = 0.0
         self._count = count
         self._tables = tables
         self._all = [(name, *table) for name, table in tables.items()]
 
     def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
         """Rows by a slice of some behind each other, or a tensor of numbers from 0 on; of any other form nothing."""
-        if self._states.changes != self.changes or self._states.num_rows != self._count or not is_plain_world():
+        now = time.monotonic()
+        if now > self._whole_until:  # seldom, as it takes a call: what was cut off would end the process
+            self._states.refuse_cut()
+            self._whole_until = now + _STILL
+        if self._states.changes != self.changes or self._states.last_num_rows != self._count or not is_plain_world():
             return None
         rows = self._plain(index)
         if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
             return None
         try:
             tables = self._all if columns is None else [(name, *self._tables[name]) for name in columns]
-            now = time.monotonic()
             for _, file, _ in tables:
                 if now > file.in_memory_until:
                     file.look(_some(rows))

@@ -18,7 +18,7 @@ import torch
 from offload.errors import RowIndexError
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
-_FORMS = "an int, a slice, a range, a list, or a 1-D integer or bool tensor or array"
+_FORMS = "an int, a slice, a range, a list, or a 1-D tensor or array of integers, of bools, or of whole floats"
 
 
 class Rows:
@@ -112,6 +112,15 @@ def span_of(numbers: Numbers) -> slice | None:
     return slice(first, last + 1)
 
 
+def last_of_each(numbers: Numbers) -> Numbers | None:
+    """Places that put numbers in order, each once, the last of equal ones; None if they are so."""
+    if len(numbers) < 2 or bool((np.diff(numbers) > 0).all()):
+        return None
+    order = np.argsort(numbers, kind="stable")
+    kept: Numbers = order[np.append(np.diff(numbers[order]) != 0, True)]
+    return kept
+
+
 def _number(index: Any) -> int:
     if not isinstance(index, bool | np.bool_):
         try:
@@ -125,9 +134,11 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
     """An array of bool, or of integers, with one dimension or none."""
     try:
         if isinstance(index, torch.Tensor):
-            array = index.detach().cpu().numpy()
+            array = _whole(index.detach().cpu()).numpy()
         elif isinstance(index, np.ndarray):
             array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch has them
+            if array.dtype.kind == "f":
+                array = _whole(torch.from_numpy(array)).numpy()
         else:
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
     except (ValueError, TypeError, NotImplementedError):  # lists of different lengths; a tensor that NumPy can't have
@@ -137,6 +148,14 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
     if array.ndim > 1 or array.dtype.kind not in "iu" or array.dtype == np.uint8:  # torch takes uint8 for a mask
         raise RowIndexError(f"{_short(index)} (shape {array.shape}, {array.dtype}) names no rows: give {_FORMS}")
     return array
+
+
+def _whole(index: torch.Tensor) -> torch.Tensor:
+    """Floats that are whole numbers, as integers: some keep the numbers of rows beside their values."""
+    if not index.is_floating_point():
+        return index
+    numbers = index.double().nan_to_num(nan=0.5).clamp(-(2.0**62), 2.0**62)
+    return numbers.long() if bool((numbers == numbers.trunc()).all()) else index
 
 
 def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:

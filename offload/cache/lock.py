@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload.cache.gather import opened
 from offload.storage.locks import fork_safe_lock
+from offload.storage.regular import explained
 
 fcntl: Any
 try:
@@ -23,6 +25,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+FILE = "rows.lock"
 _UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -41,11 +44,11 @@ class FolderLock:
         """Alone, or with others that share it. May be nested in a thread, the outermost says how."""
         with self._threads:
             if self._pid != os.getpid():  # a descriptor of the parent's would share its lock
-                self._fd, self._pid, self._depth = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), os.getpid(), 0
+                self._fd, self._pid, self._depth = opened(self._path, os.O_RDONLY), os.getpid(), 0
             depth = self._depth
             try:
                 if not depth:
-                    lock(self._fd, shared=shared)
+                    lock(self._fd, self._path, shared=shared)
                 self._depth = depth + 1
                 yield
             finally:
@@ -55,17 +58,22 @@ class FolderLock:
                         fcntl.flock(self._fd, fcntl.LOCK_UN)
                     except OSError as error:
                         if error.errno not in _UNKNOWN:
-                            raise
+                            self.close()
 
     def close(self) -> None:
+        """Let go of the file, and of the lock with it; whoever wants that again opens it again."""
         with self._threads:
             if self._pid == os.getpid():
                 os.close(self._fd)
             self._pid = 0
 
 
-def lock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Take the lock of an open file, or change how it is held; False if that would mean to wait, and `wait` is not."""
+def lock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bool:
+    """Take the lock of an open file, or change how it is held; False if that would mean to wait, and `wait` is not.
+
+    Raises:
+        ReadError
+    """
     if fcntl is None:
         return True
     how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
@@ -75,14 +83,15 @@ def lock(fd: int, *, shared: bool = False, wait: bool = True) -> bool:
         return False
     except OSError as error:
         if error.errno not in _UNKNOWN:
-            raise
+            raise explained(path, error) from error
     return True
 
 
-def unlock(fd: int) -> None:
+def unlock(fd: int) -> bool:
+    """Let go of the lock of an open file; False if that fails: it goes with the descriptor then."""
     if fcntl is not None:
         try:
             fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:
-            if error.errno not in _UNKNOWN:
-                raise
+            return error.errno in _UNKNOWN
+    return True

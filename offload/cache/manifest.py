@@ -16,6 +16,7 @@ from typing import Any
 
 from offload.cache.schema import Column, schema_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError
+from offload.storage.regular import read_json, short
 from offload.storage.write import put_file
 
 FILE = "manifest.json"
@@ -61,29 +62,27 @@ class Manifest:
         Raises:
             MissingFileError: there is no cache.
             CorruptFileError: something else stands there.
+            ReadError: it can't be read now.
             CacheError: one of another version.
         """
         path = folder / FILE
         try:
-            said = json.loads(path.read_bytes())
-            is_ours = isinstance(said, dict) and said.get("format") == FORMAT
-        except (FileNotFoundError, NotADirectoryError) as error:
+            said = read_json(path, "the manifest of a cache")
+        except MissingFileError as error:
             reason = "no cache is here, or it was not made to its end: TensorCache.create makes one"
             raise MissingFileError(error.errno, reason, str(path)) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise CorruptFileError(f"{path} can't be read as the manifest of a cache ({error})") from error
-        if not is_ours:
+        if not isinstance(said, dict) or said.get("format") != FORMAT:
             raise CorruptFileError(f"{path} is not the manifest of a cache of offload")
         if said.get("version") != VERSION:
             raise CacheError(
-                f"{path} is of version {said.get('version')}, and this offload reads version {VERSION}: "
+                f"{path} is of version {short(said.get('version'))}, and this offload reads version {VERSION}: "
                 "open it with the offload that wrote it"
             )
         try:
             columns = schema_of({name: Column.from_json(name, column) for name, column in said["columns"].items()})
             rows, metadata = said["num_rows"], said["metadata"]
             if type(rows) is not int or rows < 0 or not isinstance(metadata, dict):
-                raise ValueError(f"{rows!r} rows, metadata {metadata!r}")
+                raise ValueError(f"{short(repr(rows))} rows, metadata {short(repr(metadata))}")
         except (KeyError, AttributeError, ValueError, CacheError) as error:
             raise CorruptFileError(f"{path} is malformed: {error}") from error
         return cls(columns, rows, metadata)

@@ -23,8 +23,10 @@ from offload.cache.fields import rows_in_batch
 from offload.cache.held import write_file
 from offload.cache.schema import TENSOR, Column
 from offload.cache.states import FILE as STATES
+from offload.cache.tensors import Tensors
 from offload.errors import CacheError
 from offload.storage.paths import absolute
+from offload.storage.regular import is_there
 
 
 class ReadByIndex(ABC):
@@ -74,6 +76,14 @@ class ReadByIndex(ABC):
     @abstractmethod
     def column(self, name: str) -> torch.Tensor:
         """A column as one tensor."""
+
+    @abstractmethod
+    def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Have a tensor as a column, or none of that name."""
+
+    @abstractmethod
+    def _was_saved(self, path: Path, names: Iterable[str]) -> None:
+        """These columns stand in a file now."""
 
     @abstractmethod
     def require_complete(self, columns: Iterable[str] | None = None) -> None:
@@ -139,12 +149,14 @@ class ReadByIndex(ABC):
         return RowDataset(self, [columns] if isinstance(columns, str) else None if columns is None else list(columns))
 
     def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
-        """Write all rows to one safetensors file, a batch at a time; `from_disk` opens it.
+        """Write all rows to one file, a batch at a time; `from_disk` opens it.
 
-        Folders are made. A file that was there stays, whole, until the new one is; then it is replaced.
+        Folders are made. A file that was there stays, whole, until the new one is; then it is replaced. It may be the
+        one that this cache is from.
 
         Args:
-            path: the file, whatever its suffix.
+            path: the file. With the suffix .pt, .pth, .bin or .ckpt it is one that `torch.load` opens, a dict of
+                tensors; else safetensors.
             columns: those to write; all if None.
 
         Raises:
@@ -163,20 +175,21 @@ class ReadByIndex(ABC):
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
             )
         target = absolute(path)
-        if (target.parent / STATES).exists():
+        if is_there(target.parent / STATES):
             raise CacheError(f"{target} would be among the files of a cache: take another folder")
         values = {name: self._blocks(name) for name in shapes}
         write_file(target, shapes, values, self.metadata)
+        self._was_saved(target, names)
 
     def _blocks(self, name: str) -> Iterator[torch.Tensor]:
         step = rows_in_batch([row_bytes(self.columns[name])])
         for batch in self.batches(step, columns=[name], device="cpu", prefetch=1):
-            yield batch[name]
+            yield batch[name].contiguous().resolve_conj().resolve_neg()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The columns as tensors, as `column` gives them."""
-        return {name: self.column(name) for name in self.columns}
+        return Tensors({name: self.column(name) for name in self.columns}, self.put_column)
 
 
 def _kept(rows: Any) -> Any:

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from offload.cache.gather import CAN_ADVISE, opened, read_parts, read_run, runs
+from offload.cache.gather import CAN_ADVISE, advise, opened, read_parts, read_run, runs
 from offload.cache.indexing import Rows
-from offload.errors import CorruptFileError
 from offload.memory import available_bytes
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
+from offload.storage.regular import reading
 from offload.storage.write import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
@@ -38,14 +38,74 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # o
 _HUGE = 32 << 20  # bytes: for less the C library has memory that was touched before
 
 
+class Descriptors:
+    """Two of one file: for rows behind each other, and for rows here and there. Whoever has them last closes them."""
+
+    def __init__(self, fd: int, random: int) -> None:
+        self.fd = fd
+        self.random = random
+        if CAN_ADVISE:  # else the system reads on behind each row
+            advise(random, 0, 0, os.POSIX_FADV_RANDOM)
+
+    @classmethod
+    def opened(cls, path: Path, *, writes: bool) -> Descriptors:
+        """
+        Raises:
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+        """
+        fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        try:
+            return cls(fd, opened(path, os.O_RDONLY))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def kept(cls, fd: int, path: Path) -> Descriptors:
+        """Of a file that is open already, whatever stands at its path by now.
+
+        Raises:
+            ReadError
+        """
+        try:
+            again = f"/proc/self/fd/{fd}"
+            with reading(path):
+                return cls(fd, os.open(again, os.O_RDONLY | os.O_CLOEXEC) if os.path.exists(again) else os.dup(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        for fd in {self.fd, self.random} - {-1}:
+            os.close(fd)
+        self.fd = self.random = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "random", -1) != -1:
+            self.close()
+
+
 class RowFile:
     """A file with rows of one dtype and shape, from byte `start` on."""
 
-    def __init__(self, path: Path, start: int, dtype: torch.dtype, row_shape: tuple[int, ...], *, writes: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        start: int,
+        dtype: torch.dtype,
+        row_shape: tuple[int, ...],
+        *,
+        writes: bool = False,
+        files: Descriptors | None = None,
+    ) -> None:
         """
+        Args:
+            files: the descriptors of one that is open already.
+
         Raises:
-            MissingFileError, CorruptFileError
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
         """
+        files = files or Descriptors.opened(path, writes=writes)
         self.path = path
         self._start = start
         self._dtype = dtype
@@ -55,10 +115,9 @@ class RowFile:
         self._word_name = _WORDS[word]
         self._word: torch.dtype = getattr(torch, self._word_name)
         self._words = row_shape if word == dtype.itemsize else (*row_shape, dtype.itemsize // word)  # of a row
-        self.fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        self._random = opened(path, os.O_RDONLY)
-        if CAN_ADVISE:  # else the system reads on behind each row
-            os.posix_fadvise(self._random, 0, 0, os.POSIX_FADV_RANDOM)
+        self._files = files
+        self.fd = files.fd
+        self._random = files.random
         self._mapped: torch.Tensor | None = None  # (rows that the file holds, *words of a row)
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # bytes behind each other that were written and not given to the disk
@@ -78,14 +137,15 @@ class RowFile:
         """Rows, in any order: (rows, *row_shape), plain, on the CPU; contiguous and all that if it is given.
 
         Raises:
-            CorruptFileError: the file is cut, or the disk does not give it.
+            CorruptFileError: the file is cut.
+            ReadError: the disk does not give it.
         """
         mapped = self._mapped  # another thread may be at it too
         if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out, pinned=pinned)
         if not self._size or not len(rows):
             return self._values(self._fresh(len(rows), pinned=pinned)) if out is None else out
-        try:
+        with reading(self.path):
             is_cached = self._are_cached(rows)
             mapped = self._hot_mapping(rows, is_cached)
             if mapped is not None:
@@ -93,8 +153,6 @@ class RowFile:
             words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
             return self._values(words) if out is None else out
-        except OSError as error:
-            raise CorruptFileError(f"{self.path} can't be read: {error.strerror}. Is the disk all right?") from error
 
     def table(self, count: int) -> torch.Tensor | None:
         """So many rows from the first on, over the file's memory, for `copied` and `picked`; None if it has none."""
@@ -119,8 +177,12 @@ class RowFile:
         """See that these rows are in memory; for a moment, others are taken to be so too.
 
         Raises:
-            OSError: one of them is not, or not in the file.
+            OSError: one of them is not, or not in the file; or the file ends before what is mapped of it.
         """
+        mapped = self._mapped
+        if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
+            self._mapped = None  # to touch what was cut off would end the process
+            raise OSError(errno.ENODATA, "the file ends before its rows")
         for row in rows:
             if not os.preadv(self._random, [bytearray(1)], self._at(row), _NOWAIT):
                 raise OSError(errno.ENODATA, "the file ends before its rows")
@@ -173,8 +235,7 @@ class RowFile:
 
     def close(self) -> None:
         self._mapped = None
-        os.close(self.fd)
-        os.close(self._random)
+        self._files.close()
 
     def _at(self, row: int | np.int64) -> int:
         return self._start + int(row) * self._size
@@ -217,7 +278,7 @@ class RowFile:
         rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
         try:
             mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
-        except ValueError:  # a writer has cut off room meanwhile
+        except (ValueError, OSError):  # a writer has cut off room meanwhile; there are too many mappings
             return None
         count = (size - self._start) // self._size
         whole = torch.frombuffer(mapping, dtype=torch.uint8)[self._start : self._start + count * self._size]

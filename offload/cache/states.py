@@ -8,26 +8,32 @@ Always true:
 - numbers of rows and room move under the lock of the folder; the room is said to be there when it is
 - between a byte that stops saying that its cell is filled and the data of that the count of changes moves: who has seen
   rows filled may take them for that until it does
-- the file never gets shorter: who has it mapped would be killed by a look at what was cut off
+- the file never gets shorter: who has it mapped would be killed by a look at what was cut off. One that did is an
+  error before it is looked at, and is not made longer again
 
-The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, changes), then the
-bytes, row by row. It may be longer than that, with nothing there: a sync of its length waits for rows.
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, changes, and for each
+column of rows of any length how many bytes its values take, 0 if that is not known), then the bytes, row by row. It may
+be longer than that, with nothing there: a sync of its length waits for rows.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from offload.cache.gather import opened
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import lock, unlock
-from offload.errors import CacheError, CorruptFileError, MissingFileError
+from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
+from offload.storage.regular import as_file, is_there, open_regular, reading
+from offload.storage.regular import explained as unread
 from offload.storage.write import explained, put_file
 
 FILE = "rows.state"
@@ -35,6 +41,8 @@ PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
 VERSION = 2  # in the first one changes were not counted
 EMPTY, BEGUN, _LAST = 0, 1, 255
+_LENGTHS = 16 + 5 * 8  # where the lengths of values begin
+_MOST_LENGTHS = (PAGE - _LENGTHS) // 8  # of columns beyond that none is known
 _CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
 _AHEAD = 16  # times the room that is needed
 _SCANNED = 1 << 24  # rows that are looked at at a time
@@ -49,24 +57,26 @@ _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
 class States:
     """The opened file."""
 
-    def __init__(self, folder: Path, columns: int, *, writes: bool) -> None:
+    def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
         """
+        Args:
+            rows: that there are at least.
+
         Raises:
-            MissingFileError, CorruptFileError, CacheError (of another version)
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+            CacheError: it is of another version.
         """
         self.path = folder / FILE
         self._columns = columns
+        self._least_rows = rows
         self._writes = writes
         self._pid = os.getpid()
         self._reserved: set[int] = set()
         self._durable = 0  # bytes that the file has, also after a power cut
         self._known_filled = (-1, 0)  # at so many changes, so many rows from the first on
         self._looked_at = 0  # rows here and there, since all were
-        try:
-            self.fd = os.open(self.path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            reason = "the file that says which rows are filled is missing: get the folder again, whole"
-            raise MissingFileError(error.errno, reason, str(self.path)) from error
+        what = "the file that says which rows are filled"
+        self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY, what)
         try:
             self._map()
         except BaseException:
@@ -75,12 +85,21 @@ class States:
 
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
-        """A file in which every row is empty; takes the disk space of one page."""
+        """A file in which every row is empty; takes the disk space of one page.
+
+        Raises:
+            ForeignFileError: something that offload did not write stands there.
+            WriteError
+        """
+        path = folder / FILE
+        if is_there(path) and not _is_ours(path):
+            raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
         counts = np.array([VERSION, columns, rows, rows, 0], dtype="<u8").tobytes()
-        put_file(folder / FILE, MAGIC + counts, PAGE + rows * columns)
+        put_file(path, MAGIC + counts, PAGE + rows * columns)
 
     @property
     def num_rows(self) -> int:
+        self.refuse_cut()
         return int(self._counts[2])
 
     @num_rows.setter
@@ -88,14 +107,24 @@ class States:
         self._counts[2] = value
 
     @property
+    def last_num_rows(self) -> int:
+        """As `num_rows`, for those who have just seen that the file is whole."""
+        return int(self._counts[2])
+
+    @property
     def room(self) -> int:
         """Rows that there is room for."""
+        self.refuse_cut()
         return int(self._counts[3])
 
     @property
     def changes(self) -> int:
         """How often rows began to be written: what is known of them holds until it moves."""
         return int(self._counts[4])
+
+    def length(self, number: int) -> Length:
+        """Of the values of a column: among those with rows of any length, the one of this number."""
+        return Length(self, number)
 
     def known_filled(self, changes: int) -> int:
         """How many rows, from the first on, are known to have been filled in every column at so many changes."""
@@ -105,14 +134,17 @@ class States:
     @property
     def nbytes(self) -> int:
         """On the disk."""
-        return os.fstat(self.fd).st_blocks * 512
+        with reading(self.path):
+            return os.fstat(self.fd).st_blocks * 512
 
     def grow(self, room: int) -> None:
         """Say that there is room for so many rows: the columns have it. Under the lock.
 
         Raises:
             WriteError
+            CorruptFileError: the file was cut.
         """
+        self.refuse_cut()
         needed = room * self._columns
         if PAGE + needed > self._durable:
             with explained(self.path, needed, "folder"):
@@ -125,15 +157,16 @@ class States:
 
     def of(self, rows: Rows, columns: list[int]) -> Bytes:
         """The bytes of these cells, (rows, columns): a copy."""
+        known = self._all()
         self._look_at_all(len(rows))
         index = self._cells(rows, columns)
-        cells: Bytes = self._all().take(index, 0) if isinstance(index, np.ndarray) else self._all()[index]
+        cells: Bytes = known.take(index, 0) if isinstance(index, np.ndarray) else known[index]
         return cells.copy() if cells.base is not None else cells
 
     def _look_at_all(self, count: int) -> None:
         """When some have been looked at for as long as it takes: if all are filled none need be, until one changes."""
         self._looked_at += _LOOK + count
-        changes, rows = self.changes, self.num_rows
+        changes, rows = self.changes, self.last_num_rows
         if self._looked_at * _QUICKER >= rows * self._columns:
             self._looked_at = 0
             parts = (self._part(at, min(_PART, rows - at)) for at in range(0, rows, _PART))
@@ -142,9 +175,11 @@ class States:
 
     def _part(self, first: int, count: int) -> bytes:
         """The bytes of rows behind each other. A look at a hole through a mapping may take room on the disk."""
-        return os.pread(self.fd, count * self._columns, PAGE + first * self._columns).ljust(
-            count * self._columns, b"\0"
-        )
+        with reading(self.path):
+            part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
+        if len(part) < count * self._columns:
+            self.refuse_cut()
+        return part.ljust(count * self._columns, b"\0")
 
     def begin(self, rows: Rows, columns: list[int]) -> Bytes:
         """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
@@ -153,7 +188,9 @@ class States:
 
         Raises:
             WriteError: the disk is full.
+            CorruptFileError: the file was cut.
         """
+        self.refuse_cut()
         self._reserve(rows.numbers)
         cells = self._cells(rows, columns)
         before: Bytes = self._all()[cells]
@@ -218,6 +255,13 @@ class States:
         rows = (self._all()[at : min(at + _SCANNED, self.num_rows)] for at in parts)
         return sum(int(np.count_nonzero(cells_filled(part[:, columns]).all(axis=1))) for part in rows)
 
+    def filled(self, column: int) -> Iterator[Rows]:
+        """The rows that are filled in a column, in order, some at a time."""
+        for at in range(0, self.num_rows, _PART):
+            numbers = np.flatnonzero(cells_filled(self._all()[at : min(at + _PART, self.num_rows), column])) + at
+            if len(numbers):
+                yield Rows(numbers)
+
     def used(self) -> int:
         """The number of rows up to the last one that is filled, in some column."""
         return self._up_to_last(cells_filled)
@@ -237,18 +281,40 @@ class States:
 
     def count_in(self) -> None:
         """Be a writer of its own, in a forked child: it may outlive the parent, whose lock it shares."""
-        inherited, self.fd = self.fd, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        own = opened(self.path, os.O_RDWR)
+        if not os.path.sameopenfile(own, self.fd):
+            os.close(own)
+            raise ChangedFileError(f"{self.path} was replaced since the cache was opened: open it again")
+        inherited, self.fd = self.fd, own
         os.close(inherited)
         self._pid = os.getpid()
-        lock(self.fd, shared=True)
+        lock(self.fd, self.path, shared=True)
 
     def close(self) -> None:
-        if self._pid == os.getpid():  # the mapping has a descriptor of its own, which would keep the lock
+        if self._pid == os.getpid():
             unlock(self.fd)
         os.close(self.fd)
+        del self._counts, self._lengths, self._bytes  # the mapping has a descriptor of its own
+
+    def refuse_cut(self) -> None:
+        """
+        Raises:
+            CorruptFileError: the file is shorter than it was.
+            ReadError
+        """
+        try:
+            size = os.lseek(self.fd, 0, os.SEEK_END)  # in a third of the time of `fstat`; nothing is read at the offset
+        except OSError as error:
+            raise unread(self.path, error) from error
+        if size < self._mapped_bytes:
+            raise CorruptFileError(
+                f"{self.path}, which says which rows are filled, has {size} bytes and had {self._mapped_bytes}: it was "
+                "cut, and nothing is known of its rows any more. Get the folder again, whole."
+            )
 
     def _all(self) -> Bytes:
-        if len(self._bytes) < self.num_rows:  # another process has made room
+        self.refuse_cut()
+        if len(self._bytes) < self.last_num_rows:  # another process has made room
             self._map()
         return self._bytes
 
@@ -260,13 +326,20 @@ class States:
         return (numbers[:, None], columns) if isinstance(numbers, np.ndarray) else (numbers, columns)
 
     def _map(self) -> None:
-        size = os.fstat(self.fd).st_size
-        if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
-            raise CorruptFileError(f"{self.path} does not say which rows are filled: it is not whole, or another file")
-        mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+        with reading(self.path):
+            size = os.fstat(self.fd).st_size
+            if size < PAGE or os.pread(self.fd, 16, 0) != MAGIC:
+                raise CorruptFileError(
+                    f"{self.path} does not say which rows are filled: it is not whole, or another file"
+                )
+            mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+        self._mapped_bytes = size
         self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
+        self._lengths: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=_MOST_LENGTHS, offset=_LENGTHS)
         version, columns, rows, room = said = self._counts[:4].tolist()
-        if os.fstat(self.fd).st_size != size or self._counts[:4].tolist() != said:
+        with reading(self.path):
+            is_still = os.fstat(self.fd).st_size == size
+        if not is_still or self._counts[:4].tolist() != said:
             self._map()  # another process is making room
             return
         self._check(size, version, columns, rows, room)
@@ -286,6 +359,11 @@ class States:
                 f"{rows} rows of {self._columns} columns, with room for {room}, take {expected}: it was cut, or is of "
                 "another cache. Get the folder again, whole."
             )
+        if rows < self._least_rows:
+            raise CorruptFileError(
+                f"{self.path} speaks of {rows} rows, and the manifest beside it of {self._least_rows}: one of them is "
+                "older, or of another cache. Get the folder again, whole."
+            )
 
     def _reserve(self, rows: Numbers) -> None:
         if not len(rows) or not hasattr(os, "posix_fallocate"):
@@ -301,6 +379,32 @@ class States:
             with explained(self.path, _CHUNK, "folder"):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
             self._reserved.add(chunk)
+
+
+class Length:
+    """How many bytes the values of a column take, as all know who write them; 0 if that is not known."""
+
+    __slots__ = ("_number", "_states")
+
+    def __init__(self, states: States, number: int) -> None:
+        self._states = states
+        self._number = number
+
+    def get(self) -> int:
+        return int(self._states._lengths[self._number]) if self._number < _MOST_LENGTHS else 0
+
+    def set(self, nbytes: int) -> None:
+        if self._number < _MOST_LENGTHS:
+            self._states._lengths[self._number] = nbytes
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a cache that was not made to its end may have left it."""
+    with suppress(CorruptFileError, ForeignFileError):
+        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with as_file(fd) as file, reading(path):
+            return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def _is_filled(cells: bytes) -> bool:

@@ -26,9 +26,9 @@ import torch
 from offload.cache.columns import FixedColumn
 from offload.cache.heap import HeapColumn
 from offload.cache.hot import HotRows
-from offload.cache.indexing import Numbers, Rows
+from offload.cache.indexing import Numbers, Rows, last_of_each
+from offload.cache.lock import FILE as LOCK
 from offload.cache.lock import FolderLock, lock
-from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
 from offload.cache.schema import TENSOR, Column
 from offload.cache.states import Bytes, States, all_filled, cells_filled
@@ -45,11 +45,10 @@ from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
-from offload.storage.write import explained, sweep
+from offload.storage.write import explained
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
-LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
 _LEAST_BYTES = 16 << 20  # for which there is room after it has been made
 _MOST_BYTES = 256 << 20  # that are written between two flushes; under a cap on memory, fewer: they can't be dropped
@@ -93,44 +92,20 @@ class Store:
         self._opened.callback(self._lock.close)
         try:
             with self._lock.held(shared=True):
-                self._states = States(folder, len(self._names), writes=writes)
+                self._states = States(folder, len(self._names), manifest.num_rows, writes=writes)
                 self._opened.callback(self._states.close)
                 for name, column in self.columns.items():
-                    self._files[name] = kind_of(column)(folder, column, writes=writes)
+                    self._files[name] = self._open_file(column)
                     self._opened.callback(self._files[name].close)
-                    self._check(self._files[name])
+                    self._room_of(self._files[name])
+                    self._files[name].refuse_blank(self._states.filled(self._places[name]))
             if writes:
                 self._settle()
         except BaseException:
             self._close_files()
             raise
 
-    # Making and opening
-
-    @staticmethod
-    def create(folder: Path, manifest: Manifest) -> None:
-        """
-        Raises:
-            CacheError: there is one, or somebody is making one.
-            ForeignFileError: a file that offload did not write is in the way.
-            WriteError
-        """
-        with explained(folder, 0, "folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-            fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                if not lock(fd, wait=False) or (folder / MANIFEST).exists():
-                    raise CacheError(
-                        f"{folder} is a cache already, or another process is making one there: open it with "
-                        "TensorCache.open, or take another folder"
-                    )
-                sweep(folder)
-                for column in manifest.columns.values():
-                    kind_of(column).create(folder, column, manifest.num_rows)
-                States.create(folder, len(manifest.columns), manifest.num_rows)
-                manifest.write(folder)
-            finally:
-                os.close(fd)
+    # Opening
 
     @classmethod
     def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
@@ -141,18 +116,52 @@ class Store:
         return cls(folder, manifest, writes=writes)
 
     def _settle(self) -> None:
-        """Count this writer, and mend what killed ones left, if it is the only one."""
-        if lock(self._states.fd, wait=False):
+        """Count this writer, and mend what killed ones left, if it is the only one.
+
+        Raises:
+            CorruptFileError: a file was cut.
+        """
+        is_only = lock(self._states.fd, self._states.path, wait=False)
+        if is_only:
             with self._lock.held():
                 self._forget_unfilled()
-                for file in self._files.values():
-                    file.fit(self._states.room)
-        lock(self._states.fd, shared=True)
+                for name, file in self._files.items():
+                    if isinstance(file, HeapColumn):
+                        file.settle(self._states.filled(self._places[name]))
+                    file.fit(self._states.room, self._room_of(file))
+        lock(self._states.fd, self._states.path, shared=True)
+        if not is_only:
+            with self._lock.held():
+                self._refuse_cut(self._files)
 
-    def _check(self, file: FixedColumn | HeapColumn) -> None:
-        """A file may lack room that was made just before a power cut: no row was filled there. It lacks no other."""
-        if not file.has_room(self._states.room):
-            file.check(self._states.used())
+    def _open_file(self, column: Column) -> FixedColumn | HeapColumn:
+        if column.kind == TENSOR:
+            return FixedColumn(self.folder, column, writes=self.writes)
+        number = sum(isinstance(file, HeapColumn) for file in self._files.values())
+        return HeapColumn(self.folder, column, self._states.length(number), writes=self.writes)
+
+    def _room_of(self, file: FixedColumn | HeapColumn) -> int:
+        """For how many rows a file has room, at least.
+
+        It may lack room that was made just before a power cut: no row was filled there.
+
+        Raises:
+            CorruptFileError: it lacks other room.
+        """
+        if file.has_room(self._states.room):
+            return self._states.room
+        used = self._states.used()
+        file.check(used)
+        return used
+
+    def _refuse_cut(self, names: Iterable[str]) -> None:
+        """Who writes to a file that was cut makes it long again: what was cut off would be zeros. Under the lock.
+
+        Raises:
+            CorruptFileError
+        """
+        for name in names:
+            self._files[name].refuse_cut(self._states.room)
 
     # What it is
 
@@ -198,7 +207,7 @@ class Store:
         rows, room = self.num_rows, self._states.room
         if tensor is None or len(tensor) != room:
             with self._lock.held():
-                column.fit(self._states.room)  # another writer may have been killed
+                column.fit(self._states.room, self._states.room)  # another writer may have been killed
                 handle = Handle.shared(TensorFile.open(column.path), name, self.folder)
             handle.has_holes = handle.is_fixed = True
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
@@ -207,7 +216,7 @@ class Store:
 
     def _referenced(self, column: FixedColumn, device: torch.device) -> OffloadedTensor:
         with self._lock.held(shared=True):
-            self._check(column)
+            self._room_of(column)
             if not column.has_room(self.num_rows):
                 raise CorruptFileError(
                     f"{column.path} has no room for the last rows, which are missing, as after a power cut: "
@@ -309,10 +318,11 @@ class Store:
         places = self.places(values)
         numbers = rows.numbers
         given = {name: _one(value) if rows.is_one else value for name, value in values.items()}
-        kept = _last_of_each(numbers)
+        kept = last_of_each(numbers)
         prepared = {name: self._files[name].prepare(value, len(numbers), kept) for name, value in given.items()}
         if len(numbers):
             with self._lock.held():
+                self._refuse_cut(prepared)
                 self._put(rows if kept is None else Rows(numbers[kept]), places, prepared)
             self._flush_if_due()
 
@@ -332,6 +342,7 @@ class Store:
         count = next(iter(counts.values()))
         prepared = {name: self._files[name].prepare(value, count, None) for name, value in values.items()}
         with self._lock.held():
+            self._refuse_cut(prepared)
             first = self.num_rows
             if first + count > self._states.room:
                 self._make_room(first + count)
@@ -395,6 +406,7 @@ class Store:
             for name in touched:
                 self._files[name].sync()
         with self._lock.held():
+            self._refuse_cut(touched)
             for part in written:
                 self._states.fill(part.rows, part.columns, part.begun)
         self._states.sync()
@@ -407,7 +419,7 @@ class Store:
         try:
             if self.writes and self._pid == os.getpid():
                 self.flush_own()
-                if lock(self._states.fd, wait=False):
+                if lock(self._states.fd, self._states.path, wait=False):
                     with self._lock.held():
                         self._give_room_back()
         finally:
@@ -446,7 +458,7 @@ class Store:
         room = max(needed, self._states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1))
         with explained(self.folder, 0, "folder"):
             for file in self._files.values():
-                file.fit(room)
+                file.fit(room, self._states.room)
             self._states.grow(room)
 
     def _forget_unfilled(self) -> int:
@@ -462,10 +474,11 @@ class Store:
 
     def _give_room_back(self) -> None:
         """Under the lock, by the only writer."""
+        self._refuse_cut(self._files)
         rows = self._forget_unfilled()
         self._states.shrink()
         for file in self._files.values():
-            file.fit(self._states.room)
+            file.fit(self._states.room, self._states.room)
         if rows > self.manifest.num_rows:
             self.manifest = self.manifest.with_rows(rows)
             self.manifest.write(self.folder)
@@ -476,19 +489,6 @@ class Store:
         self._opened.close()
 
 
-def kind_of(column: Column) -> type[FixedColumn | HeapColumn]:
-    return FixedColumn if column.kind == TENSOR else HeapColumn
-
-
 def _one(value: Any) -> Any:
     """The values of one row, as those of some."""
     return value[None] if isinstance(value, torch.Tensor | np.ndarray) else [value]
-
-
-def _last_of_each(numbers: Numbers) -> Numbers | None:
-    """Places that put numbers in order, each once, the last of equal ones; None if they are so."""
-    if len(numbers) < 2 or bool((np.diff(numbers) > 0).all()):
-        return None
-    order = np.argsort(numbers, kind="stable")
-    kept: Numbers = order[np.append(np.diff(numbers[order]) != 0, True)]
-    return kept

@@ -22,6 +22,7 @@ from offload.cache.fields import Field, Incoming, list_of, remove_others
 from offload.cache.heap import Ragged
 from offload.cache.held import HeldStore, read_file
 from offload.cache.indexing import rows_of
+from offload.cache.making import make
 from offload.cache.manifest import Manifest, as_json
 from offload.cache.reading import ReadByIndex
 from offload.cache.records import rows_of as rows_of_records
@@ -32,6 +33,8 @@ from offload.progress import progress
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.paths import absolute
+from offload.storage.regular import is_folder
+from offload.storage.write import explained
 from offload.tensor.arguments import checked_device, refuse_other_class
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
@@ -118,7 +121,7 @@ class TensorCache(ReadByIndex):
             raise CacheError(f"a cache can't have {num_rows} rows")
         where = checked_device(device)
         path = absolute(folder)
-        Store.create(path, Manifest(schema, num_rows, as_json(metadata or {})))
+        make(path, Manifest(schema, num_rows, as_json(metadata or {})))
         return cls._over(Store.open(path, None, writes=True), where)
 
     @classmethod
@@ -169,7 +172,7 @@ class TensorCache(ReadByIndex):
             CacheError: the tensors are not of one length, or the metadata are others.
         """
         path, where = absolute(path), "cpu" if device is None else device
-        if path.is_dir():
+        if is_folder(path):
             return cls.open(path, expect=expect, device=where)
         store = read_file(path)
         store.manifest.check(expect, path)
@@ -227,8 +230,10 @@ class TensorCache(ReadByIndex):
 
         Raises: as `create`, and what the batches raise; nothing is left in `folder` then.
         """
-        path = Path(os.path.abspath(tempfile.mkdtemp(dir=private_folder()) if folder is None else folder))
-        kept = list_of(path)
+        root = private_folder() if folder is None else Path(os.path.abspath(folder))
+        with explained(root, 0, "folder"):
+            path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
+            kept = list_of(path)
         cache = cls.create(path, rows.columns, metadata=metadata, device=device)
         try:
             for batch in progress(rows.batches, "rows"):
@@ -394,6 +399,30 @@ class TensorCache(ReadByIndex):
             WriteError: at the first in-place op, if the disk has no room for all rows.
         """
         return self._open().tensor(name, self.device)
+
+    def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Have a tensor as a column, or none of that name, as `cache.tensors[name] = tensor` and `del` do.
+
+        For tensors in memory, or from one file, which stays as it is until `to_disk`.
+
+        Raises:
+            CacheError: the cache is a folder; or the tensor is of another length than the other columns.
+            ColumnError: there is none of that name.
+        """
+        store = self._open()
+        if not isinstance(store, HeldStore):
+            raise CacheError(
+                f"the columns of the cache in {self.folder} are those that it was made with: write rows, as "
+                f"cache[rows] = {{{name!r}: values}}, or make another cache with TensorCache.create"
+            )
+        if tensor is None:
+            store.drop(name)
+        else:
+            store.put(name, tensor)
+
+    def _was_saved(self, path: Path, names: Iterable[str]) -> None:
+        if isinstance(self._store, HeldStore):
+            self._store.was_saved(path, names)
 
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.

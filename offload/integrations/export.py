@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,21 @@ from offload.cache.columns import row_bytes
 from offload.cache.fields import Batch, Field, rows_in_batch
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.table import TensorCache
-from offload.errors import CacheError, ForeignFileError
+from offload.errors import CacheError
 from offload.integrations.parquet import write_parquet
 from offload.progress import progress
+from offload.storage.beside import refuse_replacing, written_beside
+from offload.storage.names import SUFFIX, file_name
 from offload.storage.paths import absolute
-from offload.storage.regular import is_there
-from offload.storage.write import explained, remove, sync_folder, temporary_for
+from offload.storage.write import explained, sweep, sync_folder
 
 _GUESS = 1024  # bytes of a value of any length
 
 
 def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] | None = None) -> None:
     """Write the rows of a cache as a safetensors or Parquet file, or as a folder of `.npy` files, one a column.
+
+    What is no plain letter or digit in the name of a column is `%xx` in that of its `.npy` file, as in a cache.
 
     In Parquet, values that are missing are null, and JSON is text.
 
@@ -48,6 +50,7 @@ def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] |
         return
     with explained(target, 0, "folder"):
         target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent)
     if form == "parquet":
         fields = {name: _field(cache.columns[name]) for name in names}
         write_parquet(target, fields, _batches(cache, names))
@@ -70,21 +73,16 @@ def _batches(cache: TensorCache, names: Sequence[str]) -> Iterator[Batch]:
 
 def _write_arrays(cache: TensorCache, folder: Path, names: Sequence[str]) -> None:
     dtypes = {name: _numpy_dtype(cache.columns[name]) for name in names}
+    paths = {name: folder / (file_name(name).removesuffix(SUFFIX) + ".npy") for name in names}
     with explained(folder, 0, "folder"):
         folder.mkdir(exist_ok=True)
+        sweep(folder)
+    sync_folder(folder.parent)
+    for path in paths.values():
+        refuse_replacing(path, "folder")
     for name, dtype in dtypes.items():
-        path = folder / f"{name.replace('/', '.')}.npy"
-        if is_there(path):
-            raise ForeignFileError(f"{path} is there already, and is left as it is: name another folder")
-        temporary = temporary_for(path)
-        with explained(path, 0, "folder"):
-            try:
-                _write_array(temporary, dtype, (len(cache), *cache.columns[name].row_shape), _batches(cache, [name]))
-                temporary.rename(path)
-            except BaseException:
-                remove(temporary)
-                raise
-    sync_folder(folder)
+        with written_beside(paths[name]) as temporary:
+            _write_array(temporary, dtype, (len(cache), *cache.columns[name].row_shape), _batches(cache, [name]))
 
 
 def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], batches: Iterator[Batch]) -> None:
@@ -94,8 +92,6 @@ def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], batch
         for batch in batches:
             [values] = batch.values()
             file.write(values.contiguous().numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _numpy_dtype(column: Column) -> np.dtype[Any]:

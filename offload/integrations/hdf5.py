@@ -3,11 +3,13 @@
 Always true:
 - the file is opened to be read; no more than a batch of it is in memory
 - a dataset is a column, under its path in the file without the first slash; a compound one is a column a field
+- what is no array (a single value, nothing, references, opaque bytes) is skipped where no columns are named, and logged
 - vlen values are rows of any length; text becomes JSON
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from offload.errors import CacheError
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.regular import explained
 
+_log = logging.getLogger("offload")
 _GUESS = 1024  # bytes of a value of any length
 
 
@@ -46,7 +49,10 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
     Raises: as `rows_of_file`.
     """
     place = f"{group.file.filename}{group.name}"
-    parts = chosen(dict(_parts(group)), columns, place)
+    found = dict(_parts(group))
+    if columns is None:
+        found = {name: part for name, part in found.items() if _is_array(name, *part, place)}
+    parts = chosen(found, columns, place)
     if not parts:
         raise CacheError(f"{place} has no datasets, and so no rows")
     num_rows = _length(parts, place)
@@ -68,8 +74,25 @@ def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
             yield f"{name}.{key}", (dataset, key)
 
 
+def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
+    """Whether rows of it can be kept; if not, that is logged."""
+    import h5py
+
+    dtype = (dataset.dtype[key] if key else dataset.dtype).base
+    why = None
+    if dataset.shape is None:
+        why = "is empty"
+    elif not dataset.shape:
+        why = "is a single value"
+    elif dtype.kind == "V" or h5py.check_ref_dtype(dtype) is not None:
+        why = f"is of dtype {dtype}"
+    if why:
+        _log.info("%r in %s %s and no array: it is skipped", name, place, why)
+    return why is None
+
+
 def _length(parts: Mapping[str, tuple[Any, str | None]], place: str) -> int:
-    lengths = {name: len(dataset) if dataset.ndim else None for name, (dataset, _) in parts.items()}
+    lengths = {name: len(dataset) if dataset.shape else None for name, (dataset, _) in parts.items()}
     if None in lengths.values() or len(set(lengths.values())) > 1:
         told = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
         raise CacheError(f"the datasets in {place} are not of one length ({told}): choose with columns=")

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from offload.cache.fields import PRESENT, Batch, Field
-from offload.errors import CacheError, ForeignFileError
+from offload.errors import CacheError
 from offload.integrations.arrow import IS_JSON
-from offload.storage.regular import is_there
-from offload.storage.write import explained, remove, sync_folder, temporary_for
+from offload.storage.beside import written_beside
 
 
 def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Batch]) -> None:
@@ -36,20 +35,10 @@ def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Bat
 
     names = [name for name in fields if name.removesuffix(PRESENT) == name or name.removesuffix(PRESENT) not in fields]
     schema = pa.schema([_field(name, fields[name]) for name in names])
-    if is_there(path):
-        raise ForeignFileError(f"{path} is there already, and is left as it is: name another file")
-    temporary = temporary_for(path)
-    with explained(path, 0, "path"):
-        try:
-            with pq.ParquetWriter(temporary, schema) as writer:
-                for batch in batches:
-                    columns = [_array(schema.field(name).type, fields[name], name, batch) for name in names]
-                    writer.write_batch(pa.record_batch(columns, schema=schema))
-            temporary.rename(path)
-        except BaseException:
-            remove(temporary)
-            raise
-    sync_folder(path.parent)
+    with written_beside(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        for batch in batches:
+            columns = [_array(schema.field(name).type, fields[name], name, batch) for name in names]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
 def _field(name: str, field: Field) -> Any:

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,10 @@ from offload.cache.table import TensorCache
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
+from offload.integrations.tensordict import rows as tensordicts
 from offload.loader import load_file
 from offload.storage.paths import absolute
-from offload.storage.regular import explained, is_folder, is_there
+from offload.storage.regular import as_file, explained, is_folder, is_there, open_regular, reading
 from offload.tensor.arguments import refuse_other_class
 from offload.tensor.materialize import materialize
 
@@ -41,10 +43,11 @@ def cache_from(
     | source | columns |
     | --- | --- |
     | `.npy` (structured too), `numpy.ndarray` | its fields; `values` for an array without |
-    | HDF5, an open `h5py.File` or `h5py.Group` | its datasets, which must be of one length |
+    | HDF5, an open `h5py.File` or `h5py.Group` | its arrays, which must be of one length; other entries are skipped |
     | Parquet, a folder of it, Arrow, Feather, `pyarrow.Table` | its columns |
     | what `Dataset.save_to_disk` wrote, `datasets.Dataset` | its columns |
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
+    | `tensordict.TensorDict`, a tensorclass, a folder of `TensorDict.memmap` | its leaves, nested ones `outer.inner` |
 
     A file is told by what is in it. Text, structs and objects become JSON columns. A value that is null is missing, as
     in `TensorCache.from_records`: `<column>.present` is False there.
@@ -79,15 +82,23 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
         return _rows_of_path(absolute(source), columns)
     if isinstance(source, np.ndarray):
         return arrays.rows_of_array(source, columns)
+    if _is_tensordict(source):
+        return tensordicts.rows_of_tensordict(source, columns)
     if isinstance(source, Mapping) and not _is_one(source, "h5py", "Group"):
         return _rows_of_tensors(source, columns, "the dict")
     for package, kind, rows in _KINDS:
         if _is_one(source, package, kind):
             return rows(source, columns)
     raise CacheError(
-        f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a pyarrow.Table, "
-        "a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
+        f"no rows can be read from {type(source).__name__}: give a path, an array, a dict of tensors, a TensorDict, a "
+        "pyarrow.Table, a datasets.Dataset or an h5py.Group; TensorCache.from_records takes records one by one"
     )
+
+
+def _is_tensordict(source: object) -> bool:
+    """Whether it is a TensorDict or tensorclass; tensordict is not imported for that."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and tensordict.is_tensor_collection(source)
 
 
 def _is_one(source: object, package: str, kind: str) -> bool:
@@ -104,7 +115,7 @@ def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
 
 
 def _rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
-    with path.open("rb") as file:
+    with reading(path), as_file(open_regular(path)) as file:
         start = file.read(8)
     for mark, rows in _MARKS.items():
         if start.startswith(mark):
@@ -124,9 +135,9 @@ def _as_read(path: Path) -> Iterator[None]:
     except (OffloadError, ImportError, MemoryError):
         raise
     except OSError as error:
-        if error.errno is not None:  # of the system; neighbours raise such errors without one, of what is in the file
-            raise explained(path, error) from error
-        raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
+        if error.errno is None:  # neighbours raise such errors of what is in the file
+            raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
+        raise explained(path, error) from error
     except Exception as error:
         raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
 
@@ -141,18 +152,25 @@ def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
         import datasets
 
         return arrow.rows_of_dataset(datasets.load_from_disk(str(path)), columns)
+    if tensordicts.is_folder(path):
+        return tensordicts.rows_of_folder(path, columns)
     shards = sorted(path.glob("*.parquet"))
     if not shards:
         raise CacheError(
-            f"{path} holds neither a dataset that save_to_disk wrote nor .parquet files: name a file in it"
+            f"{path} holds no dataset that save_to_disk wrote, no TensorDict and no .parquet files: name a file in it"
         )
     return arrow.rows_of_parquet(shards, columns)
 
 
 def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None, place: str) -> Incoming:
     parts: dict[str, torch.Tensor] = arrays.chosen(tensors, columns, place)
-    for name, tensor in parts.items():
-        refuse_other_class(tensor, name)
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            raise CacheError(
+                f"{name!r} in {place} is a {type(part).__name__} and no tensor: leave it out with columns=; "
+                "TensorCache.from_records takes records one by one"
+            )
+        refuse_other_class(part, name)
     lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())

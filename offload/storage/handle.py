@@ -183,10 +183,11 @@ class Handle(Stored):
 
     @classmethod
     def shared(cls, file: TensorFile, name: str, folder: Path | None) -> Handle:
-        """A value that another process owns; both write to the one file."""
+        """A value that another process owns; both write to the one file: in place alone, if that has no header."""
         handle = cls(name, folder)
         handle._open(file)
         handle.owned = True
+        handle.is_fixed = handle.has_holes = file.is_raw
         return handle
 
     def writable_base(self) -> torch.Tensor:
@@ -208,8 +209,8 @@ class Handle(Stored):
         """
         if self.is_fixed:
             raise UnsupportedOpError(
-                f"{self.name!r} is a column of a cache ({self.path.parent}), which is written in place: "
-                "write rows of the cache, or copy_ to the tensor"
+                f"{self.name!r} is in a file that others write in place ({self.path}: a column of a cache, or a leaf "
+                "of a memmap folder): write rows of the cache, or copy_ to the tensor"
             )
         buffer = current_buffer() if self.folder is not None and notes is None else None
         with self._lock, self._claimed() as path:

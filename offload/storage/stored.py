@@ -172,6 +172,9 @@ class Stored:
         if waiting is not None and waiting.pid != os.getpid() and not is_there(self.file.path):
             self._waiting = None  # the process that this one was forked from has put it into its place
             self.file.moved_to(waiting.path)
+        if self.file.is_raw:
+            self._refuse_another_raw()
+            return
         file = TensorFile.open(self.file.path)
         if file is self.file:
             return
@@ -185,6 +188,12 @@ class Stored:
         if self.layout != old:
             self.generation += 1
             raise ChangedFileError(f"{self.path} now holds {self.layout}, not {old}: open it again")
+
+    def _refuse_another_raw(self) -> None:
+        """A file without a header does not tell what it holds: another one may be of anything."""
+        now, known = TensorFile.raw(self.file.path, self.file.entry(self.name)).identity, self.file.identity
+        if (now.inode, now.size) != (known.inode, known.size):
+            raise ChangedFileError(f"{self.path} is another file than the one that was opened: open it again")
 
     def _open(self, file: TensorFile) -> None:
         with naming(self.name, file.path):

@@ -181,6 +181,15 @@ def write_raw(path: Path, size: int, fill: Callable[[int], None]) -> None:
         fill(fd)
 
 
+def write_hole(path: Path, size: int) -> None:
+    """Write a new file of `size` bytes that read as zeros and take no room; the caller removes what is left.
+
+    Raises: as `write_raw`.
+    """
+    with explained(path, 0, "folder"), _new_file(path, 0, durable=True) as fd:
+        os.ftruncate(fd, size)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a new file of text, as `write_raw` does."""
     data = text.encode()

@@ -368,7 +368,7 @@ def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, 
     assert torch.equal(values(100, 20)["x"], reader["x"][8:])
     with (folder / "rows.state").open("r+b") as states:
         if others:  # who came before the kill, and waited: nobody mends what is left
-            lock(states.fileno(), shared=True)
+            lock(states.fileno(), folder, shared=True)
         cache = TensorCache.open(folder, "r+")
         assert torch.equal(values(100, 20)["x"], cache["x"][8:])
         assert range(28, 2028) == cache.append(values(200, 2000))

@@ -190,8 +190,8 @@ def test_a_reader_that_looks_at_rows_that_are_none_any_more_lives(tmp_path):
     """A mapping of a file that gets shorter kills its process."""
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
     assert not in_fork(lambda: appended_and_killed(tmp_path))
-    reader = TensorCache.open(tmp_path)._store
-    rows = SomeRows.run(40_000, reader.num_rows)
+    cache = TensorCache.open(tmp_path)
+    reader, rows = cache._store, SomeRows.run(40_000, len(cache))
 
     TensorCache.open(tmp_path, "r+").close()
 

@@ -227,7 +227,9 @@ def test_what_can_t_be_kept_is_told(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello, this is no file of tensors")
     with pytest.raises(CorruptFileError, match="text can't be used"):
         cache_from(tmp_path / "text")
-    with pytest.raises(CacheError, match=r"holds neither a dataset that save_to_disk wrote nor \.parquet files"):
+    with pytest.raises(
+        CacheError, match=r"holds no dataset that save_to_disk wrote, no TensorDict and no \.parquet files"
+    ):
         cache_from(tmp_path)
     np.save(tmp_path / "cut.npy", np.zeros(100))
     os.truncate(tmp_path / "cut.npy", 300)
@@ -240,7 +242,7 @@ def test_what_can_t_be_kept_of_hdf5_is_told(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"], file["b"], file["c"] = np.zeros(3), np.zeros(2), 7
 
-    with pytest.raises(CacheError, match=r"not of one length \('a': 3, 'b': 2, 'c': a single value\)"):
+    with pytest.raises(CacheError, match=r"not of one length \('a': 3, 'b': 2\)"):
         cache_from(tmp_path / "x.h5")
     assert [0.0] * 3 == cache_from(tmp_path / "x.h5", columns=["a"])[:]["a"].tolist()
     os.truncate(tmp_path / "x.h5", 700)

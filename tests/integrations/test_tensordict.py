@@ -337,7 +337,7 @@ def test_a_missing_file_or_folder_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("not json", "is not JSON"),
+        ("not json", "can't be read as what a folder of TensorDict.memmap says"),
         ("[]", "does not say what the folder holds"),
         ({"x": {"shape": [-1], "dtype": "torch.float32"}}, r"gives 'x' the shape \[-1\]"),
         ({"x": {"shape": [4], "dtype": "torch.float33"}}, r"'x' is of torch.float33, which can't be read"),

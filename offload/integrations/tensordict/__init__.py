@@ -4,6 +4,7 @@
 | --- | --- |
 | `reading` | `load_memmap`, `load_memmap_`: offloaded tensors over the files of such a folder |
 | `writing` | `save_memmap`, `memmap_like`: a folder that tensordict opens |
+| `rows` | TensorDicts as rows of a cache |
 | `layout` | what both know of the format |
 """
 

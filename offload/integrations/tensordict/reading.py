@@ -1,7 +1,7 @@
 """A folder that `TensorDict.memmap` wrote, as offloaded tensors.
 
 Always true:
-- its files are referenced where they are, and never written to; one that has changed is an error
+- its files are referenced where they are; one that has changed is an error. They are written to with mode="r+" alone
 - no class is imported by the name in a file, and nothing is unpickled
 - no value is read
 - what is given is of one folder, also while `save_memmap` puts another one in its place
@@ -10,7 +10,6 @@ Always true:
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from offload.errors import (
+    ArgumentError,
     CheckpointError,
     CorruptFileError,
     MissingFileError,
@@ -35,7 +35,8 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import Entry, contiguous, contiguous_stride
 from offload.storage.paths import absolute
-from offload.storage.regular import explained, is_folder, is_there
+from offload.storage.regular import is_folder, is_there, open_regular, read_json
+from offload.storage.regular import reading as as_read
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 
@@ -47,18 +48,23 @@ def load_memmap(
     folder: PathLike,
     device: torch.device | str | int | None = None,
     *,
+    mode: str = "r",
     types: Iterable[type] = (),
     without: Iterable[str | Way] = (),
     offload_dir: PathLike | None = None,
 ) -> Any:
     """What `TensorDict.load_memmap` gives for a folder, but with offloaded tensors as leaves, over its files.
 
-    Nothing is read, and the folder is never written to: a leaf is copied at its first write. A leaf without elements,
-    and a nested tensor (which is over its mapped file), are plain ones. Open the folder again, or `load_memmap_`, after
+    Nothing is read, and the folder is not written to: a leaf is copied at its first write. A leaf without elements, and
+    a nested tensor (which is over its mapped file), are plain ones. Open the folder again, or `load_memmap_`, after
     another process has written to it: until then its leaves are errors.
+
+    With `mode="r+"` in-place ops write the folder's own files, as those on what `TensorDict.load_memmap` gives do, and
+    what other processes write there is seen. The first write to a leaf reserves the disk space of all of it.
 
     Args:
         folder: what `TensorDict.memmap`, or `save_memmap`, was given.
+        mode: "r" protects the files of the folder, "r+" writes through to them.
         device: where ops on the leaves run; None for the device that was saved. "meta" gives meta tensors. Under a
             `FakeTensorMode` the leaves are fake.
         types: the tensorclasses that may be made.
@@ -77,12 +83,19 @@ def load_memmap(
         >>> load_memmap("a_folder")[0]["x"]
         OffloadedTensor([1., 1., 1.], name='x')
     """
+    if mode not in ("r", "r+"):
+        raise ArgumentError(f"mode {mode!r} is not known: 'r' protects the files of the folder, 'r+' writes to them")
     place, types = absolute(folder), tuple(types)
     target = None if device is None else checked_device(device)
     left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
+    with as_read(place):
+        return _whole(place, lambda: _Reading(target, types, set(left_out), offload_dir, writes=mode == "r+"))
+
+
+def _whole(place: Path, begin: Callable[[], _Reading]) -> Any:
+    """What a folder holds that is one and the same from the first look to the last."""
     while True:
-        before = _which(place)
-        reading = _Reading(target, types, set(left_out), offload_dir)
+        before, reading = _which(place), begin()
         try:
             found = reading.folder(place, ())
         except (MissingFileError, CorruptFileError):
@@ -146,6 +159,7 @@ class _Reading:
     types: tuple[type, ...]
     left_out: set[Way]
     offload_dir: PathLike | None
+    writes: bool
 
     def folder(self, folder: Path, way: Way) -> Any:
         """What a folder holds, `way` down from the root."""
@@ -202,6 +216,9 @@ class _Reading:
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> OffloadedTensor:
         file = TensorFile.raw(path, Entry(name, contiguous(dtype, shape), 0))
+        if self.writes:
+            os.close(open_regular(path, os.O_RDWR))  # a link is not written through
+            return wrap_handle(Handle.shared(file, name, path.parent), device)
         return wrap_handle(Handle.reference(file, name, self.offload_dir), device)
 
     def _nested(
@@ -275,16 +292,12 @@ def _as_written(folder: Path) -> Iterator[None]:
 def _meta_of(folder: Path) -> dict[str, Any]:
     path = folder / META
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        meta = read_json(path, "what a folder of TensorDict.memmap says of itself")
+    except MissingFileError as error:
+        if folder.is_file():
+            raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)") from error
         reason = "this is not a folder that TensorDict.memmap wrote, or a part of one is gone"
         raise MissingFileError(error.errno, reason, str(path)) from error
-    except NotADirectoryError as error:
-        raise CorruptFileError(f"{folder} is a file: unpack an archive first (tensordict.unpack_memmap)") from error
-    except OSError as error:
-        raise explained(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is not JSON ({error}). Get the folder again.") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("_type"), str):
         raise CorruptFileError(f"{path} does not say what the folder holds. Get the folder again.")
     return meta

@@ -15,19 +15,29 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.errors import ArgumentTypeError, ForeignFileError, UnknownTypeError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, ForeignFileError, ReadError, UnknownTypeError, UnsupportedOpError
 from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, escaped
 from offload.integrations.tensordict.reading import load_memmap
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK
 from offload.storage.paths import absolute
-from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for, write_raw, write_text
+from offload.storage.regular import is_there, read_json, reading
+from offload.storage.write import (
+    explained,
+    sweep_folders,
+    sync_folder,
+    temporary_for,
+    write_hole,
+    write_raw,
+    write_text,
+)
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
@@ -90,6 +100,9 @@ def save_memmap(
 
 def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     """A folder for values like those of `td`, all zeros, to be filled; no value is read, or written.
+
+    It takes disk space as it is filled, whatever the sizes. As tensordict maps the files, a disk that is full then ends
+    the process; `load_memmap(folder, mode="r+")` reserves the space of a leaf first, and says so in an error.
 
     Args:
         td, folder, existsok: as for `save_memmap`; leaves may be on the meta device.
@@ -282,13 +295,14 @@ def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
         sweep_folders(folder.parent)
     temporary = temporary_for(folder)
     try:
-        with explained(folder, plan.nbytes, "folder"):
+        with explained(folder, 0 if plan.of_zeros else plan.nbytes, "folder"):
             _write(temporary, plan, threads)
             _refuse_replacing(folder, existsok)
             _exchange(temporary, folder)
             sync_folder(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+        with suppress(OSError):
+            shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
 
 
 def _write(folder: Path, plan: _Plan, threads: int) -> None:
@@ -312,11 +326,10 @@ def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
     def write(path: str) -> int:
         tensor = plan.files[path]
 
-        def fill(fd: int) -> None:
-            if not plan.of_zeros:
-                write_value(fd, 0, tensor, tensor.dtype)
-
-        write_raw(folder / path, tensor.nbytes, fill)
+        if plan.of_zeros:
+            write_hole(folder / path, tensor.nbytes)
+        else:
+            write_raw(folder / path, tensor.nbytes, lambda fd: write_value(fd, 0, tensor, tensor.dtype))
         return tensor.nbytes
 
     if threads <= 1:
@@ -332,12 +345,13 @@ def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
 
 def _refuse_replacing(folder: Path, existsok: bool) -> None:
     """Refuse to write over what `save_memmap` did not write; an empty folder may be filled."""
-    if not os.path.lexists(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
-        return
-    if not existsok:
-        raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
-    known = _files_of(folder)
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    with reading(folder):
+        if not is_there(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
+            return
+        if not existsok:
+            raise ForeignFileError(f"{folder} exists: take another folder, or pass existsok=True to replace it")
+        known = _files_of(folder)
+        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
     if not known:
         raise ForeignFileError(f"{folder} was not written by offload: it is left as it is. Take another folder.")
     if there - known:
@@ -349,8 +363,10 @@ def _files_of(folder: Path) -> set[str]:
     if folder.is_symlink():
         return set()
     try:
-        marker = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
+        marker = read_json(folder / _MARKER, "the list of files of a folder of offload")
         return {*marker["files"], _MARKER} if "memmap" in marker[MARK] else set()
+    except ReadError:
+        raise
     except (OSError, ValueError, TypeError, KeyError):
         return set()
 

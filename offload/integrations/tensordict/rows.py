@@ -1,0 +1,107 @@
+"""TensorDicts, tensorclasses and the folders of `TensorDict.memmap` as rows of a cache.
+
+Always true:
+- a leaf is a column, under its keys with dots between them; data that are no tensors, one for each row, are JSON
+- no more than a batch is in memory, and no class is imported by its name in a folder
+- what is left out is named in a line of the log
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.errors import CacheError
+from offload.integrations.numpy import chosen
+from offload.integrations.tensordict.layout import INNER, META
+from offload.integrations.tensordict.reading import load_memmap
+from offload.tensor.materialize import materialize
+
+_log = logging.getLogger("offload")
+_GUESS = 1024  # bytes of what is no tensor
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `TensorDict.memmap`, or that of a tensorclass, may have written a folder."""
+    return (path / META).is_file()
+
+
+def rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
+    """The rows of a folder; of that of a tensorclass its tensors, without the class.
+
+    Raises:
+        MissingFileError, CorruptFileError, CheckpointError, UnknownTypeError
+        CacheError: as `rows_of_tensordict`.
+    """
+    inner = path / INNER
+    if inner.is_dir():
+        _log.info("%s: fields of the class that are no tensors are left out", path)
+    return rows_of_tensordict(load_memmap(inner if inner.is_dir() else path, device="cpu"), columns, str(path))
+
+
+def rows_of_tensordict(td: Any, columns: Collection[str] | None, place: str = "the TensorDict") -> Incoming:
+    """The rows of a TensorDict or tensorclass, along its first batch dimension.
+
+    Raises:
+        CacheError: it has no batch dimension, or there is no such column.
+    """
+    from tensordict import is_tensorclass
+
+    td = td.to_tensordict() if is_tensorclass(td) else td
+    if not td.batch_size:
+        raise CacheError(f"{place} has no batch_size, and so no rows: give it one, as batch_size=[rows]")
+    parts = chosen(dict(_parts(td, ())), columns, place)
+    if not parts:
+        raise CacheError(f"{place} has no tensors, and so no columns")
+    fields = {name: _field(td[:1], way) for name, way in parts.items()}
+    num_rows = int(td.batch_size[0])
+    step = rows_in_batch(_row_bytes(field) for field in fields.values())
+    return Incoming(fields, _batches(td, parts, fields, num_rows, step))
+
+
+def _parts(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """By the name of the column, the keys that lead to it."""
+    from tensordict import NonTensorData, NonTensorStack, is_tensor_collection, is_tensorclass
+
+    for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
+        value, here = td.get(key), (*way, key)
+        if isinstance(value, NonTensorData | NonTensorStack):
+            yield ".".join(here), here
+        elif is_tensor_collection(value):
+            yield from _parts(value.to_tensordict() if is_tensorclass(value) else value, here)
+        elif value.is_nested:
+            _log.info("%r is a nested tensor, and is left out: store its rows with TensorCache.create", ".".join(here))
+        else:
+            yield ".".join(here), here
+
+
+def _field(row: Any, way: tuple[str, ...]) -> Field:
+    value = row.get(way)
+    return Field(value.dtype, tuple(value.shape[1:])) if isinstance(value, torch.Tensor) else Field(None)
+
+
+def _row_bytes(field: Field) -> int:
+    if field.dtype is None:
+        return _GUESS
+    return math.prod(size or 0 for size in field.row_shape) * field.dtype.itemsize
+
+
+def _batches(
+    td: Any, parts: Mapping[str, tuple[str, ...]], fields: Mapping[str, Field], num_rows: int, step: int
+) -> Iterator[Batch]:
+    for start in range(0, num_rows, step):
+        rows = td[start : start + step]
+        batch: Batch = {}
+        for name, way in parts.items():
+            value = rows.get(way)
+            if fields[name].is_tensor:
+                batch[name] = materialize(value)
+            else:  # of one row, or the same for all, tensordict gives the value itself
+                batch[name] = value.tolist() if hasattr(value, "tolist") else [value] * len(rows)
+        yield batch

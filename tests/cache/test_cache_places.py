@@ -1,0 +1,199 @@
+"""What stands in a cache's folder in place of its files: links, pipes, devices, folders, gigabytes of JSON."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import TensorCache
+from offload.cache.states import FILE, PAGE
+from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, MissingFileError, OffloadError
+from offload.storage.regular import MOST_JSON
+from tests.processes import in_fork
+
+COLUMNS = {"x": (torch.int64, (3,)), "t": (torch.int32, (None,)), "note": "json"}
+FILES = [
+    "manifest.json",
+    "rows.lock",
+    FILE,
+    "x.safetensors",
+    "t.values",
+    "t%2findex.safetensors",
+    "note.jsonl",
+    "note%2findex.safetensors",
+]
+
+
+def values(count):
+    rows = range(count)
+    return {
+        "x": torch.tensor(rows)[:, None].expand(-1, 3),
+        "t": [torch.arange(row, dtype=torch.int32) for row in rows],
+        "note": [f"number {row}" for row in rows],
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with TensorCache.create(tmp_path / "cache", COLUMNS, 8) as cache:
+        cache[:] = values(8)
+    return tmp_path / "cache"
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("manifest.json", "rows.lock")])
+def test_nothing_is_written_through_a_link(folder, name):
+    """Two versions of a folder share a file: the other one stays as it is."""
+    other = folder.parent / "other"
+    shutil.move(folder, other)
+    folder.mkdir()
+    for path in other.iterdir():
+        shutil.copy(path, folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to(other / name)
+    before = contents(other)
+
+    with pytest.raises(ForeignFileError, match=rf"{name} is a link that offload did not make"):
+        TensorCache.open(folder, "r+")
+    assert before == contents(other)
+    assert "number 5" == TensorCache.open(folder)[5]["note"]
+
+
+def test_the_manifest_behind_a_link_stays_as_it_is(folder):
+    mine = folder.parent / "mine"
+    (folder / "manifest.json").rename(mine)
+    (folder / "manifest.json").symlink_to(mine)
+    before = mine.read_bytes()
+
+    with TensorCache.open(folder, "r+") as cache:
+        cache.append(values(2))
+
+    assert before == mine.read_bytes()
+    assert 10 == len(TensorCache.open(folder))
+
+
+@pytest.mark.parametrize("name", ["rows.lock", "t.values", "note.jsonl", "x.safetensors", FILE])
+@pytest.mark.parametrize("leads", ["to a file", "nowhere"])
+def test_a_cache_is_not_made_through_links(tmp_path, name, leads):
+    mine, folder = tmp_path / "mine", tmp_path / "cache"
+    folder.mkdir()
+    if leads == "to a file":
+        mine.write_bytes(b"")
+    (folder / name).symlink_to(mine)
+
+    with pytest.raises(ForeignFileError, match=name):
+        TensorCache.create(folder, COLUMNS, 3)
+
+    assert (leads == "to a file") == mine.exists()
+    assert not mine.exists() or not mine.stat().st_size
+
+
+def test_states_of_somebody_else_stay_as_they_are(tmp_path):
+    (tmp_path / FILE).write_text("mine")
+
+    with pytest.raises(ForeignFileError, match=r"rows\.state exists: it is left as it is"):
+        TensorCache.create(tmp_path, COLUMNS, 3)
+
+    assert "mine" == (tmp_path / FILE).read_text()
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def zeros(path):
+    path.symlink_to("/dev/zero")
+
+
+def in_a_circle(path):
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    "stands", [pipe, Path.mkdir, zeros, in_a_circle, lambda path: None], ids=lambda act: act.__name__
+)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_what_is_no_file_is_an_error_at_once_that_names_it(folder, name, stands, mode):
+    (folder / name).unlink()
+    stands(folder / name)
+
+    with pytest.raises(OffloadError) as caught:
+        TensorCache.open(folder, mode)
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("stands", [pipe, Path.mkdir, zeros], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_cache_is_not_made_over_what_is_no_file(tmp_path, name, stands):
+    stands(tmp_path / name)
+
+    with pytest.raises(OffloadError) as caught:
+        TensorCache.create(tmp_path, COLUMNS, 3)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_no_more_is_read_of_a_manifest_than_one_can_have(folder):
+    os.truncate(folder / "manifest.json", MOST_JSON + 1)
+
+    with pytest.raises(CorruptFileError, match=r"manifest\.json is larger than"):
+        TensorCache.open(folder)
+
+
+def bytes_in_place(name, data):
+    return pytest.param(name, data, id=f"{name} {data[:12]!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        bytes_in_place(name, data)
+        for name in FILES
+        if name != "rows.lock"
+        for data in (b"", b"\0" * 5000, b"\xff" * 5000, b"{}", b"[" * 100_000, b"x" * PAGE)
+        if (name, data) not in (("t.values", b"\0" * 5000), ("t.values", b"\xff" * 5000), ("t.values", b"x" * PAGE))
+    ],
+)
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_any_bytes_in_place_of_a_file_are_right_rows_or_an_error_that_names_it(folder, name, data, mode):
+    (folder / name).write_bytes(data)
+
+    told, found = "", values(8)
+    try:
+        found = TensorCache.open(folder, mode)[:]
+    except OffloadError as error:
+        told = str(error)
+
+    assert not told or str(folder / name) in told
+    assert torch.equal(values(8)["x"], found["x"])
+    assert name == "note.jsonl" or values(8)["note"] == found["note"]
+
+
+def test_states_that_were_replaced_are_no_states_of_a_forked_writer(folder):
+    cache = TensorCache.open(folder, "r+")
+    shutil.copy(folder / FILE, folder / "new")
+    (folder / "new").replace(folder / FILE)
+
+    def write():
+        with pytest.raises(ChangedFileError, match=r"rows\.state was replaced since the cache was opened"):
+            cache[0] = {"note": "mine"}
+
+    assert in_fork(write)
+    assert "number 0" == TensorCache.open(folder)[0]["note"]
+
+
+def test_a_file_that_is_gone_is_missing(folder):
+    for name in FILES:
+        work = folder.parent / "work"
+        shutil.copytree(folder, work)
+        (work / name).unlink()
+        with pytest.raises(MissingFileError, match=name):
+            TensorCache.open(work)
+        shutil.rmtree(work)

@@ -1,0 +1,293 @@
+"""TensorDicts and their folders: as rows of a cache, sparse, written through, and with calls that fail."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree  # noqa: F401  tensordict's import needs it loaded
+
+from offload import TensorCache, cache_from, is_offloaded
+from offload.errors import (
+    ArgumentError,
+    CacheError,
+    ChangedFileError,
+    ForeignFileError,
+    OffloadError,
+    UnsupportedOpError,
+)
+from tests import faults
+from tests.processes import run_script
+
+tensordict = pytest.importorskip("tensordict")
+from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass  # noqa: E402
+
+from offload.integrations.tensordict import load_memmap, memmap_like, save_memmap  # noqa: E402
+
+
+@tensorclass
+class Sample:
+    obs: torch.Tensor
+    label: str
+
+
+def rows() -> TensorDict:
+    return TensorDict(
+        {
+            "a": torch.arange(12.0).view(4, 3),
+            "in": {"b": torch.arange(4), "deep": {"c": torch.ones(4, 2, 2, dtype=torch.bfloat16)}},
+            "words": NonTensorStack("x", "y", "z", "w"),
+            "same": "for all",
+        },
+        batch_size=[4],
+    )
+
+
+def assert_rows(cache: TensorCache, *, words: bool = True) -> None:
+    found = cache[:]
+    assert {"a", "in.b", "in.deep.c", *(["words", "same"] if words else [])} == set(found)
+    assert torch.equal(rows()["a"], found["a"])
+    assert torch.equal(rows()["in", "b"], found["in.b"])
+    assert torch.equal(rows()["in", "deep", "c"], found["in.deep.c"])
+    if words:
+        assert ["x", "y", "z", "w"] == found["words"]
+        assert ["for all"] * 4 == found["same"]
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_tensordict_becomes_rows(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
+    if small:
+        monkeypatch.setattr("offload.cache.fields._BATCH", 1)
+
+    assert_rows(cache_from(rows()))
+    assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).columns)
+    stack = torch.stack([rows(), rows()])
+    assert (2, 4, 3) == tuple(cache_from(stack, columns=["a"]).column("a").shape)
+    lazy = tensordict.LazyStackedTensorDict(*rows().exclude("words", "same").unbind(0))
+    assert_rows(cache_from(lazy), words=False)
+
+
+def test_a_folder_of_a_tensordict_becomes_rows(tmp_path: Path) -> None:
+    rows().memmap(tmp_path / "theirs")
+    save_memmap(rows(), tmp_path / "ours")
+
+    for name in ("theirs", "ours"):
+        assert_rows(cache_from(tmp_path / name))
+
+
+def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sample = Sample(obs=torch.arange(6.0).view(3, 2), label="one", batch_size=[3])
+    sample.memmap(tmp_path / "folder")
+
+    found = cache_from(sample)[:]
+    assert torch.equal(sample.obs, found["obs"])
+    assert ["one"] * 3 == found["label"]
+    with caplog.at_level(logging.INFO, "offload"):
+        assert torch.equal(sample.obs, cache_from(tmp_path / "folder")[:]["obs"])
+    assert "fields of the class that are no tensors are left out" in caplog.text
+
+
+def test_what_has_no_rows_is_told() -> None:
+    with pytest.raises(CacheError, match="has no batch_size, and so no rows"):
+        cache_from(TensorDict(a=torch.ones(3)))
+    with pytest.raises(CacheError, match="has no column 'z'; it has 'a'"):
+        cache_from(TensorDict(a=torch.ones(3), batch_size=[3]), columns=["z"])
+    with pytest.raises(CacheError, match="'b' in the dict is a dict and no tensor"):
+        cache_from({"a": torch.ones(3), "b": {"c": torch.ones(3)}})
+
+
+def test_hdf5_entries_that_are_no_arrays_are_skipped_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    h5py = pytest.importorskip("h5py")
+    import numpy as np
+
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(3)
+        file["version"] = 7
+        file["nothing"] = h5py.Empty("f4")
+        file.create_dataset("to", (3,), dtype=h5py.ref_dtype)
+        file["opaque"] = np.zeros(3, dtype="V5")
+        file["kind"] = np.dtype("f4")
+
+    with caplog.at_level(logging.INFO, "offload"):
+        cache = cache_from(tmp_path / "x.h5")
+
+    assert ["x"] == list(cache.columns)
+    assert all(f"'{name}'" in caplog.text for name in ("version", "nothing", "to", "opaque"))
+    with pytest.raises(OffloadError, match="'version': a single value"):
+        cache_from(tmp_path / "x.h5", columns=["x", "version"])
+
+
+def test_a_folder_to_be_filled_takes_no_disk_for_what_is_not(tmp_path: Path) -> None:
+    """A million rows of 12 KiB."""
+    td = TensorDict(image=torch.empty(1, 3072, device="meta").expand(1_000_000, 3072), batch_size=[1_000_000])
+
+    made = memmap_like(td, tmp_path / "made")
+
+    assert 1_000_000 * 3072 * 4 == (tmp_path / "made" / "image.memmap").stat().st_size
+    assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "made").iterdir()) < 1 << 20
+    made[999_999] = TensorDict(image=torch.ones(3072), batch_size=[])
+    assert 3072.0 == load_memmap(tmp_path / "made")[999_999]["image"].sum().item()
+    assert (tmp_path / "made" / "image.memmap").stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_folder_opened_to_be_written_is_written_through(tmp_path: Path) -> None:
+    rows().memmap(tmp_path / "data")
+    theirs = TensorDict.load_memmap(tmp_path / "data")
+
+    td = load_memmap(tmp_path / "data", mode="r+")
+    assert is_offloaded(td["a"])
+    td["a"].mul_(2)
+    td["in", "b"][1] = 70
+    td[2]["in", "deep", "c"].zero_()
+
+    expected = rows()
+    expected["a"].mul_(2)
+    expected["in", "b"][1] = 70
+    expected["in", "deep", "c"][2] = 0
+    for key in ("a", ("in", "b"), ("in", "deep", "c")):
+        assert torch.equal(expected[key], theirs[key])
+        assert torch.equal(expected[key], td[key].clone())
+        assert torch.equal(expected[key], TensorDict.load_memmap(tmp_path / "data")[key])
+    theirs["a"].fill_(5)
+    assert 5 == td["a"][3, 2].item()
+    td["a"].flush()
+
+
+def test_by_default_a_folder_is_protected_and_another_mode_is_refused(tmp_path: Path) -> None:
+    rows().memmap(tmp_path / "data")
+    load_memmap(tmp_path / "data")["a"].mul_(2)
+
+    assert torch.equal(rows()["a"], TensorDict.load_memmap(tmp_path / "data")["a"])
+    with pytest.raises(ArgumentError, match=r"mode 'w' is not known: 'r' protects .*, 'r\+' writes"):
+        load_memmap(tmp_path / "data", mode="w")
+
+
+def test_what_is_written_through_is_never_replaced_or_taken_for_another(tmp_path: Path) -> None:
+    rows().memmap(tmp_path / "data")
+    td = load_memmap(tmp_path / "data", mode="r+")
+    inode = (tmp_path / "data" / "a.memmap").stat().st_ino
+
+    with pytest.raises(UnsupportedOpError, match="others write in place"):
+        td["a"].update_values(torch.zeros(4, 3))
+    assert inode == (tmp_path / "data" / "a.memmap").stat().st_ino
+    assert torch.equal(rows()["a"], td["a"].clone())
+    (tmp_path / "other").write_bytes(b"\0" * 48)
+    os.replace(tmp_path / "other", tmp_path / "data" / "a.memmap")
+    with pytest.raises(ChangedFileError, match="is another file than the one that was opened"):
+        td["a"].sum()
+    os.truncate(tmp_path / "data" / "in" / "b.memmap", 8)
+    with pytest.raises(OffloadError, match=r"b\.memmap"):
+        td["in", "b"].sum()
+    assert 8 == (tmp_path / "data" / "in" / "b.memmap").stat().st_size
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    rows().memmap(tmp_path / "data")
+    (tmp_path / "data" / "a.memmap").rename(tmp_path / "mine")
+    (tmp_path / "data" / "a.memmap").symlink_to(tmp_path / "mine")
+
+    with pytest.raises(ForeignFileError, match=r"a\.memmap is a link"):
+        load_memmap(tmp_path / "data", mode="r+")
+    assert torch.equal(rows()["a"], load_memmap(tmp_path / "data")["a"].clone())
+
+
+def test_other_processes_write_through_too(tmp_path: Path) -> None:
+    rows().memmap(tmp_path / "data")
+    run_script(
+        """
+        import sys, torch
+        import torch.multiprocessing as mp
+        from offload.integrations.tensordict import load_memmap
+
+        def work(leaf):
+            leaf[0] = 9
+            try:
+                leaf.update_values(torch.zeros(4, 3))
+            except NotImplementedError:
+                leaf[1] = 8
+
+        if __name__ == "__main__":
+            td = load_memmap(sys.argv[1], mode="r+")
+            for method in ("fork", "spawn"):
+                process = mp.get_context(method).Process(target=work, args=(td["a"],))
+                process.start()
+                process.join()
+                assert process.exitcode == 0 or method == "spawn", method
+        """,
+        tmp_path / "data",
+    )
+
+    assert [[9.0] * 3, [8.0] * 3] == TensorDict.load_memmap(tmp_path / "data")["a"][:2].tolist()
+
+
+def test_what_a_folder_holds_comes_back_as_it_was(tmp_path: Path) -> None:
+    """The batch sizes and names of each level, tensorclasses and data that are no tensors."""
+    td = TensorDict(
+        {
+            "x": torch.ones(4, 3),
+            "in": TensorDict({"y": torch.zeros(4, 3, 2)}, batch_size=[4, 3], names=["n", "t"]),
+            "sample": Sample(obs=torch.ones(4, 2), label="one", batch_size=[4]),
+            "words": NonTensorStack("x", "y", "z", "w"),
+            "same": NonTensorData({"k": [1, None, "v"]}, batch_size=[4]),
+        },
+        batch_size=[4],
+        names=["n"],
+    )
+    save_memmap(td, tmp_path / "ours")
+
+    for found in (
+        load_memmap(tmp_path / "ours", types=[Sample]),
+        TensorDict.load_memmap(tmp_path / "ours"),
+    ):
+        assert torch.Size([4]) == found.batch_size
+        assert ["n"] == found.names
+        assert torch.Size([4, 3]) == found["in"].batch_size
+        assert ["n", "t"] == found["in"].names
+        sample = found.get("sample")
+        assert (Sample, "one", torch.Size([4])) == (type(sample), sample.label, sample.batch_size)
+        assert torch.equal(torch.ones(4, 2), sample.obs.clone())
+        assert ["x", "y", "z", "w"] == found.get("words").tolist()
+        assert {"k": [1, None, "v"]} == found["same"]
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.mark.parametrize("act", ["save", "save over", "like", "load", "write through", "from folder"])
+def test_a_call_that_fails_is_told_and_nothing_is_half_done(tmp_path: Path, act: str) -> None:
+    def begin() -> Path:
+        folder = tmp_path / str(next(NUMBERS)) / "data"
+        if act not in ("save", "like"):
+            save_memmap(rows(), folder)
+        return folder
+
+    def run(folder: Path) -> object:
+        if act in ("save", "save over"):
+            return save_memmap(rows().apply(lambda leaf: leaf + 1), folder)
+        if act == "like":
+            return memmap_like(rows(), folder)
+        if act == "load":
+            return load_memmap(folder)["a"].tolist()
+        if act == "write through":
+            return load_memmap(folder, mode="r+")["a"].mul_(1)
+        return cache_from(folder).close()
+
+    seen = 0
+    codes = (errno.EMFILE,) if act == "from folder" else (errno.EIO, errno.ENOSPC)
+    for failure in faults.each_failure(begin, run, codes):
+        seen += 1
+        error, folder = failure.error, failure.given
+        assert error is None or isinstance(error, OffloadError), str(failure)
+        assert error is None or (isinstance(error, OSError) and error.errno == failure.code), str(failure)
+        left = [path.name for path in folder.parent.iterdir()] if folder.parent.exists() else []
+        assert error is None or set(left) <= {"data"}, (str(failure), left)  # else removing the old one failed
+        if folder.exists() and act != "like":
+            values = load_memmap(folder)["a"].tolist()
+            assert values in (rows()["a"].tolist(), (rows()["a"] + 1).tolist()), str(failure)
+        run(folder)
+    assert seen > 3
