@@ -4,7 +4,6 @@
 | --- | --- |
 | put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `ones` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
-| replace some again and again, and write them once | `write_buffer` |
 | replace many, one at a time | `map_values`, which gives a `MapReport` |
 | have it in memory again | `materialize`, `OffloadedTensor.materialize` |
 | have what is made of a tensor beside it | `offloaded_like` |
@@ -55,7 +54,6 @@ from offload.offloading.context import offloading
 from offload.quantizer import quantize_int4
 from offload.report import plot_memory
 from offload.saving import save_checkpoint
-from offload.storage.buffer import write_buffer
 from offload.storage.subclasses import register_subclass
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
@@ -102,6 +100,5 @@ __all__ = [
     "save_tree",
     "set_max_memory",
     "set_read_ahead",
-    "write_buffer",
 ]
 __version__ = "0.1.0"

@@ -27,7 +27,6 @@ import torch
 import offload
 from offload.integrations import torchao
 from offload.prefetch import reads
-from offload.storage.buffer import current_buffer
 from offload.storage.locks import _LOCKS
 from offload.storage.write import TEMPORARY
 
@@ -186,8 +185,6 @@ def torch_state() -> tuple[Any, ...]:
 
 def left_on() -> Iterator[str]:
     """What the package has for the length of a block, and has forgotten to end."""
-    if current_buffer() is not None:
-        yield "a write buffer"
     if torchao._AT_WORK.get() is not None:
         yield "quantizing"
     if not gc.isenabled():

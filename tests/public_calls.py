@@ -96,12 +96,6 @@ _OPS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _write_buffered(weight: OffloadedTensor) -> None:
-    with offload.write_buffer():
-        weight.update_values(NEW)
-        weight.update_values(NEW)
-
-
 def _in_inference_mode(weight: OffloadedTensor) -> None:
     with torch.inference_mode():
         weight[1:].sum()

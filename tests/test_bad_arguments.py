@@ -177,7 +177,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "offload_optimizer(model)": lambda bad: stepped(model=bad),
     "offload_optimizer(min_bytes)": lambda bad: stepped(min_bytes=bad),
     "offload_optimizer(step_bytes)": lambda bad: stepped(step_bytes=bad),
-    "write_buffer(max_bytes)": lambda bad: entered(offload.write_buffer(bad)),
     "set_max_memory(max_memory)": lambda bad: entered(offload.set_max_memory(bad)),
     "set_max_memory(an amount)": lambda bad: entered(offload.set_max_memory({"cpu": bad})),
     "set_read_ahead(window)": lambda bad: entered(offload.set_read_ahead(bad)),

@@ -112,7 +112,6 @@ PUBLIC = [
     "save_tree",
     "set_max_memory",
     "set_read_ahead",
-    "write_buffer",
 ]
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
-from offload import OffloadedTensor, write_buffer
+from offload import OffloadedTensor
 from offload.storage import folders
 from tests import faults
 from tests.acts import Act, dies_at_each_call, meets_each_fault
@@ -58,14 +58,6 @@ def add_and_flush(weight):
     weight.fill_(2)
     weight.flush()
     return weight.tolist()
-
-
-def buffered(weights):
-    with write_buffer():
-        for weight in weights:
-            weight.update_values(TWOS * 3)
-            weight.update_values(TWOS)
-    return [weight.tolist() for weight in weights]
 
 
 def each(check):
@@ -118,7 +110,6 @@ ACTS = {
     ),
     "write in place": Act(stored, add_and_flush, old_or_new(ONES, TWOS), W),
     "write to a checkpoint's": Act(referenced, add_and_flush, own_or_in_place, W),
-    "write_buffer": Act(two, buffered, each(old_or_new(ONES, TWOS * 3, TWOS)), W),
     "read a checkpoint": Act(checkpoint, lambda path: OffloadedTensor.from_file(path, "w").tolist()),
     "load_file": Act(checkpoint, lambda path: offload.load_file(path)["w"].sum().item()),
     "load_file of a pickle": Act(pickled, lambda path: [w.tolist() for w in offload.load_file(path).values()]),

@@ -151,20 +151,6 @@ def test_a_failure_among_workers_is_told_and_the_journal_says_what_was_done(tmp_
     assert {"w0", "w1"} <= done
 
 
-def test_a_run_in_a_write_buffer_is_as_sure_as_outside(checkpoint, plain, tmp_path):
-    """What tells that a value was replaced goes to the disk with it, at once."""
-    model = loaded(checkpoint, tmp_path / "q")
-
-    with offload.write_buffer():
-        model.layer.weight.update_values(plain.layer.weight * 3)
-        map_values(double, model, resume=True)
-        on_disk = {path.stem: load_file(path)[path.stem] for path in (tmp_path / "q").glob("*.safetensors")}
-
-    assert torch.equal(plain.layer.weight * 6, on_disk["layer.weight"])
-    assert torch.equal(plain.layer.bias * 2, on_disk["layer.bias"])
-    assert torch.equal(plain.layer.weight * 6, load_file(tmp_path / "q" / "layer.weight.safetensors")["layer.weight"])
-
-
 def test_plain_values_are_replaced_where_they_stand(plain):
     model = Tied()
     model.load_state_dict(plain.state_dict())

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.errors import CorruptFileError, ForeignFileError, UnsupportedOpError, WriteError
-from offload.storage.buffer import Waiting, current_buffer
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, named_folder, release
 from offload.storage.header import Layout, Loose
@@ -34,12 +33,7 @@ from offload.storage.write import (
     explained,
     fill_holes,
     layout_of,
-    put_in_place,
     refuse_earlier,
-    refuse_foreign,
-    remove,
-    sync_folder,
-    temporary_for,
     write_empty,
     write_values,
 )
@@ -201,8 +195,6 @@ class Handle(Stored):
     def replace(self, tensor: torch.Tensor, notes: Notes = None) -> None:
         """Make `tensor` (of any shape and dtype) the whole value, atomically; `notes` go into the file's header.
 
-        In a `write_buffer` it waits beside its place, but for one with notes.
-
         Raises:
             WriteError, ForeignFileError, NameInUseError: the old value stands.
             UnsupportedOpError: the file is written in place only.
@@ -212,40 +204,13 @@ class Handle(Stored):
                 f"{self.name!r} is in a file that others write in place ({self.path}: a column of a cache, or a leaf "
                 "of a memmap folder): write rows of the cache, or copy_ to the tensor"
             )
-        buffer = current_buffer() if self.folder is not None and notes is None else None
         with self._lock, self._claimed() as path:
             layout = _layout_for(tensor)
             old = self.layout
             is_alike = (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps
             if is_alike and not is_subclass_value(tensor):
                 layout = old
-            if buffer is None:
-                self._write(path, tensor, layout, notes, durable=self.folder is not None)
-            else:
-                self._write_aside(path, tensor, layout)
-        if buffer is not None:
-            buffer.add(self)
-
-    def settle(self) -> None:
-        """Put what waits into its place.
-
-        Raises:
-            WriteError, ForeignFileError: the value is again what it was before it waited.
-        """
-        with self._lock:
-            waiting = self._waiting
-            if waiting is None or waiting.pid != os.getpid():
-                return
-            try:
-                with naming(self.name):
-                    put_in_place(self.file.path, waiting.path, self.file.identity.size)
-            except BaseException:
-                self._go_back(waiting)
-                raise
-            self.file.moved_to(waiting.path)
-            self._waiting = None
-            with naming(self.name):
-                sync_folder(waiting.path.parent)
+            self._write(path, tensor, layout, notes, durable=self.folder is not None)
 
     def take_over(self, file: TensorFile) -> None:
         """Go on from a file of ours that stands where the first write would put one.
@@ -279,7 +244,6 @@ class Handle(Stored):
         """
         if not self.owned:
             return
-        self.settle()
         self.base()
         with naming(self.name):
             fd = self.file.descriptor(settled=False)
@@ -312,13 +276,9 @@ class Handle(Stored):
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
-        waited, self._waiting = self._waiting, None
-        aside = None if waited is None or waited.pid != os.getpid() else self.file.path
         old = getattr(self, "layout", None)
         self._open(file)
         self.generation += old not in (None, self.layout)
-        if aside is not None:
-            remove(aside)  # a newer one has come
         if not self.owned and self.folder is None:
             self._pid = os.getpid()
         self.owned = True
@@ -336,37 +296,6 @@ class Handle(Stored):
             if not self.owned:
                 release(path, self)
             raise
-
-    def _write_aside(self, path: Path, tensor: torch.Tensor, layout: Layout) -> None:
-        """As `_write`, but beside `path`, and not made to survive a power cut yet."""
-        before = self._waiting
-        waiting = before or Waiting(path, os.getpid(), self.file, self.owned)
-        waits = self.file.path
-        with naming(self.name):
-            refuse_foreign(path)
-            aside = temporary_for(path)
-        try:
-            self._write(aside, tensor, layout, None, durable=False)
-            self._waiting = waiting
-        except BaseException:
-            if self.file.path == aside:
-                self._go_back(waiting)
-                if before is not None:
-                    remove(waits)
-            else:
-                self._waiting = before
-                remove(aside)
-            raise
-
-    def _go_back(self, waiting: Waiting) -> None:
-        aside, old = self.file.path, self.layout
-        self._waiting = None
-        self._open(waiting.before)
-        self.generation += self.layout != old
-        self.owned = waiting.was_owned
-        if not self.owned:
-            release(waiting.path, self)
-        remove(aside)
 
     def _write(self, path: Path, tensor: torch.Tensor, layout: Layout, notes: Notes, *, durable: bool) -> None:
         with naming(self.name), no_functions(), no_modes():

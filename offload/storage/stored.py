@@ -18,14 +18,12 @@ from typing import Any
 import torch
 
 from offload.errors import ChangedFileError
-from offload.storage.buffer import Waiting
 from offload.storage.file import TensorFile
 from offload.storage.folders import discard
 from offload.storage.header import Layout, extent_of
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.naming import naming
-from offload.storage.regular import is_there
 from offload.storage.subclasses import Recipe, layout_from, unflatten
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
@@ -55,7 +53,6 @@ class Stored:
         "_base",
         "_lock",
         "_pid",
-        "_waiting",
         "copies",
         "extent",
         "file",
@@ -84,18 +81,12 @@ class Stored:
         self.ranges: dict[tuple[int, int], Any] = {}
         self.copies: dict[torch.device, Any] = {}
         self.pool: Any = None
-        self._waiting: Waiting | None = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
 
     @property
     def path(self) -> Path:
-        """Of its file; while `file` waits beside it, where that is to be."""
-        return self.file.path if self._waiting is None else self._waiting.path
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Of what waits to be put into its place."""
-        return 0 if self._waiting is None else self.file.identity.size
+        """Of its file."""
+        return self.file.path
 
     @property
     def is_subclass(self) -> bool:
@@ -168,10 +159,6 @@ class Stored:
 
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
-        waiting = self._waiting
-        if waiting is not None and waiting.pid != os.getpid() and not is_there(self.file.path):
-            self._waiting = None  # the process that this one was forked from has put it into its place
-            self.file.moved_to(waiting.path)
         if self.file.is_raw:
             self._refuse_another_raw()
             return

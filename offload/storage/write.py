@@ -131,22 +131,6 @@ def copy_entries(
         os.close(fd_from)
 
 
-def put_in_place(temporary: Path, path: Path, size: int) -> None:
-    """Have a whole file of `size` bytes become `path`; the caller removes it after a failure, else syncs the folder.
-
-    Raises: as `write_values`.
-    """
-    refuse_foreign(path)
-    with explained(path, size):
-        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _take_access(fd, path)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-
-
 def write_beside(
     temporary: Path,
     path: Path,

@@ -50,7 +50,6 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
             f"{tensor.name!r} is not a leaf and requires grad: it can't be passed to a process. detach() it first."
         )
     handle = tensor._file_handle()
-    handle.settle()
     identity = None if handle.owned else handle.file.identity
     entry = handle.file.entry(handle.name) if handle.file.is_raw else None
     reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry)

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offload import load_file as offload_file
-from offload import write_buffer
 from offload.errors import ChangedFileError, ForeignFileError, ReadError, WriteError
 from offload.storage import write as write_module
 from offload.storage.dtypes import WORDS, dtype_name, dtype_named
@@ -294,11 +293,6 @@ def access(path: Path) -> tuple[int, int, int]:
     return stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
 
 
-def replaced_in_a_buffer(path: Path) -> None:
-    with write_buffer():
-        offload_file(path.parent, offload_dir=path.parent)["w"].update_values(torch.ones(5), strict_shape=False)
-
-
 @pytest.mark.parametrize(
     "replace",
     [
@@ -307,10 +301,9 @@ def replaced_in_a_buffer(path: Path) -> None:
         lambda path: offload_file(path.parent, offload_dir=path.parent)["w"].update_values(
             torch.ones(5), strict_shape=False
         ),
-        replaced_in_a_buffer,
         lambda path: put_file(path, b"more bytes"),
     ],
-    ids=["write", "empty", "update_values", "write_buffer", "put_file"],
+    ids=["write", "empty", "update_values", "put_file"],
 )
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
 def test_a_file_that_is_replaced_keeps_its_mode_and_owner(tmp_path, replace, mode):
