@@ -418,7 +418,7 @@ def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
     assert offload.is_offloaded(model[2].weight)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("config", ["int8", torch.int8, None, str.upper], ids=["text", "dtype", "none", "function"])
     "config", ["int8", torch.int8, None, lambda layer: layer], ids=["text", "dtype", "none", "function"]
 )
 def test_what_is_no_configuration_is_told(config: Any) -> None:
