@@ -111,9 +111,9 @@ def as_budget(amount: int | float | str, whole: int) -> int:
 def _in_bytes(amount: Any, whole: int) -> int:
     if isinstance(amount, float) and 0 <= amount <= 1:
         return int(amount * whole)
-    is_whole = hasattr(amount, "__index__") and not isinstance(amount, bool)
-    if is_whole and operator.index(amount) >= 0:
-        return operator.index(amount)
+    with suppress(TypeError):
+        if not isinstance(amount, bool) and operator.index(amount) >= 0:
+            return operator.index(amount)
     found = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     number, unit = found.groups() if found else ("", "")
     if not found or ("." in number and not unit) or len(number) > _MOST_DIGITS:

@@ -42,7 +42,7 @@ from offload.loader import PathLike, referenced
 from offload.memory import as_bytes
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
-from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard
+from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard, is_unicode
 from offload.storage.paths import absolute
 from offload.storage.regular import is_there, read_json, reading
 from offload.storage.subclasses import is_subclass_value, with_inner
@@ -200,7 +200,7 @@ def _discarded_names(model: nn.Module) -> Iterable[str]:
 def _check(name: object, tensor: object) -> None:
     if not isinstance(name, str):
         raise ArgumentTypeError(f"the name of a tensor is text, not {name!r}")
-    if name == "__metadata__" or any("\ud800" <= char <= "\udfff" for char in name):
+    if name == "__metadata__" or not is_unicode(name):
         raise ArgumentError(f"no tensor in a safetensors file can be called {name!r}: rename it")
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(
@@ -280,7 +280,7 @@ def _with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, lis
         return files
     for number in count(1):
         named = {name if number == 1 else name.replace("-", f"-{number}-", 1): keys for name, keys in files.items()}
-        if not any(os.path.lexists(folder / name) for name in named):
+        if not any(is_there(folder / name) for name in named):
             return named
     raise AssertionError("unreachable")
 
@@ -420,7 +420,7 @@ def _put_in_place(folder: Path, temporaries: Mapping[Path, Path], earlier: Itera
         sync_folder(folder)
         os.replace(temporaries[last], last)
     except BaseException:
-        if temporaries[last].exists():
+        if is_there(temporaries[last]):
             for path in shards:
                 remove(path)
         raise

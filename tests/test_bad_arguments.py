@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 import offload
-from offload import OffloadedTensor
+from offload import OffloadedTensor, TensorCache
+from offload.conversion import convert_checkpoint
 from offload.errors import OffloadError
+from offload.integrations import tensordict
 
 ANYTHING = {
     "None": None,
@@ -31,6 +33,7 @@ ANYTHING = {
     "empty text": "",
     "text": "nope",
     "NUL": "\0",
+    "long text": "a" * 5000,
     "half a character": "\udcff",
     "bytes": b"x",
     "list": [],
@@ -83,6 +86,60 @@ def with_activations(*args: Any, **options: Any) -> None:
     with offload.offload_activations(*args, **options):
         out = model()(torch.ones(2, 3)).sum()
     out.backward()
+
+
+COLUMN = {"x": torch.arange(2.0)}
+X = {"x": (torch.float32, ())}
+
+
+def with_cache(act: Callable[[TensorCache], Any]) -> None:
+    """`act` of a cache that is there, of three kinds of columns."""
+    for mode in ("r", "r+"):
+        with TensorCache.open("cache", mode) as cache, contextlib.suppress(OffloadError):
+            act(cache)
+
+
+def llama_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=5, head_dim=8
+    )
+
+
+def pretrained(name: Any, **options: Any) -> Any:
+    return offload.from_pretrained(name, **{"local_files_only": True, **options})
+
+
+def int8_weights() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig()
+
+
+def a_tensordict() -> Any:
+    from tensordict import TensorDict
+
+    return TensorDict({"x": torch.ones(2)}, [2])
+
+
+def make_adapter() -> None:
+    import peft
+
+    peft.get_peft_model(model(), peft.LoraConfig(r=1, target_modules=["0"])).save_pretrained("adapter")
+
+
+def make_llama() -> None:
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM(llama_config()).save_pretrained("llama")
+
+
+MAKES = {
+    "merge_lora": make_adapter,
+    "from_pretrained": make_llama,
+    "load_memmap": lambda: a_tensordict().memmap("memmap"),
+}
 
 
 # What a user calls, by argument.
@@ -205,7 +262,120 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "load_training(model)": lambda bad: offload.load_training("training", bad),
     "load_training(optimizer)": lambda bad: offload.load_training("training", model(), bad),
     "load_training(stateful)": lambda bad: offload.load_training("training", model(), step=bad),
+    "TensorCache(tensors)": lambda bad: TensorCache(bad),
+    "TensorCache(a tensor)": lambda bad: TensorCache({"x": bad})[0],
+    "TensorCache(metadata)": lambda bad: TensorCache(COLUMN, metadata=bad),
+    "TensorCache.create(folder)": lambda bad: TensorCache.create(bad, X).close(),
+    "TensorCache.create(columns)": lambda bad: TensorCache.create("out", bad).close(),
+    "TensorCache.create(a column)": lambda bad: TensorCache.create("out", {"x": bad}).close(),
+    "TensorCache.create(a name)": lambda bad: (
+        TensorCache.create("out", {bad: "json"}).close() if bad.__hash__ else None
+    ),
+    "TensorCache.create(a dtype)": lambda bad: TensorCache.create("out", {"x": (bad, ())}).close(),
+    "TensorCache.create(a shape)": lambda bad: TensorCache.create("out", {"x": (torch.int8, bad)}).close(),
+    "TensorCache.create(num_rows)": lambda bad: TensorCache.create("out", X, bad).close(),
+    "TensorCache.create(metadata)": lambda bad: TensorCache.create("out", X, metadata=bad).close(),
+    "TensorCache.create(device)": lambda bad: TensorCache.create("out", X, device=bad).close(),
+    "TensorCache.open(folder)": lambda bad: TensorCache.open(bad).close(),
+    "TensorCache.open(mode)": lambda bad: TensorCache.open("cache", bad).close(),
+    "TensorCache.open(expect)": lambda bad: TensorCache.open("cache", expect=bad).close(),
+    "TensorCache.open(device)": lambda bad: TensorCache.open("cache", device=bad).close(),
+    "TensorCache.from_disk(path)": lambda bad: TensorCache.from_disk(bad).close(),
+    "TensorCache.from_disk(device)": lambda bad: TensorCache.from_disk("ok.safetensors", bad)[0],
+    "TensorCache.from_disk(expect)": lambda bad: TensorCache.from_disk("ok.safetensors", expect=bad),
+    "TensorCache.from_records(records)": lambda bad: TensorCache.from_records(bad).close(),
+    "TensorCache.from_records(a record)": lambda bad: TensorCache.from_records([bad]).close(),
+    "TensorCache.from_records(a field)": lambda bad: TensorCache.from_records([{"x": bad}]).close(),
+    "TensorCache.from_records(folder)": lambda bad: TensorCache.from_records([{"x": 1}], bad).close(),
+    "TensorCache.from_records(schema)": lambda bad: TensorCache.from_records([{"x": 1}], schema=bad).close(),
+    "TensorCache.from_records(optional)": lambda bad: TensorCache.from_records([{"x": 1}], optional=bad).close(),
+    "TensorCache.from_rows(rows)": lambda bad: TensorCache.from_rows(bad).close(),
+    "TensorCache.missing_rows(columns)": lambda bad: with_cache(lambda cache: cache.missing_rows(bad)),
+    "TensorCache[rows]": lambda bad: with_cache(lambda cache: cache[bad]),
+    "TensorCache[rows] in memory": lambda bad: TensorCache(COLUMN)[bad],
+    "TensorCache.get(columns)": lambda bad: with_cache(lambda cache: cache.get(0, bad)),
+    "TensorCache.get(columns) in memory": lambda bad: TensorCache(COLUMN).get(0, bad),
+    "TensorCache.get(device)": lambda bad: with_cache(lambda cache: cache.get(0, device=bad)),
+    "TensorCache.get(out)": lambda bad: with_cache(lambda cache: cache.get([0], out=bad)),
+    "TensorCache.get(a tensor of out)": lambda bad: with_cache(lambda cache: cache.get([0], out={"x": bad})),
+    "TensorCache.get(out) in memory": lambda bad: TensorCache(COLUMN).get([0], out=bad),
+    "TensorCache.get(a tensor of out) in memory": lambda bad: TensorCache(COLUMN).get([0], out={"x": bad}),
+    "TensorCache.get(missing)": lambda bad: with_cache(lambda cache: cache.get(0, missing=bad)),
+    "TensorCache.get(ragged)": lambda bad: with_cache(lambda cache: cache.get([0], ragged=bad)),
+    "TensorCache.get(padding)": lambda bad: with_cache(lambda cache: cache.get([0], ragged="padded", padding=bad)),
+    "TensorCache.lengths(column)": lambda bad: with_cache(lambda cache: cache.lengths(bad)),
+    "TensorCache.lengths(rows)": lambda bad: with_cache(lambda cache: cache.lengths("r", bad)),
+    "TensorCache.column(name)": lambda bad: with_cache(lambda cache: cache.column(bad)),
+    "TensorCache.column(name) in memory": lambda bad: TensorCache(COLUMN).column(bad),
+    "TensorCache.put_column(name)": lambda bad: (
+        TensorCache(COLUMN).put_column(bad, torch.ones(2)) if bad.__hash__ else None
+    ),
+    "TensorCache.put_column(tensor)": lambda bad: TensorCache({**COLUMN, "y": torch.ones(2)}).put_column("y", bad),
+    "TensorCache[rows] = values": lambda bad: with_cache(lambda cache: cache.__setitem__([0], bad)),
+    "TensorCache[...] = a column": lambda bad: with_cache(lambda cache: cache.__setitem__([0], {"x": bad})),
+    "TensorCache[...] = a ragged column": lambda bad: with_cache(lambda cache: cache.__setitem__([0], {"r": bad})),
+    "TensorCache[...] = a ragged row": lambda bad: with_cache(lambda cache: cache.__setitem__(0, {"r": bad})),
+    "TensorCache[...] = JSON": lambda bad: with_cache(lambda cache: cache.__setitem__(0, {"j": bad})),
+    "TensorCache[bad] = values": lambda bad: with_cache(lambda cache: cache.__setitem__(bad, COLUMN)),
+    "TensorCache.append(values)": lambda bad: with_cache(lambda cache: cache.append(bad)),
+    "TensorCache.append(a column)": lambda bad: with_cache(
+        lambda cache: cache.append({"x": bad, "r": [torch.ones(1)], "j": [1]})
+    ),
+    "TensorCache.append(a ragged column)": lambda bad: with_cache(
+        lambda cache: cache.append({"x": torch.ones(1), "r": bad, "j": [1]})
+    ),
+    "TensorCache.append(JSON)": lambda bad: with_cache(
+        lambda cache: cache.append({"x": torch.ones(1), "r": [torch.ones(1)], "j": bad})
+    ),
+    "TensorCache.batches(sampler)": lambda bad: with_cache(lambda cache: list(cache.batches(bad))),
+    "TensorCache.batches(columns)": lambda bad: with_cache(lambda cache: list(cache.batches(1, columns=bad))),
+    "TensorCache.batches(prefetch)": lambda bad: with_cache(lambda cache: list(cache.batches(1, prefetch=bad))),
+    "TensorCache.as_dataset(columns)": lambda bad: with_cache(lambda cache: cache.as_dataset(bad)[0]),
+    "TensorCache.to_disk(path)": lambda bad: TensorCache(COLUMN).to_disk(bad),
+    "TensorCache.to_disk(columns)": lambda bad: TensorCache(COLUMN).to_disk("out", bad),
+    "cache_from(source)": lambda bad: offload.cache_from(bad).close(),
+    "cache_from(a tensor)": lambda bad: offload.cache_from({"x": bad}).close(),
+    "cache_from(folder)": lambda bad: offload.cache_from(COLUMN, bad).close(),
+    "cache_from(columns)": lambda bad: offload.cache_from(COLUMN, columns=bad).close(),
+    "cache_from(metadata)": lambda bad: offload.cache_from(COLUMN, metadata=bad).close(),
+    "cache_from(device)": lambda bad: offload.cache_from(COLUMN, device=bad).close(),
+    "register_subclass(cls)": lambda bad: offload.register_subclass(bad),
+    "convert(source)": lambda bad: convert_checkpoint(bad, "out"),
+    "convert(target)": lambda bad: convert_checkpoint("ok.safetensors", bad),
+    "convert(max_shard_size)": lambda bad: convert_checkpoint("ok.safetensors", "out", max_shard_size=bad),
+    "convert(dtype)": lambda bad: convert_checkpoint("ok.safetensors", "out", dtype=bad),
+    "convert(to_offload_folder)": lambda bad: convert_checkpoint("ok.safetensors", bad, to_offload_folder=True),
+    "from_pretrained(name)": lambda bad: pretrained(bad),
+    "from_pretrained(device_map)": lambda bad: pretrained("llama", device_map=bad),
+    "from_pretrained(offload_dir)": lambda bad: pretrained("llama", offload_dir=bad),
+    "from_pretrained(max_memory)": lambda bad: pretrained("llama", max_memory=bad),
+    "from_pretrained(dtype)": lambda bad: pretrained("llama", dtype=bad),
+    "from_pretrained(gguf_file)": lambda bad: pretrained("llama", gguf_file=bad),
+    "kv_cache(model)": lambda bad: offload.kv_cache(bad),
+    "kv_cache(offload_dir)": lambda bad: offload.kv_cache(llama_config(), bad),
+    "kv_cache(max_length)": lambda bad: offload.kv_cache(llama_config(), max_length=bad),
+    "quantize_(model)": lambda bad: offload.quantize_(bad, int8_weights(), progress=False),
+    "quantize_(config)": lambda bad: offload.quantize_(model(), bad, progress=False),
+    "quantize_(filter_fn)": lambda bad: offload.quantize_(model(), int8_weights(), bad, progress=False),
+    "quantize_(device)": lambda bad: offload.quantize_(model(), int8_weights(), device=bad, progress=False),
+    "quantize_(resume)": lambda bad: offload.quantize_(
+        offload.disk_offload(model(), "values"), int8_weights(), resume=bad, progress=False
+    ),
+    "merge_lora(model)": lambda bad: offload.merge_lora(bad, "adapter", progress=False),
+    "merge_lora(adapter)": lambda bad: offload.merge_lora(model(), bad, progress=False),
+    "merge_lora(resume)": lambda bad: offload.merge_lora(
+        offload.disk_offload(model(), "values"), "adapter", resume=bad, progress=False
+    ),
+    "load_memmap(folder)": lambda bad: tensordict.load_memmap(bad),
+    "load_memmap(mode)": lambda bad: tensordict.load_memmap("memmap", mode=bad),
+    "load_memmap(device)": lambda bad: tensordict.load_memmap("memmap", device=bad),
+    "save_memmap(td)": lambda bad: tensordict.save_memmap(bad, "out"),
+    "save_memmap(folder)": lambda bad: tensordict.save_memmap(a_tensordict(), bad),
+    "memmap_like(td)": lambda bad: tensordict.memmap_like(bad, "out"),
+    "memmap_like(folder)": lambda bad: tensordict.memmap_like(a_tensordict(), bad),
 }
+NEEDS = {"from_pretrained": "transformers", "kv_cache": "transformers", "quantize_": "torchao", "merge_lora": "peft"}
+NEEDS |= dict.fromkeys(("load_memmap", "save_memmap", "memmap_like"), "tensordict")
 
 
 # What is called, or gone through, tells of itself.
@@ -234,6 +404,8 @@ def place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.rmdir("checkpoint")
     offload.save_tree([torch.ones(2)], "tree")
     offload.save_training("training", model(), step=1)
+    with TensorCache.create("cache", {**X, "r": (torch.float32, (None,)), "j": "json"}) as cache:
+        cache.append({"x": torch.ones(2), "r": [torch.ones(1), torch.ones(2)], "j": [1, {}]})
     return Path(quick_folder)
 
 
@@ -249,6 +421,10 @@ def tidied(place: Path) -> Iterator[None]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_bad_argument_is_taken_or_told_by_an_error_of_ours(call, place):
+    name = call.partition("(")[0]
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    MAKES.get(name, bool)()
     bare = {}
     for what, bad in ANYTHING.items():
         with tidied(place):

@@ -268,7 +268,7 @@ def test_an_error_of_the_system_is_told_and_costs_nothing_else(name, private_pla
     assert meets_each_fault({**ACTS, **MODELS}[name], private_place) > 3
 
 
-@pytest.mark.parametrize("name", [name for name in {**ACTS, **MODELS} if name != "save_checkpoint"])  # can't go back
+@pytest.mark.parametrize("name", [*ACTS, *MODELS])
 def test_an_error_that_lasts_is_told_and_when_it_has_gone_all_is_well(name, private_place):
     """A full disk, and too many files, do not go while what was begun is taken back."""
     codes = faults.CODES if os.environ.get("OFFLOAD_FAULTS") == "all" else [errno.ENOSPC, errno.EMFILE]

@@ -25,12 +25,13 @@ from offload.cache.gather import size_of
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
-from offload.errors import CorruptFileError, DtypeMismatchError, ShapeMismatchError
+from offload.errors import CorruptFileError, DtypeMismatchError, OffloadError, ShapeMismatchError
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.header import Entry, build, contiguous
 from offload.storage.names import file_name
 from offload.storage.regular import reading
 from offload.storage.write import bytes_of, explained, put_file, refuse_foreign, write_all
+from offload.tensor.arguments import checked_dense, refuse_unstorable
 from offload.tensor.wrapper import OffloadedTensor
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
@@ -201,6 +202,7 @@ class FixedColumn:
         return out
 
     def _refuse_other(self, out: torch.Tensor, shape: tuple[int, ...]) -> None:
+        checked_dense(out, f"out[{self.column.name!r}]")
         if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or _is_elsewhere(out):
             raise ShapeMismatchError(
                 f"column {self.column.name!r}: `out` is to be contiguous, on the CPU, {shape} {self.column.dtype}, "
@@ -242,9 +244,15 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
     """
     try:
         if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
+            for part in value:
+                if isinstance(part, torch.Tensor):
+                    refuse_unstorable(part, column.name)
             value = torch.stack([torch.as_tensor(part) for part in value])
         is_typed = isinstance(value, torch.Tensor) or hasattr(value, "dtype")
         tensor = torch.as_tensor(value, dtype=None if is_typed else column.dtype).detach()
+        checked_dense(tensor, column.name)
+    except OffloadError:
+        raise
     except (TypeError, ValueError, RuntimeError) as error:
         raise DtypeMismatchError(
             f"column {column.name!r} ({path}) holds {column.shape_text} {column.dtype}, and no tensor of that can be "

@@ -31,6 +31,7 @@ from offload.errors import CorruptFileError, DtypeMismatchError, ForeignFileErro
 from offload.storage.names import SUFFIX, file_name
 from offload.storage.regular import open_regular
 from offload.storage.write import bytes_of, write_all
+from offload.tensor.arguments import checked_number
 
 _SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
 _ALIGNED = 64  # bytes at a multiple of which a batch begins
@@ -129,7 +130,8 @@ class HeapColumn:
         Raises:
             ShapeMismatchError, DtypeMismatchError
         """
-        if isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__"):
+        is_single = isinstance(value, torch.Tensor | np.ndarray) and not value.ndim
+        if is_single or isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__"):
             raise ShapeMismatchError(
                 f"column {self.column.name!r} ({self.path}): one {type(value).__name__} is given for {count} rows: "
                 "give a list, with a value for each row"
@@ -278,6 +280,7 @@ class Ragged:
         counts = torch.from_numpy(self.counts)
         longest = int(self.counts.max()) if len(counts) else 0
         shape = (len(counts), longest, *self.values.shape[1:])
+        checked_number(padding, self.values.dtype, "padding")
         padded = torch.full(shape, padding, dtype=self.values.dtype, device=self.values.device)
         padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
         return padded

@@ -36,7 +36,7 @@ from offload.storage.handle import Handle
 from offload.storage.header import contiguous
 from offload.storage.regular import reading
 from offload.storage.write import explained, sweep, write_values
-from offload.tensor.arguments import refuse_unstorable
+from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handles
 
@@ -146,6 +146,7 @@ class HeldStore:
         Raises:
             CacheError: there are no tensors, they are of several lengths, or one is no column.
         """
+        refuse_other(tensors, Mapping, "a dict of tensors by column")
         self.folder = folder
         self._metadata = metadata
         self._take({name: HeldColumn(name, tensor) for name, tensor in tensors.items()})
@@ -214,8 +215,10 @@ class HeldStore:
         """
         Raises:
             ColumnError: there is no such column.
+            ArgumentTypeError: they are no names.
         """
-        names = list(self.columns) if columns is None else [columns] if isinstance(columns, str) else list(columns)
+        named = checked_names(columns, "columns")
+        names = list(self.columns) if named is None else named
         for name in names:
             if name not in self.columns:
                 raise ColumnError(f"the cache in {self.place} has no column {name!r}: it has {', '.join(self.columns)}")
@@ -270,6 +273,7 @@ class HeldStore:
 
 
 def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+    checked_dense(out, f"out[{name!r}]")
     if (out.shape, out.dtype) != (value.shape, value.dtype):
         raise ShapeMismatchError(
             f"column {name!r}: `out` is to be {tuple(value.shape)} {value.dtype}, and is {tuple(out.shape)} {out.dtype}"

@@ -18,6 +18,7 @@ from offload.cache.schema import Column, schema_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError
 from offload.storage.regular import read_json, short
 from offload.storage.write import put_file
+from offload.tensor.arguments import refuse_other
 
 FILE = "manifest.json"
 FORMAT = "offload.TensorCache"
@@ -96,7 +97,7 @@ class Manifest:
             f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
             if key in self.metadata
             else f"{key!r} is not there, expected {value!r}"
-            for key, value in as_json(expect or {}).items()
+            for key, value in as_json(expect, "expect").items()
             if key not in self.metadata or self.metadata[key] != value
         ]
         if wrong:
@@ -106,14 +107,18 @@ class Manifest:
             )
 
 
-def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(metadata: Mapping[str, Any] | None, what: str = "metadata") -> dict[str, Any]:
     """Metadata as they come back from JSON.
 
     Raises:
+        ArgumentTypeError: they are no dict.
         CacheError: JSON has no words for them.
     """
+    if metadata is None:
+        return {}
+    refuse_other(metadata, Mapping, f"{what}: a dict")
     try:
         back: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise CacheError(f"metadata are written as JSON, and these can't be: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CacheError(f"{what}: metadata are written as JSON, and these can't be: {error}") from error
     return back

@@ -27,6 +27,7 @@ from offload.cache.tensors import Tensors
 from offload.errors import CacheError
 from offload.storage.paths import absolute
 from offload.storage.regular import is_there
+from offload.tensor.arguments import checked_count, checked_names, iterated
 
 
 class ReadByIndex(ABC):
@@ -122,9 +123,9 @@ class ReadByIndex(ABC):
         """
         if isinstance(sampler, int) and sampler < 1:
             raise CacheError(f"a batch can't have {sampler} rows")
-        items = consecutive(len(self), sampler) if isinstance(sampler, int) else sampler
+        items = consecutive(len(self), sampler) if isinstance(sampler, int) else iterated(sampler, "sampler")
         items = map(_kept, items)
-        names = [columns] if isinstance(columns, str) else None if columns is None else list(columns)
+        names, prefetch = checked_names(columns, "columns"), checked_count(prefetch, "prefetch", least=0)
         form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
         read = partial(self.get, columns=names, **form)
         return read_ahead(items, read, prefetch)
@@ -146,7 +147,7 @@ class ReadByIndex(ABC):
         """
         if self.mode == "r+":
             self.flush()
-        return RowDataset(self, [columns] if isinstance(columns, str) else None if columns is None else list(columns))
+        return RowDataset(self, checked_names(columns, "columns"))
 
     def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
         """Write all rows to one file, a batch at a time; `from_disk` opens it.
@@ -166,7 +167,8 @@ class ReadByIndex(ABC):
             ForeignFileError: a file that offload did not write stands there.
             WriteError
         """
-        names = list(self.columns) if columns is None else list(columns)
+        named = checked_names(columns, "columns")
+        names = list(self.columns) if named is None else named
         self.require_complete(names)
         shapes = {name: (self.columns[name].dtype, (len(self), *self.columns[name].row_shape)) for name in names}
         others = [name for name in names if self.columns[name].kind != TENSOR]

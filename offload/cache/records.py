@@ -23,7 +23,7 @@ import torch
 
 from offload.cache.fields import PRESENT, Batch, Field, Incoming
 from offload.errors import CacheError
-from offload.tensor.arguments import refuse_other_class
+from offload.tensor.arguments import refuse_unstorable
 
 _LOOK = 64  # records that settle the columns
 _MOST_ROWS = 1024  # in a batch
@@ -71,12 +71,15 @@ def fields_of(record: Any) -> dict[str, Any]:
 
     Raises:
         CacheError: it is no record.
+        UnsupportedOpError, UnknownSubclassError: a tensor in it has no dense value, or is more than its numbers.
     """
     found: dict[str, Any] = {}
     for name, value in _items(record):
         if _is_record(value):
             found.update({f"{name}.{inner}": part for inner, part in fields_of(value).items()})
         else:
+            if isinstance(value, torch.Tensor):
+                refuse_unstorable(value, name)
             found[name] = value
     return found
 
@@ -168,7 +171,7 @@ def _inferred(name: str, values: Sequence[Any], hint: Any) -> Field:
             f"the field {name!r} is None in all of the first records: say what it is, as in "
             f"schema={{{name!r}: (torch.float32, ())}}"
         )
-    tensors = [_as_tensor(name, value) for value in values]
+    tensors = [_as_tensor(value) for value in values]
     found = [tensor for tensor in tensors if tensor is not None]
     if not found:
         return Field(None, is_bytes=isinstance(values[0], bytes))
@@ -201,15 +204,9 @@ def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | Non
     return (None, *next(iter(shapes))[1:])
 
 
-def _as_tensor(name: str, value: Any) -> torch.Tensor | None:
-    """A tensor for what is kept as one; None for what is kept as JSON.
-
-    Raises:
-        UnknownSubclassError: its class is more than its numbers.
-    """
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """A tensor for what is kept as one; None for what is kept as JSON."""
     if isinstance(value, torch.Tensor):
-        if not value.is_nested:
-            refuse_other_class(value, name)
         return value.detach()
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
@@ -273,7 +270,7 @@ def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
     assert field.dtype is not None
     if value is None:
         return torch.zeros([size or 0 for size in field.row_shape], dtype=field.dtype)
-    tensor = _as_tensor(name, value)
+    tensor = _as_tensor(value)
     if tensor is None:
         raise CacheError(
             f"the field {name!r} of record {number} is a {type(value).__name__}, and its column {_told(field)}"

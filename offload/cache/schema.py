@@ -18,6 +18,7 @@ import torch
 from offload.errors import CacheError, CorruptFileError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.names import file_name
+from offload.tensor.arguments import refuse_other
 
 JSON, BYTES, TENSOR, RAGGED = "json", "bytes", "tensor", "ragged"
 _MOST = 2**63 - 1  # bytes that torch can count
@@ -79,6 +80,7 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
     Raises:
         CacheError: there are none, or something else stands there.
     """
+    refuse_other(columns, Mapping, "a dict of columns by name, {name: (dtype, row_shape)},")
     if not columns:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
     schema = {name: _column(name, said) for name, said in columns.items()}

@@ -46,6 +46,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
 from offload.storage.write import explained
+from offload.tensor.arguments import checked_names
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
@@ -177,8 +178,10 @@ class Store:
         """
         Raises:
             ColumnError: there is no such column.
+            ArgumentTypeError: they are no names.
         """
-        names = self._names if columns is None else [columns] if isinstance(columns, str) else list(columns)
+        named = checked_names(columns, "columns")
+        names = self._names if named is None else named
         for name in names:
             if name not in self._places:
                 raise ColumnError(f"the cache in {self.folder} has no column {name!r}: it has {', '.join(self._names)}")

@@ -35,7 +35,14 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder
 from offload.storage.write import explained
-from offload.tensor.arguments import checked_device, refuse_other_class
+from offload.tensor.arguments import (
+    checked_count,
+    checked_device,
+    checked_names,
+    iterated,
+    refuse_other,
+    refuse_unstorable,
+)
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import guest_of
 
@@ -78,7 +85,7 @@ class TensorCache(ReadByIndex):
             >>> cache[torch.tensor([2, 0])]
             {'chosen_logps': tensor([2.5000, 0.5000])}
         """
-        store = HeldStore(tensors, as_json(metadata or {}))
+        store = HeldStore(tensors, as_json(metadata))
         self._begin(store, store.device)
 
     def _begin(self, store: Store | HeldStore, device: torch.device) -> None:
@@ -117,11 +124,10 @@ class TensorCache(ReadByIndex):
             ForeignFileError, WriteError
         """
         schema = schema_of(columns)
-        if num_rows < 0:
-            raise CacheError(f"a cache can't have {num_rows} rows")
+        num_rows = checked_count(num_rows, "num_rows", least=0)
         where = checked_device(device)
         path = absolute(folder)
-        make(path, Manifest(schema, num_rows, as_json(metadata or {})))
+        make(path, Manifest(schema, num_rows, as_json(metadata)))
         return cls._over(Store.open(path, None, writes=True), where)
 
     @classmethod
@@ -214,8 +220,10 @@ class TensorCache(ReadByIndex):
             >>> cache[:]
             {'id': ['a', 'b'], 'reward': tensor([0.5000, 0.0000]), 'reward.present': tensor([ True, False])}
         """
+        refuse_other(schema, Mapping | None, "schema: a dict of columns by name")
         given = {name: Field.of(said) for name, said in (schema or {}).items()}
-        return cls.from_rows(rows_of_records(records, given, optional), folder, metadata=metadata, device=device)
+        rows = rows_of_records(iterated(records, "records"), given, checked_names(optional, "optional") or ())
+        return cls.from_rows(rows, folder, metadata=metadata, device=device)
 
     @classmethod
     def from_rows(
@@ -230,7 +238,8 @@ class TensorCache(ReadByIndex):
 
         Raises: as `create`, and what the batches raise; nothing is left in `folder` then.
         """
-        root = private_folder() if folder is None else Path(os.path.abspath(folder))
+        refuse_other(rows, Incoming, "rows that come in batches, as offload.integrations.rows.rows_of gives them,")
+        root = private_folder() if folder is None else absolute(folder)
         with explained(root, 0, "folder"):
             path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
             kept = list_of(path)
@@ -348,6 +357,7 @@ class TensorCache(ReadByIndex):
             hot = store.read_hot(rows, columns)
             if hot is not None:
                 return hot
+        refuse_other(out, Mapping | None, "out: a dict of tensors by column")
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
@@ -486,9 +496,10 @@ def _plain(value: Any, name: str) -> Any:
 
     Raises:
         UnknownSubclassError: its class is more than its numbers.
+        UnsupportedOpError: it has no values, or is sparse.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_nested:
-        refuse_other_class(value, name)
+        refuse_unstorable(value, name)
     return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())

@@ -13,6 +13,7 @@ from typing import Any
 
 from offload.checkpoint import COMPANIONS
 from offload.errors import CheckpointError
+from offload.storage.paths import text_of
 from offload.storage.regular import is_folder, is_there
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
@@ -30,7 +31,7 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     Raises:
         CheckpointError: a file, or neither a folder nor a model that the hub, or its cache, has.
     """
-    folder = Path(name_or_path)
+    folder = Path(text_of(name_or_path))
     if is_folder(folder):
         return folder.absolute()
     if is_there(folder):

@@ -9,7 +9,6 @@ Always true:
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from functools import cache
 from pathlib import Path
@@ -17,10 +16,17 @@ from typing import Any
 
 import torch
 
-from offload.errors import ArgumentError, DtypeMismatchError, ForeignFileError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import (
+    ArgumentTypeError,
+    DtypeMismatchError,
+    ForeignFileError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+)
 from offload.storage.header import Layout, contiguous_stride
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, reading
+from offload.tensor.arguments import checked_count
 from offload.tensor.outside import CPU
 from offload.tensor.rules import is_followed
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
@@ -69,9 +75,12 @@ def kv_cache(
     """
     from transformers import EncoderDecoderCache
 
-    if max_length is not None and operator.index(max_length) < 1:
-        raise ArgumentError(f"max_length is a number of tokens, from 1 on, or None, and not {max_length}")
+    max_length = None if max_length is None else checked_count(max_length, "max_length, a number of tokens,")
     config = getattr(config_or_model, "config", config_or_model)
+    if not hasattr(config, "get_text_config") or isinstance(config, type):
+        raise ArgumentTypeError(
+            f"a transformers model, or its configuration, is needed, not {repr(config_or_model)[:80]}"
+        )
     folder = None if offload_dir is None else _folder_of_its_own(offload_dir)
     if not getattr(config, "is_encoder_decoder", False):
         return _on_disk(config, "", folder, max_length)

@@ -26,6 +26,9 @@ from offload.loader import PathLike
 from offload.memory import return_freed
 from offload.progress import progress_in_bytes
 from offload.replacing import Replacing
+from offload.storage.paths import text_of
+from offload.storage.regular import as_file, is_folder, open_regular, reading
+from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
 from offload.values import Book, MapReport, Value, book_for, values_of
@@ -69,6 +72,9 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         >>> merge_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "adapter").replaced
         ('0.weight',)
     """
+    refuse_other(model, nn.Module, "a module")
+    refuse_other(resume, bool | str, "resume=True, False or the name of a run")
+    adapter = text_of(adapter)
     name = resume if isinstance(resume, str) else _name_of(adapter)
     values = values_of(model)
     places = Replacing(model, "merged")
@@ -172,21 +178,21 @@ def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
 # The adapter
 
 
-def _name_of(adapter: PathLike) -> str:
+def _name_of(adapter: str) -> str:
     """What a run is called: the same for the same adapter, wherever it lies."""
     folder = Path(adapter)
-    if not folder.is_dir():
+    if not is_folder(folder):
         return f"merge {adapter}"
     found = hashlib.sha256()
     for path in sorted(folder.glob("adapter_*")):
-        found.update(path.name.encode())
-        with open(path, "rb") as file:
+        found.update(os.fsencode(path.name))
+        with reading(path), as_file(open_regular(path)) as file:
             while block := file.read(_BLOCK):
                 found.update(block)
     return f"merge {folder.resolve().name} {found.hexdigest()[:12]}"
 
 
-def _kind_of(adapter: PathLike) -> str:
+def _kind_of(adapter: str) -> str:
     """Which of peft's methods an adapter is of; nothing of the model is touched for that.
 
     Raises:
@@ -197,7 +203,7 @@ def _kind_of(adapter: PathLike) -> str:
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     try:
-        config = PeftConfig.from_pretrained(os.fspath(adapter))
+        config = PeftConfig.from_pretrained(adapter)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{adapter} should be a folder with an adapter_config.json, as peft saves an adapter, or a name on the hub "
@@ -216,7 +222,7 @@ def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
 
 
 def _with_adapter(
-    model: nn.Module, adapter: PathLike, kind: str, values: list[Value], *, is_resumed: bool
+    model: nn.Module, adapter: str, kind: str, values: list[Value], *, is_resumed: bool
 ) -> tuple[Any, list[str]]:
     """peft's model over the base, and the names of the values that reading the adapter has changed.
 
@@ -237,7 +243,7 @@ def _with_adapter(
     warnings.filterwarnings("error", "Found missing adapter keys")
     try:
         with torch.random.fork_rng(devices=[]):
-            tuner = PeftModel.from_pretrained(model, os.fspath(adapter)).base_model
+            tuner = PeftModel.from_pretrained(model, adapter).base_model
     except OffloadError:
         raise
     except (ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:

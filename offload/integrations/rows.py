@@ -26,7 +26,7 @@ from offload.integrations.tensordict import rows as tensordicts
 from offload.loader import load_file
 from offload.storage.paths import absolute
 from offload.storage.regular import as_file, explained, is_folder, is_there, open_regular, reading
-from offload.tensor.arguments import refuse_other_class
+from offload.tensor.arguments import checked_names, refuse_unstorable
 from offload.tensor.materialize import materialize
 
 
@@ -78,6 +78,7 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
     Raises:
         MissingFileError, CacheError, CorruptFileError, ReadError, CheckpointError
     """
+    columns = checked_names(columns, "columns")
     if isinstance(source, str | os.PathLike):
         return _rows_of_path(absolute(source), columns)
     if isinstance(source, np.ndarray):
@@ -170,7 +171,7 @@ def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None
                 f"{name!r} in {place} is a {type(part).__name__} and no tensor: leave it out with columns=; "
                 "TensorCache.from_records takes records one by one"
             )
-        refuse_other_class(part, name)
+        refuse_unstorable(part, name)
     lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())

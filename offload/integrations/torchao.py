@@ -27,6 +27,7 @@ from offload.pretrained import is_of_transformers, let_quantizer_save, let_savin
 from offload.progress import progress_in_bytes
 from offload.replacing import Replacing
 from offload.saving import in_torchaos_form
+from offload.tensor.arguments import refuse_other, refuse_uncalled
 from offload.tensor.saved import subclass_value
 from offload.values import Book, book_for, values_of
 
@@ -85,6 +86,10 @@ def quantize_(
     """
     from torchao.quantization import FqnToConfig
 
+    refuse_other(model, nn.Module, "a module")
+    refuse_other(resume, bool | str, "resume=True, False or the name of a run")
+    if filter_fn is not None:
+        refuse_uncalled(filter_fn, "filter_fn")
     _refuse_other_configs(config)
     quantizer = _quantizer_for(model, config, filter_fn)
     if type(config).__name__ == _THEIRS:
@@ -228,14 +233,16 @@ def _module_in(error: Exception) -> str:
 
 @contextmanager
 def _quantizing(model: nn.Module, book: Book, advance: Callable[[int], object]) -> Iterator[_Quantizing]:
-    quantizing = _Quantizing(model, book, advance)
-    token = _AT_WORK.set(quantizing)
-    hook = register_module_parameter_registration_hook(quantizing)
+    quantizing, before = _Quantizing(model, book, advance), _AT_WORK.get()
+    hook = None
     try:
+        hook = register_module_parameter_registration_hook(quantizing)
+        _AT_WORK.set(quantizing)
         yield quantizing
     finally:
-        hook.remove()
-        _AT_WORK.reset(token)
+        _AT_WORK.set(before)
+        if hook is not None:
+            hook.remove()
 
 
 # transformers

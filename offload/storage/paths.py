@@ -12,12 +12,12 @@ from pathlib import Path
 from offload.errors import ArgumentError, ArgumentTypeError
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a file or folder.
+def text_of(path: str | os.PathLike[str]) -> str:
+    """A path as text, as it was given.
 
     Raises:
         ArgumentTypeError: it is no path.
-        ArgumentError: it holds a NUL, as no path does.
+        ArgumentError: it holds what no path does: a NUL, or half a character.
     """
     try:
         text = os.fsdecode(path)
@@ -25,4 +25,16 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         raise ArgumentTypeError(f"a path is needed, not {path!r}: give text, or a pathlib.Path") from error
     if "\0" in text:
         raise ArgumentError(f"{text!r} is no path: it holds a NUL")
-    return Path(os.path.abspath(text))
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{text!r} is no path: it holds half a character ({error.reason})") from error
+    return text
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a file or folder.
+
+    Raises: as `text_of`.
+    """
+    return Path(os.path.abspath(text_of(path)))

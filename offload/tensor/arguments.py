@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,8 +28,10 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.outside import SeenFromOutside
 
+T = TypeVar("T")
 
-def refuse_other(value: object, kind: type | tuple[type, ...], what: str) -> None:
+
+def refuse_other(value: object, kind: Any, what: str) -> None:
     """Refuse an argument that is not of a kind; `what` says what it should be."""
     if not isinstance(value, kind):
         raise ArgumentTypeError(f"{what} is needed, not {repr(value)[:80]}")
@@ -41,20 +43,46 @@ def refuse_uncalled(fn: object, what: str) -> None:
         raise ArgumentTypeError(f"{what} is a function, not {repr(fn)[:80]}")
 
 
-def checked_count(number: int, what: str) -> int:
+def checked_count(number: int, what: str, *, least: int = 1) -> int:
     """A number of things, 1 or more.
 
     Raises:
         ArgumentTypeError: it is no integer.
-        ArgumentError: it is less than 1.
+        ArgumentError: it is less than `least`.
     """
     try:
         count = operator.index(number)
     except TypeError as error:
         raise ArgumentTypeError(f"{what} should be an integer, not {repr(number)[:80]}") from error
-    if not 1 <= count <= sys.maxsize:
-        raise ArgumentError(f"{what} should be 1 or more, not {count}")
+    if not least <= count <= sys.maxsize:
+        raise ArgumentError(f"{what} should be {least} or more, not {count}")
     return count
+
+
+def iterated(values: Iterable[T], what: str) -> Iterator[T]:
+    """What is gone through, one after another; also of a tensor, if it has a first dimension.
+
+    Raises:
+        ArgumentTypeError
+    """
+    try:
+        return iter(values)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{what} can't be gone through: {repr(values)[:80]} is a single thing") from error
+
+
+def checked_names(names: Iterable[str] | None, what: str) -> list[str] | None:
+    """Names of columns or fields; None for all. One name may stand for itself.
+
+    Raises:
+        ArgumentTypeError: they are no text.
+    """
+    if names is None:
+        return None
+    listed = [names] if isinstance(names, str) else list(iterated(names, what))
+    if not all(isinstance(name, str) for name in listed):
+        raise ArgumentTypeError(f"{what} should be names, not {repr(names)[:80]}")
+    return listed
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
@@ -175,7 +203,7 @@ def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> tor
     try:
         with no_functions(), no_modes():
             return torch.full((), number, dtype=kind, device="cpu")
-    except (TypeError, RuntimeError, OverflowError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ArgumentError(
             f"{name!r} can't be filled with {number!r} ({error}): give a number that its dtype holds"
         ) from error

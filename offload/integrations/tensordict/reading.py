@@ -33,7 +33,7 @@ from offload.integrations.tensordict.layout import INNER, META, Way, escaped
 from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Entry, contiguous, contiguous_stride
+from offload.storage.header import Entry, contiguous, contiguous_stride, is_unicode
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, open_regular, read_json
 from offload.storage.regular import reading as as_read
@@ -331,7 +331,13 @@ def _layout_of(folder: Path, key: str, spec: Mapping[str, Any]) -> tuple[tuple[i
 
 
 def _place(folder: Path, key: str, suffix: str) -> Path:
-    """The file, or folder, of a key; under its plain name where an older tensordict left it."""
+    """The file, or folder, of a key; under its plain name where an older tensordict left it.
+
+    Raises:
+        CorruptFileError: no file can be called so.
+    """
+    if not is_unicode(key):
+        raise CorruptFileError(f"{folder / META} names an entry {key!r}, and no file can be called that: get it again")
     path = folder / f"{escaped(key)}{suffix}"
     plain = folder / f"{key}{suffix}"
     if plain != path and plain.parent == folder and key not in (".", "..") and not is_there(path) and is_there(plain):

@@ -22,11 +22,18 @@ from typing import Any
 
 import torch
 
-from offload.errors import ArgumentTypeError, ForeignFileError, ReadError, UnknownTypeError, UnsupportedOpError
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ForeignFileError,
+    ReadError,
+    UnknownTypeError,
+    UnsupportedOpError,
+)
 from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, escaped
 from offload.integrations.tensordict.reading import load_memmap
 from offload.progress import progress_in_bytes
-from offload.storage.header import MARK
+from offload.storage.header import MARK, is_unicode
 from offload.storage.paths import absolute
 from offload.storage.regular import is_there, read_json, reading
 from offload.storage.write import (
@@ -115,6 +122,8 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     from tensordict import TensorDict
 
     folder, plan = absolute(folder), _planned(td, copies=True, of_zeros=True)
+    if not is_unicode(str(folder)):
+        raise ArgumentError(f"{str(folder)!r} is no path that tensordict can map files of: it is not UTF-8")
     _refuse_replacing(folder, existsok)
     _publish(folder, plan, 0, existsok)
     return TensorDict.load_memmap(folder)
@@ -150,7 +159,12 @@ def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
     from tensordict import TensorDict, is_tensor_collection
 
     if isinstance(td, dict):
-        td = TensorDict(td)
+        try:
+            td = TensorDict(td)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ArgumentTypeError(
+                f"no TensorDict can be made of this dict ({error}): give tensors by name"
+            ) from error
     if not is_tensor_collection(td):
         raise ArgumentTypeError(f"a TensorDict, a tensorclass or a dict can be saved, not a {type(td).__name__}")
     plan = _Plan(copies, of_zeros)
@@ -196,6 +210,8 @@ def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> None:
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
         if key in _TAKEN:
             raise UnsupportedOpError(f"{_told(way, key)}: tensordict's format takes this key for itself, rename it")
+        if not is_unicode(key):
+            raise UnsupportedOpError(f"{_told(way, key)!r}: no file can be called half a character, rename this key")
         value = td.get(key)
         if is_tensor_collection(value):
             meta[key] = {"type": type(value).__name__}
