@@ -206,12 +206,12 @@ def _require_words(error: OffloadError, work: Path) -> None:
 
 def _new_peak() -> int:
     """The most memory so far, from now on."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _peak()
 
 
 def _peak() -> int:
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found
     return int(found[1]) * 1024
 
@@ -275,7 +275,7 @@ def _tried(kind: Kind, seed: int, work: Path, start: int, stop: int, ends: float
         at, is_theirs, *counts = _BOARD.unpack(board[:])
         for outcome, count in zip(OUTCOMES, counts, strict=True):
             found.counts[outcome] += count
-        found.failures += map(json.loads, log.read_text().splitlines())
+        found.failures += map(json.loads, log.read_text(encoding="utf-8").splitlines())
         if what is not None:
             if is_theirs:
                 found.counts[READ] += 1
@@ -311,11 +311,11 @@ def _be_child(kind: Kind, seed: int, numbers: range, ends: float, work: Path, bo
         warnings.simplefilter("ignore")
         tempfile.tempdir = str(work)
         os.chdir(work)
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        size = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * mmap.PAGESIZE
         resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with log.open("a") as notes, open(os.devnull, "w") as nothing:
+        with log.open("a", encoding="utf-8") as notes, open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), 2)
             for number in numbers:
                 _note(board, 0, number)

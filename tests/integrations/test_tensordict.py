@@ -344,6 +344,7 @@ def test_a_missing_file_or_folder_is_an_error_that_names_it(tmp_path):
         ({"shape": [9]}, "does not fit what it names"),
         ({"device": "tpu:3"}, r"were on 'tpu:3', which can't be had here .*: pass device='cpu'"),
         ({"device": 1 << 70}, "which can't be had here"),
+        ({"\ud800": {"shape": [4], "dtype": "torch.float32"}}, r"names an entry '\\ud800', and no file can be"),
         ({"_type": "<class 'tensordict._lazy.LazyStackedTensorDict'>"}, "is a stack of TensorDicts, and has none"),
     ],
 )
