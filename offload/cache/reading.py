@@ -25,6 +25,7 @@ from offload.cache.schema import TENSOR, Column
 from offload.cache.states import FILE as STATES
 from offload.cache.tensors import Tensors
 from offload.errors import CacheError
+from offload.memory import count_freed
 from offload.storage.paths import absolute
 from offload.storage.regular import is_there
 from offload.tensor.arguments import checked_count, checked_names, iterated
@@ -186,7 +187,11 @@ class ReadByIndex(ABC):
     def _blocks(self, name: str) -> Iterator[torch.Tensor]:
         step = rows_in_batch([row_bytes(self.columns[name])])
         for batch in self.batches(step, columns=[name], device="cpu", prefetch=1):
-            yield batch[name].contiguous().resolve_conj().resolve_neg()
+            block = batch.pop(name).contiguous().resolve_conj().resolve_neg()
+            nbytes = block.nbytes
+            yield block
+            del block
+            count_freed(nbytes)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
