@@ -27,9 +27,8 @@ from offload.progress import progress
 from offload.saving import PARTS_NOTE, save_checkpoint
 from offload.storage.dtypes import dtype_name
 from offload.storage.paths import absolute
-from offload.storage.process import is_dead
 from offload.storage.regular import is_folder, is_there, read_json, reading
-from offload.storage.write import TEMPORARY, explained, sync_folder, temporary_for
+from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor
 
@@ -98,25 +97,18 @@ def _new_folder(target: Path) -> Iterator[Path]:
     temporary = temporary_for(target)
     with explained(target, 0, "folder"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep_folders(target.parent)
+        sweep_folders(target.parent)
         temporary.mkdir()
     try:
         yield temporary
         with explained(target, 0, "folder"):
-            if target.exists():
+            if is_there(target):
                 target.rmdir()  # some systems replace no folder, not even an empty one
             os.replace(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(target.parent)
-
-
-def _sweep_folders(parent: Path) -> None:
-    """Remove what killed processes left half made."""
-    for left in parent.glob(f"{TEMPORARY}*"):
-        if left.is_dir() and is_dead(left.name.removeprefix(TEMPORARY).rpartition("-")[0]):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:

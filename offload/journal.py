@@ -19,7 +19,7 @@ from typing import Any
 
 from offload.errors import JournalError, MissingFileError
 from offload.storage.file import TensorFile
-from offload.storage.regular import read_json
+from offload.storage.regular import read_json, short
 from offload.storage.write import put_file
 
 NAME = ".offload-journal"  # no value's file begins with a dot
@@ -79,7 +79,7 @@ class Journal:
             return cls(path, [])
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(
-                f"{path} can't be read as a journal ({type(error).__name__}: {error}): "
+                f"{path} can't be read as a journal ({type(error).__name__}: {short(error)}): "
                 "remove it to begin anew, or take another offload_dir"
             ) from error
 

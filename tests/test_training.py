@@ -489,3 +489,18 @@ def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
     assert found["same"]
     assert found["plain"] > 3 * 60e6
     assert found["on_disk"] < (12 * 4 << 20) + (48 << 20)
+
+
+@pytest.mark.parametrize("option", ["min_bytes", "step_bytes", "folder"])
+def test_a_refused_argument_leaves_the_optimizer_and_its_scheduler_as_they_were(option):
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = dict(vars(optimizer))
+
+    with pytest.raises(offload.OffloadError):
+        offload.offload_optimizer(optimizer, **{option: 1j})
+
+    assert type(optimizer) is torch.optim.AdamW
+    assert before == vars(optimizer)
+    assert type(offload.offload_optimizer(optimizer)) is not torch.optim.AdamW

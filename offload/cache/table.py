@@ -155,7 +155,8 @@ class TensorCache(ReadByIndex):
         """
         if mode not in ("r", "r+"):
             raise CacheError(f"mode {mode!r} is not known: 'r' reads, 'r+' writes as well")
-        return cls._over(Store.open(absolute(folder), expect, writes=mode == "r+"), checked_device(device))
+        where = checked_device(device)
+        return cls._over(Store.open(absolute(folder), expect, writes=mode == "r+"), where)
 
     @classmethod
     def from_disk(
@@ -177,12 +178,12 @@ class TensorCache(ReadByIndex):
             MissingFileError, CorruptFileError, CheckpointError (a pickle with code in it)
             CacheError: the tensors are not of one length, or the metadata are others.
         """
-        path, where = absolute(path), "cpu" if device is None else device
+        path, where = absolute(path), checked_device("cpu" if device is None else device)
         if is_folder(path):
             return cls.open(path, expect=expect, device=where)
         store = read_file(path)
         store.manifest.check(expect, path)
-        return cls._over(store, checked_device(where))
+        return cls._over(store, where)
 
     @classmethod
     def from_records(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.errors import MissingFileError
+from offload.storage.regular import is_there
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,9 @@ def existing(place: Path) -> Path:
 
     Raises:
         MissingFileError: nothing is there.
+        ReadError: the system does not tell.
     """
-    if not os.path.exists(place):  # which takes any error for a no
+    if not is_there(place):
         raise MissingFileError(errno.ENOENT, "there is no such file or folder", str(place))
     return place
 

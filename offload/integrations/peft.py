@@ -111,13 +111,13 @@ class _Merging:
     @contextmanager
     def of(self, layers: Mapping[str, Any]) -> Iterator[None]:
         """In the block the layers merge in this way."""
-        for name, layer in layers.items():
-            layer.merge = partial(self.merge, layer, name, layer.merge)
         try:
+            for name, layer in layers.items():
+                layer.merge = partial(self.merge, layer, name, layer.merge)
             yield
         finally:
             for layer in layers.values():
-                del layer.merge
+                vars(layer).pop("merge", None)
 
     @torch.no_grad()
     def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: Any, **options: Any) -> None:

@@ -43,7 +43,7 @@ from offload.loader import load_file
 from offload.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
 from offload.storage.paths import absolute
-from offload.storage.regular import is_there, read_json, short
+from offload.storage.regular import is_folder, is_there, read_json, short
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
 from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
@@ -378,7 +378,7 @@ def _latest(folder: Path) -> Path:
     name = pointer.get("checkpoint")
     if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
         raise CheckpointError(f"{folder / _LATEST} names no checkpoint of training: it is not whole, or another's file")
-    if not (folder / name).is_dir():
+    if not is_folder(folder / name):
         raise MissingFileError(errno.ENOENT, f"the checkpoint that {_LATEST} names is gone", str(folder / name))
     return folder / name
 

@@ -93,8 +93,6 @@ def offload_optimizer(
         )
     if model is not None:
         refuse_other(model, nn.Module, "a torch.nn.Module")
-    _take_over_step(optimizer)
-    optimizer.__class__ = _kind_on_disk(kind)  # type: ignore[assignment]
     place = _Place(
         folder=None if folder is None else absolute(folder),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
@@ -102,9 +100,12 @@ def offload_optimizer(
         min_bytes=as_bytes(min_bytes, available_bytes()),
         step_bytes=None if step_bytes is None else as_bytes(step_bytes, available_bytes()),
     )
-    optimizer._place = place  # type: ignore[attr-defined]
     hooks: list[Any] = []
+    step = _own_step(optimizer)
     try:
+        vars(optimizer).pop("step", None)
+        optimizer._place = place  # type: ignore[attr-defined]
+        optimizer.__class__ = _kind_on_disk(kind)  # type: ignore[assignment]
         for number, group in enumerate(optimizer.param_groups):
             hooks += place.welcome(group, number)
         for parameter in list(optimizer.state):
@@ -113,7 +114,8 @@ def offload_optimizer(
         for hook in hooks:
             hook.remove()
         optimizer.__class__ = kind
-        del optimizer._place  # type: ignore[attr-defined]
+        vars(optimizer).pop("_place", None)
+        vars(optimizer).update(step)
         raise
     return optimizer
 
@@ -298,13 +300,17 @@ def _steps_one_by_one(kind: type[Optimizer]) -> bool:
     return own.__module__.split(".")[:2] == ["torch", "optim"] and not issubclass(kind, LBFGS)
 
 
-def _take_over_step(optimizer: Optimizer) -> None:
-    """Undo what a learning-rate scheduler did to `step`: it would call that of the class before."""
+def _own_step(optimizer: Optimizer) -> dict[str, Any]:
+    """What a learning-rate scheduler set as `step` of this optimizer: it would call that of the class before.
+
+    Raises:
+        UnsupportedOpError: it is not a scheduler's.
+    """
     replaced = vars(optimizer).get("step")
     if replaced is None:
-        return
+        return {}
     if not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise UnsupportedOpError(
             f"the step of this {type(optimizer).__name__} was replaced by {replaced!r}: call offload_optimizer before"
         )
-    del optimizer.step
+    return {"step": replaced}

@@ -39,7 +39,7 @@ from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
 from offload.storage.paths import absolute
-from offload.storage.regular import is_there, parse_json, read_regular
+from offload.storage.regular import is_there, parse_json, read_regular, short
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import identity_of, write_file
@@ -333,7 +333,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}")
     if mark["tree"] != _VERSION:
         raise CorruptFileError(
-            f"{path} is of version {mark['tree']!r} of the format, and this offload reads {_VERSION}: use a later one"
+            f"{path} is of version {short(repr(mark['tree']))} of the format, and this offload reads {_VERSION}: "
+            "use a later one"
         )
     if not isinstance(found.get("tensors"), dict) or "structure" not in found:
         raise CorruptFileError(f"{path} names no tensors, or no structure: save the tree again")
@@ -389,7 +390,7 @@ class _Loading:
         handle = Handle.reference(file, str(file.notes.get("name", name)), self.offload_dir)
         said = [spec.get("dtype"), spec.get("shape")]
         if said != [dtype_name(handle.layout.dtype), list(handle.layout.shape)]:
-            raise CorruptFileError(f"it says that {name!r} is {said}, but {file.path} holds {handle.layout}")
+            raise CorruptFileError(f"it says that {name!r} is {short(said)}, but {file.path} holds {handle.layout}")
         return handle
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -19,7 +20,15 @@ from offload.cache import columns as columns_module
 from offload.cache import store as store_module
 from offload.cache.lock import lock
 from offload.cache.states import PAGE
-from offload.errors import CacheError, CorruptFileError, ForeignFileError, MissingFileError, OffloadError, WriteError
+from offload.errors import (
+    CacheError,
+    CorruptFileError,
+    DeviceError,
+    ForeignFileError,
+    MissingFileError,
+    OffloadError,
+    WriteError,
+)
 from tests.processes import ROOT, in_fork
 
 COLUMNS = {"x": (torch.int64, (300,)), "t": (torch.int32, (None,)), "note": "json"}
@@ -535,3 +544,18 @@ def test_on_a_full_disk_the_batch_is_not_filled_and_what_was_is_right(tmp_path):
     )
     assert "tensor 'x'" in said["in place"]
     assert (40, 40, True) == (said["filled"], said["again"], said["right"])
+
+
+def test_a_cache_for_a_device_that_is_not_there_leaves_no_file_open(tmp_path):
+    TensorCache.create(tmp_path / "c", {"x": (torch.float32, ())}, 2).close()
+    TensorCache(tensors={"x": torch.ones(2)}).to_disk(tmp_path / "x.safetensors")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+
+    for make in (TensorCache.open, TensorCache.from_disk):
+        with pytest.raises(DeviceError, match="cuda:77"):
+            make(tmp_path / "c", device="cuda:77")
+    with pytest.raises(DeviceError, match="cuda:77"):
+        TensorCache.from_disk(tmp_path / "x.safetensors", "cuda:77")
+
+    assert before == len(os.listdir("/proc/self/fd"))

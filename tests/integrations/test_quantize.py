@@ -21,6 +21,7 @@ from torch import nn
 import offload
 from offload import OffloadedTensor, journal
 from offload.errors import JournalError, MapError, OffloadError, UnknownSubclassError, WriteError
+from offload.integrations import torchao as ours
 from offload.storage import subclasses
 from offload.storage.file import TensorFile
 from tests.faults import Call, killed_at_each
@@ -545,3 +546,15 @@ def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
 
     assert quantizing < (4 * 16 << 20) + (48 << 20)
     assert saving < 16e6
+
+
+def test_an_interrupt_while_the_hook_is_registered_leaves_nothing_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(hook: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ours, "register_module_parameter_registration_hook", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        offload.quantize_(nn.Linear(2, 2), torchao.Int8WeightOnlyConfig())
+
+    assert ours._AT_WORK.get() is None
