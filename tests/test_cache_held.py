@@ -634,3 +634,10 @@ def test_rows_are_given_by_column(tmp_path, write):
 
     with pytest.raises(CacheError, match=r"not as a Tensor: cache\[rows\] = \{name: values\}"):
         write(cache, torch.tensor(1))
+
+
+def test_a_file_of_no_columns_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match="names none"):
+        TensorCache(tensors={"x": torch.ones(2)}).to_disk(tmp_path / "x.safetensors", columns=[])
+
+    assert [] == list(tmp_path.iterdir())

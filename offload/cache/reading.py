@@ -170,6 +170,8 @@ class ReadByIndex(ABC):
         """
         named = checked_names(columns, "columns")
         names = list(self.columns) if named is None else named
+        if not names:
+            raise CacheError(f"{path}: columns= names none, and a file without columns is no cache: name some")
         self.require_complete(names)
         shapes = {name: (self.columns[name].dtype, (len(self), *self.columns[name].row_shape)) for name in names}
         others = [name for name in names if self.columns[name].kind != TENSOR]
