@@ -358,7 +358,8 @@ class TensorCache(ReadByIndex):
             hot = store.read_hot(rows, columns)
             if hot is not None:
                 return hot
-        refuse_other(out, Mapping | None, "out: a dict of tensors by column")
+        if out is not None:
+            refuse_other(out, Mapping, "out: a dict of tensors by column")
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
