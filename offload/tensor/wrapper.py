@@ -528,8 +528,8 @@ def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
     """How `tensor` is cut, if that still fits what is stored."""
     if tensor._generation != tensor._handle.generation:
         raise StaleViewError(
-            f"the value {tensor._file_handle().name!r} was replaced (by one of another shape or dtype, or in a tensor's "
-            ".data), and this tensor is an old view of it: cut the view again"
+            f"the value {tensor._file_handle().name!r} was replaced (by one of another shape or dtype, or in a "
+            "tensor's .data), and this tensor is an old view of it: cut the view again"
         )
     return tensor._twin
 
