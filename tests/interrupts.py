@@ -32,6 +32,7 @@ from offload.storage.write import TEMPORARY
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
+_DELICATE = ("storage/modes", "storage/locks", "cache/lock", "prefetch")
 Place = tuple[CodeType, int]
 
 
@@ -122,8 +123,11 @@ def interrupted(
     *,
     folder: Path,
     tried: set[Place],
+    step: int = 1,
 ) -> int:
-    """Interrupt `call(prepare())` at each place not yet `tried`, the first and last time, and see what is left.
+    """Interrupt `call(prepare())` at places that were not `tried`, the first and last time, and see what is left.
+
+    Of the places every `step`-th one is chosen, and every delicate one.
 
     After each, torch's state and the package's locks and books are as before, no temporary file is left in `folder`,
     and `check` finds what it expects of what `prepare` gave. How many there were.
@@ -133,9 +137,15 @@ def interrupted(
     with _Tracer() as counting:
         call(given)
     places = {place: most for place, most in counting.seen.items() if place not in tried}
-    stops = [Stop(place, turn) for place, most in places.items() for turn in sorted({1, most})]
+    chosen = [place for number, place in enumerate(places) if not number % step or is_delicate(place[0])]
+    stops = [Stop(place, turn) for place in chosen for turn in sorted({1, places[place]})]
     tried.update(places)
     return sum(_stopped_at(stop, prepare, call, check, folder) for stop in stops)
+
+
+def is_delicate(code: CodeType) -> bool:
+    """Whether it changes what a thread or a process shares: modes, locks, what is read ahead."""
+    return code.co_filename.removeprefix(_PACKAGE).startswith(_DELICATE)
 
 
 def _stopped_at(

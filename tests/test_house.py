@@ -238,7 +238,9 @@ def is_of_text(call: ast.Call) -> bool:
     given = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
     words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
     modes = [word for word in words if word and set(word) <= set("rwxabt+")]
-    opens = name in ("open", "fdopen", "NamedTemporaryFile")
+    opens = name in ("open", "fdopen", "NamedTemporaryFile") and "force_zip64" not in {
+        word.arg for word in call.keywords
+    }
     return opens and not any("b" in mode for mode in modes) and (bool(modes) or not is_method or not given)
 
 

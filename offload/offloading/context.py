@@ -12,13 +12,13 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode_temporarily
 
 from offload.errors import UnknownSubclassError
@@ -81,16 +81,24 @@ def offloading(
     place = Place(folder, as_bytes(min_bytes, available_bytes()))
     _watch_modules()
     known = _active()
-    with ExitStack() as stack:
-        if known is None:
-            known = _Results(place)
-            stack.enter_context(known)
-            stack.enter_context(_Loads(known))
-        outer, known.place = known.place, place
+    if known is not None:
+        outer = known.place
         try:
+            known.place = place
             yield
         finally:
             known.place = outer
+        return
+    results = _Results(place)
+    loads = _Loads(results)
+    try:
+        with results, loads:
+            yield
+    finally:  # an interrupt as a mode begins to be left leaves it on
+        if loads in _get_current_function_mode_stack():
+            loads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if results in _get_current_dispatch_mode_stack():
+            results.__exit__(None, None, None)
 
 
 class _Results(TorchDispatchMode):

@@ -291,8 +291,10 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
         unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
         if unused and len(unused) == len(there):
             aside = temporary_for(place)  # an empty folder, left by one that was killed here, would look like a user's
-            os.rename(place, aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                os.rename(place, aside)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
         else:
             for path in unused:
                 path.unlink()

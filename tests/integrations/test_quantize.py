@@ -419,8 +419,6 @@ def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
 
 
 @pytest.mark.parametrize("config", ["int8", torch.int8, None, str.upper], ids=["text", "dtype", "none", "function"])
-    "config", ["int8", torch.int8, None, lambda layer: layer], ids=["text", "dtype", "none", "function"]
-)
 def test_what_is_no_configuration_is_told(config: Any) -> None:
     with pytest.raises(TypeError, match=r"a configuration of torchao, such as .*Int8WeightOnlyConfig") as caught:
         offload.quantize_(nn.Linear(2, 2), config)
