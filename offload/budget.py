@@ -242,7 +242,7 @@ def _accelerator(device: int | str) -> torch.device:
     try:
         found = torch.device(device)
         here = torch.accelerator.device_count() if found.type == _accelerator_type() else 0
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # no name of a device, and no number
         here = 0
     if not here or (found.index or 0) >= here:
         raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")

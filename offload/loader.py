@@ -53,7 +53,7 @@ from offload.slots import (
 )
 from offload.storage.handle import Handle
 from offload.storage.paths import absolute
-from offload.tensor.arguments import checked_device, floating_dtype, refuse_other_class
+from offload.tensor.arguments import computing_device, floating_dtype, refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handles
@@ -241,7 +241,7 @@ def disk_offload(
     for slot in slots:
         if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
             refuse_other_class(slot.tensor, slot.name)
-    device = None if execution_device is None else checked_device(execution_device)
+    device = None if execution_device is None else computing_device(execution_device)
     placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
     runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
@@ -272,7 +272,7 @@ def load_file(
         >>> load_file("file.safetensors")["w"].shape
         torch.Size([3, 2])
     """
-    target = checked_device(device)
+    target = computing_device(device)
     source = open_checkpoint(path)
     refuse_own_folder(source, offload_dir)
     return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))

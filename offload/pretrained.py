@@ -11,7 +11,8 @@ transformers is imported when there is a model of its to fill.
 from __future__ import annotations
 
 import copy
-import os
+import gc
+import inspect
 import re
 import sys
 import weakref
@@ -24,8 +25,9 @@ import torch
 from torch import nn
 
 from offload.deferred import DeferredTensor, deferred
-from offload.errors import CheckpointError, OffloadError
+from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.paths import absolute
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import is_offloaded, mapped_value
 
@@ -119,19 +121,33 @@ class _Looking:
 
     Raises:
         ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
+        UnsupportedOpError: the model is a shallow copy, or has one.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
 
-    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
-        model: Any = self._model()
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        model = self._only_holder()
+        save = type(model).save_pretrained
+        _, folder, *_ = inspect.signature(save).bind(model, *args, **options).arguments.values()
         saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
-        files = [path for path in Path(save_directory).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
+        files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
         replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
         refuse_sources(_sources(model), replaced)
         refuse_referenced(replaced)
-        return type(model).save_pretrained(model, save_directory, *args, **options)
+        return save(model, *args, **options)
+
+    def _only_holder(self) -> Any:
+        """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
+        model = self._model()
+        holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or _is_of_a_module(one)]
+        if model is None or any(one is not model and one is not vars(model) for one in holders):
+            raise UnsupportedOpError(
+                "save_pretrained of a model that copy.copy was called on would save the other one: take copy.deepcopy, "
+                "or call save_pretrained of the class on it"
+            )
+        return model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._model(), "save_pretrained")
@@ -139,6 +155,11 @@ class _Looking:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
         model = self._model()
         return _Looking(memo.get(id(model), model))
+
+
+def _is_of_a_module(holder: object) -> bool:
+    """Whether this is the dictionary of a module's attributes."""
+    return isinstance(holder, dict) and "_modules" in holder
 
 
 def _sources(model: nn.Module) -> dict[str, Path]:

@@ -72,6 +72,9 @@ class Slot:
             return None
         if old.is_leaf and old.grad is not None:
             new.grad = old.grad.to(new.device)
+        if old.is_leaf and old.requires_grad:  # the very dictionaries: their handles remove from these
+            new._backward_hooks = old._backward_hooks
+            new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
         try:
             torch.utils.swap_tensors(old, new)
         except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or it is of another layout

@@ -192,6 +192,7 @@ def test_a_setting_is_taken_back_after_an_exception():
         (1.5, "1.5 is not an amount"),
         (True, "True is not an amount"),
         ({"cuda:77": 1}, "'cuda:77' is neither 'cpu' nor an accelerator"),
+        ({None: 1}, "None is neither 'cpu' nor an accelerator"),
         ({"gpu": 1}, "'gpu' is neither 'cpu' nor an accelerator of this machine"),
     ],
 )

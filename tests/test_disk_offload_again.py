@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import MutableMapping
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor
-from offload.errors import UnsupportedOpError
+from offload.errors import DeviceError, UnsupportedOpError
 
 
 def files(folder):
@@ -153,3 +154,59 @@ def test_a_model_that_compressed_tensors_holds_is_refused_until_it_lets_go(tmp_p
 
     assert offload.is_offloaded(offload.disk_offload(model, tmp_path / "kept")[0].weight)
     assert files(tmp_path / "kept") == NAMES
+
+
+def test_hooks_of_parameters_go_along():
+    """Those of an optimizer in backward, for one; their handles still remove them."""
+    model, called = nn.Linear(2, 3), []
+    before = model.weight.register_hook(lambda grad: called.append("grad"))
+    model.weight.register_post_accumulate_grad_hook(lambda weight: called.append(weight is model.weight))
+
+    offload.disk_offload(model)(torch.ones(2)).sum().backward()
+    before.remove()
+    model(torch.ones(2)).sum().backward()
+
+    assert ["grad", True, True] == called
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OffloadedTensor.empty(2, name="w", device="meta"),
+        lambda: OffloadedTensor.full((2,), 1.0, name="w", device="meta"),
+        lambda: offload.disk_offload(nn.Linear(2, 3), execution_device="meta"),
+    ],
+)
+def test_nothing_on_disk_is_computed_on_the_meta_device(make):
+    """It would be no meta tensor, and ops on it would give nothing."""
+    with pytest.raises(DeviceError, match="nothing is computed on 'meta': use one of cpu"):
+        make()
+
+
+class Saved(nn.Linear):
+    def save_pretrained(self, path, **options):
+        path.mkdir(exist_ok=True)
+        (path / "mark").write_text(self.mark, encoding="utf-8")
+
+
+def test_a_shallow_copy_does_not_save_the_other_model(tmp_path):
+    model = offload.disk_offload(Saved(2, 3))
+    model.mark = "one"
+    shallow = copy.copy(model)
+    shallow.mark = "other"
+
+    with pytest.raises(UnsupportedOpError, match=r"copy\.deepcopy"):
+        shallow.save_pretrained(tmp_path / "d")
+    type(shallow).save_pretrained(shallow, tmp_path / "d")
+
+    assert "other" == (tmp_path / "d/mark").read_text(encoding="utf-8")
+
+
+def test_a_model_whose_shallow_copy_has_gone_saves_itself_whatever_its_arguments_are_called(tmp_path):
+    model = offload.disk_offload(Saved(2, 3))
+    model.mark = "one"
+    copy.copy(model)
+
+    model.save_pretrained(path=tmp_path / "d")
+
+    assert "one" == (tmp_path / "d/mark").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -281,6 +282,16 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_a_module_has_at_most_some_700_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 700
+
+
+@pytest.mark.parametrize(
+    "wing", [path for path in MODULES if "| module |" in path.read_text(encoding="utf-8")], ids=dotted
+)
+def test_the_table_of_a_wing_has_its_modules(wing):
+    table = [line for line in wing.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    named = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+
+    assert {path.stem for path in wing.parent.glob("*.py")} - {"__init__", "__main__"} <= named
 
 
 def test_errors_import_nothing():

@@ -26,7 +26,7 @@ ONES, TWOS = torch.ones(5), torch.full((5,), 2.0)
 
 
 def stored(folder, value=ONES, name="w"):
-    return OffloadedTensor.from_original_tensor(value, name, folder)
+    return OffloadedTensor.from_original_tensor(value, name, folder, exist_ok=True)
 
 
 def old_or_new(*values):
@@ -100,7 +100,7 @@ ACTS = {
     "create privately": Act(lambda folder: folders._PRIVATE_FOLDERS.clear(), lambda _: stored(None).tolist(), name=W),
     "zeros": Act(
         lambda folder: folder,
-        lambda folder: OffloadedTensor.zeros((5,), name="w", offload_dir=folder).tolist(),
+        lambda folder: OffloadedTensor.zeros((5,), name="w", offload_dir=folder, exist_ok=True).tolist(),
         name=W,
     ),
     "update": Act(stored, update(TWOS), old_or_new(ONES, TWOS), W),

@@ -7,7 +7,7 @@
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
 | `arguments` | what is typed, as what it means |
-| `main` | the command line as a whole; `output` prints |
+| `main` `output` | the command line as a whole, and what it prints |
 """
 
 from offload.cli.main import main

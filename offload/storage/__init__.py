@@ -2,10 +2,12 @@
 
 | module | what |
 | --- | --- |
-| `handle` | a stored value, shared by the tensors that are views of it |
+| `handle` `stored` | a stored value, shared by the tensors that are views of it: to be written, and to be read |
 | `file` | a safetensors file, checked and mapped |
-| `write` | put a whole file in place, or leave the old one |
+| `pages` | which parts of a mapped file are in memory |
+| `write` `beside` | put a whole file in place, or leave the old one: one of ours, and one that others write |
 | `regular` | a file that is to be read: a regular one, and not too large |
+| `naming` | which tensor an error about a file was for |
 | `folders` | the user's folders, and private ones that vanish |
 | `header` `dtypes` `subclasses` `names` `paths` | the format, and what files are called |
 | `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offload.errors import ForeignFileError
 from offload.storage.regular import is_there
-from offload.storage.write import explained, remove, sync_folder, temporary_for
+from offload.storage.write import put_beside, sync_folder
 
 
 def refuse_replacing(path: Path, what: str = "file") -> None:
@@ -36,17 +36,11 @@ def written_beside(path: Path, *, refuse: Callable[[Path], object] = refuse_repl
         WriteError
     """
     refuse(path)
-    temporary = temporary_for(path)
-    with explained(path, 0, "folder"):
+    with put_beside(path, 0, "folder") as temporary:
+        yield temporary
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            yield temporary
-            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     sync_folder(path.parent)

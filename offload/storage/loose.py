@@ -16,6 +16,7 @@ import torch
 
 from offload.errors import CorruptFileError
 from offload.storage.header import Loose, Record, contiguous
+from offload.storage.regular import reading
 from offload.storage.scratch import scratch, scratch_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
     """The value as a plain tensor of its own, of the layout in which it is copied out; if that overlaps, all in a row.
 
     Raises:
-        CorruptFileError, and as `TensorFile.descriptor`.
+        CorruptFileError
+        ReadError, and as `TensorFile.descriptor`.
     """
     storage = _bytes_of(loose, file)
     layout, stride = loose.layout, loose.stride
@@ -68,7 +70,8 @@ def _read(file: TensorFile, start: int, count: int) -> memoryview:
     try:
         data, done = memoryview(scratch_bytes(count))[:count], 0
         while done < count:
-            block = os.pread(fd, min(count - done, _STEP), start + done)
+            with reading(file.path):
+                block = os.pread(fd, min(count - done, _STEP), start + done)
             if not block:
                 raise CorruptFileError(f"{file.path} ended early: get the file again")
             data[done : done + len(block)] = block

@@ -198,20 +198,12 @@ def put_file(path: Path, data: bytes, size: int | None = None, *, durable: bool 
     Raises:
         WriteError: the disk is full, the folder is read-only...
     """
-    temporary = temporary_for(path)
-    with explained(path, len(data), "folder"):
-        try:
-            with open(temporary, "xb") as file:
-                _take_access(file.fileno(), path)
-                file.write(data)
-                file.truncate(size)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
+    with (
+        put_beside(path, len(data), "folder") as temporary,
+        _new_file(temporary, len(data), like=path, durable=durable) as fd,
+    ):
+        write_all(fd, memoryview(data), 0)
+        os.ftruncate(fd, max(size or 0, len(data)))
     if durable:
         sync_folder(path.parent)
 
@@ -287,6 +279,22 @@ def temporary_for(path: Path) -> Path:
 
 
 @contextmanager
+def put_beside(path: Path, size: int, place: str = "offload_dir") -> Iterator[Path]:
+    """A name beside `path` for a file that takes its place if the block ends well, and goes if it does not.
+
+    Raises: as `explained`.
+    """
+    temporary = temporary_for(path)
+    with explained(path, size, place):
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            remove(temporary)
+            raise
+
+
+@contextmanager
 def _new_file(path: Path, size: int, *, like: Path | None = None, durable: bool) -> Iterator[int]:
     """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left.
 
@@ -337,17 +345,11 @@ def explained(path: Path, size: int, place: str = "offload_dir") -> Iterator[Non
 def _replacing(path: Path, head: bytes, size: int, *, durable: bool, take: Take | None) -> Iterator[int]:
     """A descriptor of a temporary file of `size` bytes with its header that becomes `path` if the block ends well."""
     refuse_foreign(path)
-    temporary = temporary_for(path)
-    with explained(path, size):
-        try:
-            with _new_file(temporary, size, like=path, durable=durable) as fd:
-                write_all(fd, memoryview(head), 0)
-                yield fd
-            written = TensorFile.written(temporary, head)
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
+    with put_beside(path, size) as temporary:
+        with _new_file(temporary, size, like=path, durable=durable) as fd:
+            write_all(fd, memoryview(head), 0)
+            yield fd
+        written = TensorFile.written(temporary, head)
     if take is not None:
         written.moved_to(path)
         take(written)

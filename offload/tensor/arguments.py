@@ -175,6 +175,18 @@ def checked_device(device: torch.device | str | int) -> torch.device:
         raise ArgumentTypeError(f"device={device!r} is none: use 'cpu', 'cuda:1', 1, or a torch.device") from error
 
 
+def computing_device(device: torch.device | str | int) -> torch.device:
+    """As `checked_device`, where ops on a value on disk are to run.
+
+    Raises:
+        DeviceError, ArgumentTypeError: as `checked_device`; or nothing is computed there.
+    """
+    found = checked_device(device)
+    if found.type == "meta":
+        raise DeviceError(f"nothing is computed on 'meta': use one of {_devices()}")
+    return found
+
+
 def _devices() -> str:
     """Those of this machine, in words."""
     kind = torch.accelerator.current_accelerator()

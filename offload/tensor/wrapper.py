@@ -32,9 +32,9 @@ from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.pages import Range
 from offload.tensor.accelerated import resident_guest
 from offload.tensor.arguments import (
-    checked_device,
     checked_layout,
     checked_number,
+    computing_device,
     only_key,
     refuse_other_kind,
     refuse_unstorable,
@@ -163,7 +163,7 @@ class OffloadedTensor(SeenFromOutside):
         Raises:
             MissingFileError, CorruptFileError, ReadError, CheckpointError, KeyError
         """
-        file, target = TensorFile.open(path), checked_device(device)
+        file, target = TensorFile.open(path), computing_device(device)
         return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), target)
 
     @classmethod
@@ -189,7 +189,7 @@ class OffloadedTensor(SeenFromOutside):
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
             ArgumentTypeError, ArgumentError: no tensor has such a shape, or such a dtype.
         """
-        layout, target = checked_layout(shape, sizes, dtype, name), checked_device(device)
+        layout, target = checked_layout(shape, sizes, dtype, name), computing_device(device)
         return wrap_handle(Handle.allocate(layout, name, offload_dir, exist_ok=exist_ok), target)
 
     zeros = empty
@@ -207,7 +207,7 @@ class OffloadedTensor(SeenFromOutside):
         exist_ok: bool = False,
     ) -> OffloadedTensor:
         """A tensor of one number, filled on disk. As `empty`, but that the dtype, if None, is that of `torch.full`."""
-        number, target = checked_number(fill_value, dtype, name), checked_device(device)
+        number, target = checked_number(fill_value, dtype, name), computing_device(device)
         stored = cls.empty(shape, dtype=number.dtype, name=name, offload_dir=offload_dir, exist_ok=exist_ok)
         stored.fill_(number)
         return wrap_handle(stored._file_handle(), target)
@@ -278,9 +278,9 @@ class OffloadedTensor(SeenFromOutside):
                 become(self, value)
                 return
             before, target = self._target, value.device
-            if target != before:
-                redress(self, self._twin, target)
             try:
+                if target != before:
+                    redress(self, self._twin, target)
                 _store_alone(self, value)
             except BaseException:
                 redress(self, self._twin, before)
@@ -528,8 +528,8 @@ def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
     """How `tensor` is cut, if that still fits what is stored."""
     if tensor._generation != tensor._handle.generation:
         raise StaleViewError(
-            f"the value {tensor._file_handle().name!r} was replaced by one of another shape or dtype, "
-            "and this tensor is an old view of it: cut the view again"
+            f"the value {tensor._file_handle().name!r} was replaced (by one of another shape or dtype, or in a "
+            "tensor's .data), and this tensor is an old view of it: cut the view again"
         )
     return tensor._twin
 

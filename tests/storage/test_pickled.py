@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import io
 import json
 import os
@@ -21,7 +22,14 @@ import torch
 from torch import nn
 
 from offload import OffloadedTensor, load_file
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingFileError, OffloadError
+from offload.errors import (
+    ChangedFileError,
+    CheckpointError,
+    CorruptFileError,
+    MissingFileError,
+    OffloadError,
+    ReadError,
+)
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -278,6 +286,18 @@ def test_compressed_records_are_unpacked(tmp_path):
 
     check_all(path)
     assert set() == in_place(path)
+
+
+def test_a_disk_that_fails_under_a_packed_value_is_told_with_the_file(tmp_path, monkeypatch):
+    path = repacked(saved(tmp_path / "x.bin", {"w": torch.randn(99)}), zipfile.ZIP_DEFLATED)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "the disk failed")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ReadError, match=r"tensor 'w': .*x\.bin") as caught:
+        load_file(path)
+    assert errno.EIO == caught.value.errno
 
 
 def test_the_byte_order_of_another_machine_is_turned(tmp_path):
