@@ -31,10 +31,10 @@ def llama(gigabytes: float = 1.0) -> Path:
 
 
 def toy_llama() -> Path:
-    """A Llama checkpoint of a megabyte, in several shards; made at the first call."""
+    """A Llama checkpoint of some megabytes, in several shards: three times the least budget; made at the first call."""
     shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return _made("llama-toy", "400KB", num_hidden_layers=4, **shape, **heads)
+    return _made("llama-toy", "1MB", num_hidden_layers=12, **shape, **heads)
 
 
 def experts() -> Path:

@@ -15,7 +15,6 @@ import gc
 import inspect
 import re
 import sys
-import weakref
 from collections.abc import Mapping
 from functools import partial, reduce
 from pathlib import Path
@@ -119,13 +118,15 @@ def let_saving_look(model: nn.Module) -> None:
 class _Looking:
     """A model's `save_pretrained`, behind a look at the folder; in a pickle the usual one.
 
+    It holds the model, which may have no other name: `offload.from_pretrained(a).save_pretrained(b)`.
+
     Raises:
         ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
         UnsupportedOpError: the model is a shallow copy, or has one.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
+        self._model = model
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         model = self._only_holder()
@@ -140,9 +141,9 @@ class _Looking:
 
     def _only_holder(self) -> Any:
         """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
-        model = self._model()
+        model = self._model
         holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or _is_of_a_module(one)]
-        if model is None or any(one is not model and one is not vars(model) for one in holders):
+        if any(one is not model and one is not vars(model) for one in holders):
             raise UnsupportedOpError(
                 "save_pretrained of a model that copy.copy was called on would save the other one: take copy.deepcopy, "
                 "or call save_pretrained of the class on it"
@@ -150,11 +151,10 @@ class _Looking:
         return model
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model(), "save_pretrained")
+        return getattr, (self._model, "save_pretrained")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
-        model = self._model()
-        return _Looking(memo.get(id(model), model))
+        return _Looking(memo.get(id(self._model), self._model))
 
 
 def _is_of_a_module(holder: object) -> bool:

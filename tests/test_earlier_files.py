@@ -154,5 +154,5 @@ def test_what_is_no_shape_is_said_to_be_none(sizes, error):
 
 
 def test_what_is_no_dtype_is_said_to_be_none():
-    with pytest.raises(ArgumentTypeError, match="'float32' is no dtype"):
+    with pytest.raises(ArgumentTypeError, match="dtype='float32' is none of torch's"):
         OffloadedTensor.empty(2, dtype="float32", name="w")

@@ -116,7 +116,7 @@ ACTS = {
     "offloading of what is loaded": Act(files, loaded),
     "offloaded_like": Act(
         lambda folder: OffloadedTensor.from_original_tensor(ONES, "w", folder),
-        lambda weight: offload.offloaded_like(lambda w: w * 3, weight, "norms").tolist(),
+        lambda weight: offload.offloaded_like(lambda w: w * 3, weight, "norms", exist_ok=True).tolist(),
     ),
     "convert_checkpoint": Act(checkpoint, lambda folder: converted(folder, dtype=torch.float64), nothing_or_whole),
     "convert_checkpoint to values": Act(

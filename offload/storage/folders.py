@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -90,7 +91,10 @@ def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) 
     with _LOCK:
         with naming(name):
             path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
-        if _CLAIMS.setdefault(path if folder is None else _true(path), owner) is not owner:
+        place = path if folder is None else _true(path)
+        if _CLAIMS.setdefault(place, owner) is not owner:
+            gc.collect()  # models may be in cycles, and gone but for that
+        if _CLAIMS.setdefault(place, owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
                 "Take another name or folder, use update_values on that tensor, or drop it first."

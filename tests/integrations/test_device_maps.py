@@ -213,7 +213,6 @@ def test_a_name_that_the_model_has_not_is_told_and_the_rest_is_placed(
         ({"layers": "disk"}, r"no place for 'head\.weight'"),
         ({"layers.0": "disk", "layers.1": "cpu", "head": "cpu"}, r"no place for 'layers\.2\.linear\.weight'"),
         ({"layer": "disk", "head": "cpu"}, r"no place for 'layers\.0\.linear\.weight'"),
-        (None, "None is not a place .*'cpu'"),
     ],
 )
 def test_a_map_that_cannot_be_followed_is_refused_before_anything_is_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import shutil
 import weakref
 from pathlib import Path
@@ -184,6 +185,7 @@ def test_a_pickled_model_saves_itself_without_offload(llama_folder: Path, tmp_pa
     expected = weakref.ref(model)
     torch.save(model, tmp_path / "model.pt")
     del model
+    gc.collect()
     script = """
         import sys, torch
         sys.modules["offload"] = None
@@ -197,6 +199,22 @@ def test_a_pickled_model_saves_itself_without_offload(llama_folder: Path, tmp_pa
     found = offload.load_file(tmp_path / "saved")
     for name, value in offload.load_file(llama_folder).items():
         assert torch.equal(value.materialize(), found[name].materialize())
+
+
+def test_a_model_without_a_name_saves_itself(llama_folder: Path, tmp_path: Path) -> None:
+    offload.from_pretrained(llama_folder).save_pretrained(tmp_path)
+
+    found = offload.load_file(tmp_path)
+    for name, value in offload.load_file(llama_folder).items():
+        assert torch.equal(value, found[name])
+
+
+def test_a_model_that_is_gone_leaves_its_names_to_the_next(llama_folder: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        model = offload.from_pretrained(llama_folder, offload_dir=tmp_path)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        del model
 
 
 def test_an_adapter_may_be_saved_beside_the_model_that_it_is_for(llama_folder: Path, tmp_path: Path) -> None:
