@@ -51,11 +51,11 @@ from bench.mutations import (
     zip_damaged,
 )
 from offload.errors import OffloadError
-from offload.journal import NAME as JOURNAL
-from offload.journal import Journal
+from offload.models.journal import NAME as JOURNAL
+from offload.models.journal import Journal
+from offload.models.verify import verify
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
-from offload.verify import verify
 
 Files = dict[str, bytes]  # by their way from a folder
 EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")

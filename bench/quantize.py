@@ -27,8 +27,8 @@ from bench.apart import run_apart
 from bench.models import cache_folder, llama, toy_llama
 from bench.process import MemoryTrace
 from offload.integrations.transformers import from_pretrained
+from offload.models.values import map_values
 from offload.storage.subclasses import is_subclass_value
-from offload.values import map_values
 
 _BLOCK = 1 << 20  # bytes of a weight that are quantized at a time
 MATRICES = "*proj.weight"

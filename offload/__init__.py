@@ -31,11 +31,8 @@
 | catch what can go wrong | `OffloadError` and the others in `offload.errors` |
 """
 
-from offload import ops as _ops  # noqa: F401  fills the tables of rules
-from offload.activations import offload_activations
 from offload.budget import evict, keep_resident, memory_summary, set_max_memory, set_read_ahead
 from offload.cache.table import TensorCache
-from offload.device_map import ON_DISK
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
 from offload.integrations.kv_cache import kv_cache
@@ -43,25 +40,28 @@ from offload.integrations.peft import merge_lora
 from offload.integrations.rows import cache_from
 from offload.integrations.torchao import quantize_
 from offload.integrations.transformers import from_pretrained
-from offload.loader import (
+from offload.models.device_map import ON_DISK
+from offload.models.loader import (
     LoadReport,
     disk_offload,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_file,
 )
+from offload.models.saving import save_checkpoint
+from offload.models.values import MapReport, map_values, offloaded_like
 from offload.offloading.context import offloading
 from offload.quantizer import quantize_int4
-from offload.report import plot_memory
-from offload.saving import save_checkpoint
+from offload.report.page import plot_memory
 from offload.storage.subclasses import register_subclass
+from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.training.activations import offload_activations
 from offload.training.checkpoints import load_training, save_training
 from offload.training.optimizer import offload_optimizer
 from offload.tree.saved import load_tree, save_tree
-from offload.values import MapReport, map_values, offloaded_like
 
 __all__ = [
     "ON_DISK",

@@ -20,8 +20,8 @@ from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import Counts
 from offload.prefetch.reads import POOL, counts, let_go, lock, tracked
+from offload.prefetch.residency import WINDOW, Pool, Value
 from offload.prefetch.tracked import Tracked
-from offload.residency import WINDOW, Pool, Value
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.wrapper import OffloadedTensor

@@ -17,7 +17,7 @@ import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
 from offload.prefetch.reads import POOL, counts
-from offload.residency import Pool
+from offload.prefetch.residency import Pool
 from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20

@@ -17,13 +17,13 @@ from tests.test_house import MODULES, dotted
 
 # What else is raised, by module and how it begins, and why that is right.
 OTHERS = {
-    ("offload.activations", "raise error"): "what the writing thread met; handed over as it was",
+    ("offload.training.activations", "raise error"): "what the writing thread met; handed over as it was",
     ("offload.cache.heap", "raise TypeError"): "`_encoded` tells of it, with the column",
     ("offload.cache.rowfile", "raise OSError"): "an answer of `look`: who reads then goes another way",
     ("offload.cli.arguments", "raise argparse.ArgumentTypeError"): "argparse wants this one",
     ("offload.integrations.peft", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
-    ("offload.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
-    ("offload.saving", "raise AssertionError"): "the loop before it ends in no other way",
+    ("offload.models.journal", "raise ValueError"): "`Journal.open` tells of it, with the path",
+    ("offload.models.saving", "raise AssertionError"): "the loop before it ends in no other way",
     ("offload.storage.pages", "raise OSError"): "readers ahead leave it to the op, which meets it again",
     ("offload.storage.pickled", "raise each"): "what the system refused; `reading` tells of it, with the path",
     ("offload.storage.regular", "raise ValueError"): "`read_json` and `parse` tell of it, with the path",
@@ -31,7 +31,7 @@ OTHERS = {
     ("offload.tensor.outside", "raise NotImplementedError"): "a method that the class below must have",
     ("offload.tensor.wrapper", "raise AttributeError"): "what `hasattr` asks for",
     ("offload.training.checkpoints", "raise ValueError"): "`_checked` tells of it, with the path",
-    ("offload.values", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
+    ("offload.models.values", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",
 }
 
 

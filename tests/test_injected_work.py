@@ -12,10 +12,10 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor
-from offload.conversion import convert_checkpoint
+from offload.models.conversion import convert_checkpoint
 from offload.training.optimizer import is_on_disk
 from tests.acts import Act, dies_at_each_call, meets_each_fault
-from tests.test_activations import settled
+from tests.training.test_activations import settled
 
 ONES = torch.ones(5)
 

@@ -22,8 +22,8 @@ from mkdocs.structure.files import File, Files
 from rich.filesize import decimal
 
 import offload
-from offload.charts import Line, bar_chart, line_chart
 from offload.cli.main import parser
+from offload.report.charts import Line, bar_chart, line_chart
 
 
 class Docstrings(griffe.Extension):
@@ -128,7 +128,7 @@ def modules() -> dict[str, list[str]]:
         module = inspect.getmodule(getattr(offload, name))
         place = module.__name__ if module else "offload"
         if place == "builtins" or not place.startswith("offload"):
-            place = "offload.device_map" if name == "ON_DISK" else "offload"
+            place = "offload.models.device_map" if name == "ON_DISK" else "offload"
         if name not in found.setdefault(place, []):
             found[place].append(name)
     return found

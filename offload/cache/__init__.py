@@ -10,7 +10,7 @@
 | `rowfile` | rows of a file, by their numbers |
 | `held` `tensors` `archive` | tensors that are there already, in memory or in a file, as a cache; and such a file |
 | `records` `fields` | rows on their way in, from records and from elsewhere |
-| `reading` `batches` `dataset` `hot` | rows on their way out |
+| `reading` `batches` `hot` | rows on their way out |
 | `verify` | whether it is whole |
 | `schema` `manifest` | what a column is, and where that is written down |
 | `indexing` `gather` `lock` | which rows are meant, how they are read, and who waits |

@@ -22,7 +22,6 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.manifest import Manifest
 from offload.cache.rowfile import Descriptors, RowFile
 from offload.cache.schema import schema_of
-from offload.checkpoint import open_checkpoint
 from offload.errors import (
     CacheError,
     ChangedFileError,
@@ -31,6 +30,7 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
+from offload.models.checkpoint import open_checkpoint
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import contiguous

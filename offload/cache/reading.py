@@ -2,23 +2,24 @@
 
 Always true:
 - each of these reads rows through `get` and in no other way
+- a dataset that goes to another process takes the path along, and not the data
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from offload.cache.batches import consecutive, read_ahead
 from offload.cache.columns import row_bytes
-from offload.cache.dataset import RowDataset
 from offload.cache.fields import rows_in_batch
 from offload.cache.held import write_file
 from offload.cache.schema import TENSOR, Column
@@ -206,3 +207,23 @@ def _kept(rows: Any) -> Any:
     if isinstance(rows, torch.Tensor):
         return rows.clone()
     return rows.copy() if isinstance(rows, np.ndarray | list) else rows
+
+
+class RowDataset(Dataset[dict[str, Any]]):
+    """Rows of a cache as dicts. Use `TensorCache.as_dataset`."""
+
+    def __init__(self, cache: ReadByIndex, columns: Sequence[str] | None) -> None:
+        self.cache = cache
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __getitem__(self, rows: Any) -> dict[str, Any]:
+        """A row; of several rows, the batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
+        return self.cache.get(rows, columns=self.columns)
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows one by one, read together."""
+        batch = self.cache.get(list(rows), columns=self.columns)
+        return [{name: values[at] for name, values in batch.items()} for at in range(len(rows))]

@@ -7,6 +7,7 @@
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
 | `arguments` | what is typed, as what it means |
+| `doctor` | what this machine can do, measured |
 | `main` `output` | the command line as a whole, and what it prints |
 """
 

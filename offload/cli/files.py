@@ -13,7 +13,7 @@ from offload.cli import arguments
 from offload.cli.output import allow_json, console, counted, print_json, table
 
 if TYPE_CHECKING:
-    from offload.checkpoint import StoredValue
+    from offload.models.checkpoint import StoredValue
 
 
 def add_to(commands: Any) -> None:
@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
 
 def convert(options: argparse.Namespace) -> None:
     """Write a checkpoint anew: in another dtype, in other shards, as safetensors, or as an offload folder."""
-    from offload.conversion import convert_checkpoint
+    from offload.models.conversion import convert_checkpoint
 
     convert_checkpoint(
         options.source,
@@ -67,7 +67,7 @@ def inspect(options: argparse.Namespace) -> None:
     from rich.filesize import decimal
     from rich.text import Text
 
-    from offload.checkpoint import open_checkpoint
+    from offload.models.checkpoint import open_checkpoint
 
     source = open_checkpoint(options.path)
     rows = [(name, *_kind_and_shape(value), value.nbytes, value.file.path.name) for name, value in source.items()]
@@ -88,7 +88,7 @@ def verify(options: argparse.Namespace) -> int:
     from rich.filesize import decimal
     from rich.text import Text
 
-    from offload.verify import verify as verified
+    from offload.models.verify import verify as verified
 
     verdict = verified(arguments.existing(options.path))
     code = 0 if verdict.is_whole else 1

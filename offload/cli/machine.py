@@ -15,7 +15,7 @@ from offload.cli import arguments
 from offload.cli.output import allow_json, print_json, print_pairs
 
 if TYPE_CHECKING:
-    from offload.doctor import Diagnosis
+    from offload.cli.doctor import Diagnosis
 
 
 def add_to(commands: Any) -> None:
@@ -35,7 +35,7 @@ def doctor(options: argparse.Namespace) -> None:
     """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
     from rich.filesize import decimal
 
-    from offload.doctor import diagnose
+    from offload.cli.doctor import diagnose
 
     found = diagnose(options.folder)
     if options.json:

@@ -23,7 +23,7 @@ from offload.errors import ArgumentError, CheckpointError
 if TYPE_CHECKING:
     import torch
 
-    from offload.report import Recording
+    from offload.report.page import Recording
 
 
 def add_to(commands: Any) -> None:
@@ -96,7 +96,7 @@ def bench(options: argparse.Namespace) -> None:
 
     from offload.integrations.transformers import model_on_meta
     from offload.memory import anonymous_bytes
-    from offload.report import recording
+    from offload.report.page import recording
 
     folder = _folder(options)
     model_on_meta(folder)  # what is imported for it is not a part of loading it
@@ -153,8 +153,8 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _model(folder: Path, options: argparse.Namespace) -> Any:
-    from offload.device_map import ON_DISK
     from offload.integrations.transformers import from_pretrained
+    from offload.models.device_map import ON_DISK
 
     device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
     chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
@@ -163,7 +163,7 @@ def _model(folder: Path, options: argparse.Namespace) -> Any:
 
 def _watched(options: argparse.Namespace, model: Any) -> Any:
     """A recording that becomes a page, if one is asked for."""
-    from offload.report import plot_memory
+    from offload.report.page import plot_memory
 
     if not options.report:
         return nullcontext()

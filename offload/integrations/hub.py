@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint import COMPANIONS
 from offload.errors import CheckpointError
+from offload.models.checkpoint import COMPANIONS
 from offload.storage.paths import text_of
 from offload.storage.regular import is_folder, is_there
 

@@ -23,7 +23,7 @@ from offload.errors import CacheError, CorruptFileError, MissingFileError, Offlo
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.integrations.tensordict import rows as tensordicts
-from offload.loader import load_file
+from offload.models.loader import load_file
 from offload.storage.paths import absolute
 from offload.storage.regular import as_file, explained, is_folder, is_there, open_regular, reading
 from offload.tensor.arguments import checked_names, refuse_unstorable

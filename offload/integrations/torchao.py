@@ -23,13 +23,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
-from offload.pretrained import is_of_transformers, let_quantizer_save, let_saving_look, mapped_state
+from offload.models.pretrained import is_of_transformers, let_quantizer_save, let_saving_look, mapped_state
+from offload.models.replacing import Replacing
+from offload.models.saving import in_torchaos_form
+from offload.models.values import Book, book_for, values_of
 from offload.progress import progress_in_bytes
-from offload.replacing import Replacing
-from offload.saving import in_torchaos_form
 from offload.tensor.arguments import refuse_other, refuse_uncalled
 from offload.tensor.saved import subclass_value
-from offload.values import Book, book_for, values_of
 
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from offload.budget import Amount, MaxMemory, pool_for
-from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.hub import folder_of
 from offload.integrations.torchao import let_save_quantized
-from offload.loader import (
+from offload.models.checkpoint import Checkpoint, open_checkpoint
+from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
+from offload.models.loader import (
     LoadReport,
     connect_devices,
     referenced,
@@ -29,9 +29,9 @@ from offload.loader import (
     refuse_other_names,
     refuse_own_folder,
 )
-from offload.order import expect_reads
-from offload.pretrained import filled
-from offload.slots import place_tensors, tensor_slots
+from offload.models.order import expect_reads
+from offload.models.pretrained import filled
+from offload.models.slots import place_tensors, tensor_slots
 from offload.storage.regular import reading
 from offload.tensor.arguments import floating_dtype
 

@@ -1,4 +1,4 @@
-"""Reading ahead: what will be asked for next is brought in while the present op computes.
+"""What is in memory: what stays there, and what is brought in ahead while the present op computes.
 
 Always true:
 - only speed depends on it: a wrong guess, a failed read or a dropped page never changes what a read gives
@@ -7,5 +7,12 @@ Always true:
 - what streams through memory is bounded by the window of its pool, over all threads
 - nothing is read ahead while nobody reads, nor where everything is in memory
 
-`reads` is the way in, `engine` what all threads share, `stream` what one of them reads, `tracked` what follows a value.
+| module | what |
+| --- | --- |
+| `reads` | the way in |
+| `engine` | what all threads share |
+| `stream` | what one of them reads |
+| `tracked` | what follows a value |
+| `residency` | what stays: values under a budget |
+| `staging` | copies to an accelerator, through memory that is pinned once |
 """

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
+from offload.prefetch.residency import SMALL, Pool
 from offload.prefetch.stream import Stream
 from offload.prefetch.tracked import AWAY, HERE, QUEUED, READ, Tracked
-from offload.residency import SMALL, Pool
 from offload.storage.locks import Waiters
 
 _CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still

@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from offload.prefetch.engine import Counts, Engine
+from offload.prefetch.residency import Pool, Value
 from offload.prefetch.tracked import AWAY, Tracked
-from offload.residency import Pool, Value
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
 

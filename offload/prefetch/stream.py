@@ -12,8 +12,8 @@ import weakref
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+from offload.prefetch.residency import SMALL
 from offload.prefetch.tracked import AWAY, QUEUED, READ, Tracked
-from offload.residency import SMALL
 
 if TYPE_CHECKING:
     from offload.prefetch.engine import Engine

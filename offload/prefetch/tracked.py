@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 
-from offload.residency import Pool, Value
+from offload.prefetch.residency import Pool, Value
 from offload.storage.file import TensorFile
 
 AWAY, QUEUED, READ, HERE = range(4)

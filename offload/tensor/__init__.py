@@ -17,7 +17,8 @@ How an op is carried out, in this order:
 | `attributes` | what is noted on a tensor in Python, carried along |
 | `cuts` | how a view is cut from its value |
 | `extents` `accelerated` | which bytes of its file a view reads; what stays on an accelerator |
-| `tables` | 1: the rules that ops have of their own; filled by `offload.ops` |
+| `tables` | 1: the rules that ops have of their own; filled by `ops` |
+| `ops` | 1: those rules, for ops that 2 and 3 do not fit |
 | `rules` | 2 and 3: what follows from an op's schema |
 | `inner` | values that are themselves of a tensor subclass |
 | `outside` | numpy, DLPack, text, addresses, pickles |

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from offload.prefetch.reads import POOL, let_go, lock
-from offload.residency import Pool, Value
-from offload.staging import lend, settle
+from offload.prefetch.residency import Pool, Value
+from offload.prefetch.staging import lend, settle
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import cut, sent_to, twin_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.errors import StaleViewError
-from offload.staging import send
+from offload.prefetch.staging import send
 from offload.storage.handle import Handle
 from offload.storage.header import Layout
 from offload.storage.modes import no_functions, no_modes

@@ -14,8 +14,8 @@ from time import monotonic
 import torch
 
 from offload.prefetch.reads import UNTRACKED, arrive, tracked
+from offload.prefetch.residency import SMALL
 from offload.prefetch.tracked import Tracked
-from offload.residency import SMALL
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
 

@@ -39,8 +39,8 @@ from offload.errors import (
     OffloadError,
     UnknownTypeError,
 )
-from offload.loader import load_file
-from offload.saving import save_checkpoint
+from offload.models.loader import load_file
+from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, read_json, short

@@ -33,7 +33,7 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
-from offload.hooks import held_values, release
+from offload.models.hooks import held_values, release
 from tests.processes import run_script
 
 

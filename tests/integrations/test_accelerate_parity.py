@@ -70,8 +70,8 @@ from torch.fx import symbolic_trace
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.device_map import infer_device_map, places
 from offload.errors import CheckpointError, DeviceMapError, DtypeMismatchError, ShapeMismatchError
+from offload.models.device_map import infer_device_map, places
 
 GPU = pytest.param(
     0, marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

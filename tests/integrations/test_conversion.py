@@ -25,9 +25,9 @@ from transformers import (
 )
 
 import offload
-from offload import pretrained
-from offload.conversion import convert_checkpoint
 from offload.errors import CheckpointError
+from offload.models import pretrained
+from offload.models.conversion import convert_checkpoint
 
 SMALL = {
     "vocab_size": 96,

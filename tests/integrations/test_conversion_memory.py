@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
+from tests.models.test_loader_memory import hollow_checkpoint
 from tests.processes import run_script
-from tests.test_loader_memory import hollow_checkpoint
 
 EXPERTS, WIDTH = 8, 2048  # 8 MiB a matrix in bfloat16; fused 128 and 64 MiB a layer
 LAYERS = 2

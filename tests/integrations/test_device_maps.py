@@ -16,10 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload import loader
-from offload.device_map import Place
 from offload.errors import DeviceMapError
-from offload.hooks import move_activations
+from offload.models import loader
+from offload.models.device_map import Place
+from offload.models.hooks import move_activations
 
 
 class Block(nn.Module):

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 import offload
-from offload import journal
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from offload.models import journal
 from tests.faults import Call, killed_at_each
 from tests.integrations.test_peft import KINDS, NOT_NEUTRAL, ONE, SMALL
 

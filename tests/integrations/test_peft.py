@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import offload
 from offload.memory import anonymous_bytes
+from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
-from tests.test_loader_memory import checkpoint_of_zeros
 
 SMALL = {
     "vocab_size": 96,

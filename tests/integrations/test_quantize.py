@@ -19,9 +19,10 @@ from conftest import contents
 from torch import nn
 
 import offload
-from offload import OffloadedTensor, journal
+from offload import OffloadedTensor
 from offload.errors import JournalError, MapError, OffloadError, UnknownSubclassError, WriteError
 from offload.integrations import torchao as ours
+from offload.models import journal
 from offload.storage import subclasses
 from offload.storage.file import TensorFile
 from tests.faults import Call, killed_at_each

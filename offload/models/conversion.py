@@ -1,0 +1,164 @@
+"""A checkpoint in another form: another dtype, other shards, safetensors from whatever it was, an offload folder.
+
+Always true:
+- the new folder appears whole or not at all, and the old one is only read
+- no value comes into memory as a whole, but a quantized one that is cast
+- configuration and tokenizer come along, code and other weights do not
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
+from offload.models.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
+from offload.models.deferred import deferred
+from offload.models.loader import PathLike, referenced
+from offload.models.saving import PARTS_NOTE, save_checkpoint
+from offload.progress import progress
+from offload.storage.dtypes import dtype_name
+from offload.storage.paths import absolute
+from offload.storage.regular import is_folder, is_there, read_json, reading
+from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for
+from offload.tensor.saved import subclass_value
+from offload.tensor.wrapper import OffloadedTensor
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def convert_checkpoint(
+    source: PathLike,
+    target: PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    to_offload_folder: bool = False,
+) -> Path:
+    """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
+
+    Args:
+        source: see `open_checkpoint`.
+        target: the new folder; it may be there if it is empty.
+        dtype, max_shard_size: see `save_checkpoint`.
+        to_offload_folder: one file a name, which can be written to in place, instead of a checkpoint.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ForeignFileError: `target` is there and not empty.
+        CheckpointError: a quantized checkpoint, in a form that would not outlive this; no JSON in its `config.json`.
+        MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
+    """
+    opened = open_checkpoint(source)
+    with _new_folder(absolute(target)) as folder:
+        if is_folder(opened.path):
+            _copy_companions(opened.path, folder, dtype)
+        if to_offload_folder:
+            _write_one_by_one(opened, folder, dtype)
+        else:
+            save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
+    return absolute(target)
+
+
+def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    if any(PARTS_NOTE in value.file.header.metadata for value in source.values()):
+        raise CheckpointError(
+            f"{source.path} holds quantized weights in torchao's form, which takes notes that an offload folder has no "
+            "place for: convert it to safetensors, or load the model and call offload.disk_offload"
+        )
+    names = list(source)
+    tensors = referenced(source, [(name, torch.device("cpu")) for name in names], None)
+    for name, tensor in progress(zip(names, tensors, strict=True), "converting", total=len(names)):
+        if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            OffloadedTensor.from_original_tensor(tensor, name, folder)
+        elif subclass_value(tensor) is not None:
+            OffloadedTensor.from_original_tensor(tensor.to(dtype), name, folder)
+        else:
+            deferred(tensor).to(dtype).stored(name, folder)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it if the block ends well, and goes if not."""
+    with reading(target):
+        is_free = not is_there(target) or (is_folder(target) and not target.is_symlink() and not any(target.iterdir()))
+    if not is_free:
+        raise ForeignFileError(f"{target} is there, and is no empty folder: take another one, or remove it first")
+    temporary = temporary_for(target)
+    with explained(target, 0, "folder"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep_folders(target.parent)
+        temporary.mkdir()
+    try:
+        yield temporary
+        with explained(target, 0, "folder"):
+            if is_there(target):
+                target.rmdir()  # some systems replace no folder, not even an empty one
+            os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+
+
+def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    with reading(source):
+        found = [(path, path.stat().st_size) for path in sorted(source.iterdir()) if _is_companion(path)]
+    for path, size in found:
+        with explained(folder / path.name, size, "folder"):
+            if path.name == "config.json" and dtype is not None:
+                _copy_config(path, folder / path.name, dtype)
+            else:
+                shutil.copyfile(path, folder / path.name)
+            _sync(folder / path.name)
+
+
+def _is_companion(path: Path) -> bool:
+    wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+    return wanted and not path.name.endswith(".index.json") and path.is_file()
+
+
+def _sync(path: Path) -> None:
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
+    """Copy a model's configuration, with the new dtype: transformers loads what it says, whatever the weights are."""
+    try:
+        config = read_json(path, "a model's configuration")
+    except CorruptFileError as error:
+        raise CheckpointError(f"{error}: get it again, or move it away") from error
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method not in (None, "torchao"):
+        raise CheckpointError(
+            f"{path} says that the weights are quantized ({method}): "
+            f"their scales can't be converted to {dtype}. Leave the dtype as it is."
+        )
+    config = _with_dtype(config, dtype_name(dtype))
+    target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _with_dtype(config: Any, name: str) -> Any:
+    """`config`, and the parts that it has for parts of the model, with another dtype where one is said."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: name
+        if key in _DTYPE_KEYS and isinstance(value, str)
+        else value
+        if key == "quantization_config"
+        else _with_dtype(value, name)
+        for key, value in config.items()
+    }

@@ -1,0 +1,519 @@
+"""Fill a model's empty weights from a checkpoint, each where the device map says.
+
+Always true:
+- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written, but for what lies
+  in a pickle as no tensor can
+- tied weights stay one parameter, over one file
+- a model that `load_checkpoint_and_dispatch` returns has no tensor without data, but where the map says "meta"
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+
+from offload.budget import Amount, MaxMemory, pool_for
+from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
+from offload.memory import uncollected
+from offload.models.checkpoint import Checkpoint, open_checkpoint
+from offload.models.deferred import DeferredTensor, deferred
+from offload.models.device_map import (
+    AUTOMATIC,
+    ON_DISK,
+    DeviceMap,
+    Place,
+    execution_devices,
+    infer_device_map,
+    places,
+    warn_of_strangers,
+)
+from offload.models.hooks import held_values, move_activations, release
+from offload.models.order import expect_reads
+from offload.models.pretrained import as_in, is_of_transformers, let_saving_look, let_saving_stream
+from offload.models.slots import (
+    Slot,
+    brought,
+    device_of,
+    filled_slots,
+    held_for,
+    is_meta,
+    joined_slots,
+    place_of_slot,
+    place_tensors,
+    tensor_slots,
+    tied_slots,
+)
+from offload.progress import progress
+from offload.storage.handle import Handle
+from offload.storage.paths import absolute
+from offload.tensor.arguments import computing_device, floating_dtype, refuse_other_class
+from offload.tensor.materialize import materialize
+from offload.tensor.outside import CPU
+from offload.tensor.wrapper import OffloadedTensor, wrap_handles
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+Model = TypeVar("Model", bound=nn.Module)
+
+_log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What did not match between a model and a checkpoint.
+
+    Attributes:
+        missing_keys: tensors of the model that the checkpoint has not.
+        unexpected_keys: tensors of the checkpoint that the model has not.
+        mismatched_keys: name, shape in the checkpoint, shape in the model.
+    """
+
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+    mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything did not match."""
+        return bool(self.missing_keys or self.unexpected_keys or self.mismatched_keys)
+
+    def __str__(self) -> str:
+        mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
+        lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
+        return (
+            "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in lines.items() if names) or "all match"
+        )
+
+
+def load_checkpoint_and_dispatch(
+    model: Model,
+    checkpoint: PathLike,
+    device_map: DeviceMap = ON_DISK,
+    offload_dir: PathLike | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    strict: bool = False,
+    max_memory: MaxMemory = None,
+    read_ahead: Amount | bool | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+) -> Model:
+    """Fill a model from a checkpoint and make it ready to run.
+
+    Args:
+        model: a model with empty weights (`init_empty_weights`), or one whose values are replaced.
+        checkpoint: see `open_checkpoint`.
+        device_map: see `offload.models.device_map.places`; also accelerate's "auto", "balanced", "sequential". None,
+            which is accelerate's default, loads into the CPU's memory.
+        offload_dir: where values go that are converted or later written to; None for a private folder.
+        dtype: of the floating-point values; None for that of the model's tensors. Others are converted once, to disk.
+        strict: missing, unexpected and mismatched keys are errors.
+        max_memory: what of the values on disk may stay in memory between ops, for this model (`offload.set_max_memory`
+            for all); with an automatic device map, what may be placed on each device, as in accelerate.
+        read_ahead: see `offload.set_read_ahead`, for this model.
+        no_split_module_classes: for an automatic device map, as in accelerate.
+        offload_buffers: whether buffers of modules on disk are on disk too; else they are on the executing device.
+        skip_keys: for a map over several devices: keyword arguments of forward that are not moved.
+
+    Returns:
+        The same model.
+
+    Raises:
+        MissingFileError, CorruptFileError, ReadError, CheckpointError, DeviceMapError
+        ValueError: `dtype` is no floating-point one.
+        MetaTensorError: tensors are left without data; the message names them.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, "model.safetensors")
+        >>> model = nn.Linear(2, 3, device="meta")
+        >>> load_checkpoint_and_dispatch(model, "model.safetensors")(torch.ones(2)).tolist()
+        [2.0, 2.0, 2.0]
+    """
+    dtype = None if dtype is None else floating_dtype(dtype)
+    pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
+    device_map = infer_device_map(
+        model,
+        device_map,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+    slots = tied_slots(model)
+    placed = places(_names(slots), device_map)
+    report = _load(
+        model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
+    )
+    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
+    refuse_meta(slots, placed, report)
+    let_saving_look(model)
+    if is_of_transformers(model):
+        let_saving_stream(model)
+    expect_reads(model, pool)
+    connect_devices(model, device_map, placed, skip_keys)
+    return model
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: PathLike,
+    device_map: DeviceMap = ON_DISK,
+    offload_dir: PathLike | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    strict: bool = False,
+    offload_buffers: bool = False,
+) -> LoadReport:
+    """Fill a model's parameters and persistent buffers from a checkpoint; what does not match is left as it was.
+
+    Args and errors: as `load_checkpoint_and_dispatch`.
+
+    Returns:
+        What did not match.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"weight": torch.ones(3, 2), "other": torch.zeros(3)}, "some.safetensors")
+        >>> report = load_checkpoint_in_model(nn.Linear(2, 3), "some.safetensors")
+        >>> report.missing_keys, report.unexpected_keys
+        (['bias'], ['other'])
+    """
+    dtype = None if dtype is None else floating_dtype(dtype)
+    slots = [slot for slot in tied_slots(model) if slot.keys]
+    placed = places(_names(slots), device_map)
+    warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
+    return _load(
+        model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
+    )
+
+
+def disk_offload(
+    model: Model,
+    offload_dir: PathLike | None = None,
+    *,
+    execution_device: torch.device | str | int | None = None,
+    offload_buffers: bool = False,
+) -> Model:
+    """Move the parameters of a model to disk, one by one: from memory, or from where accelerate offloaded them to.
+
+    Of a model that accelerate dispatched, the values are those that its hooks hold: in memory, in its offload folder,
+    or in a safetensors checkpoint, which is referenced. The hooks go; those that you added stay. Where modules run on
+    an accelerator, the hooks that bring their inputs there stay too.
+
+    Args:
+        model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow.
+        offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
+            where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
+            and its first write goes to the folder.
+        execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
+        offload_buffers: buffers too.
+
+    Returns:
+        The same model.
+
+    Raises:
+        MetaTensorError: some parameters have no data.
+        UnknownSubclassError: a parameter is of a class of its own that can't be stored; nothing is changed.
+        UnsupportedOpError: another library keeps the parameters, as compressed-tensors does; nothing is changed.
+        WriteError, ForeignFileError, NameInUseError
+        MissingFileError, CorruptFileError, ReadError, ShapeMismatchError: of what accelerate's hooks hold.
+
+    Example:
+        >>> model = disk_offload(nn.Linear(2, 3))
+        >>> type(model.weight.data).__name__
+        'OffloadedTensor'
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
+    held = held_values(model)
+    slots = joined_slots(tied_slots(model), held) if held else tensor_slots(model)
+    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
+    if empty:
+        raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
+    for slot in slots:
+        if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
+            refuse_other_class(slot.tensor, slot.name)
+    device = None if execution_device is None else computing_device(execution_device)
+    placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
+    place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
+    runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
+    release(model, keep_moves=device is None and runs_elsewhere)
+    let_saving_look(model)
+    if is_of_transformers(model):
+        let_saving_stream(model)
+    expect_reads(model)
+    return model
+
+
+def load_file(
+    path: PathLike, device: torch.device | str | int = "cpu", offload_dir: PathLike | None = None
+) -> dict[str, OffloadedTensor]:
+    """The tensors of a file or folder by name, on disk: `safetensors.torch.load_file` without the reading.
+
+    Args:
+        path: see `open_checkpoint`; it is never written to.
+        device: where ops run.
+        offload_dir: where a tensor goes at its first write; None for a private folder.
+
+    Raises:
+        MissingFileError, CorruptFileError, ReadError, CheckpointError
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"w": torch.ones(3, 2)}, "file.safetensors")
+        >>> load_file("file.safetensors")["w"].shape
+        torch.Size([3, 2])
+    """
+    target = computing_device(device)
+    source = open_checkpoint(path)
+    refuse_own_folder(source, offload_dir)
+    return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))
+
+
+@uncollected()
+def referenced(
+    source: Checkpoint, wanted: Iterable[tuple[str, torch.device]], offload_dir: PathLike | None
+) -> list[OffloadedTensor]:
+    """Tensors, by name and target device, in their checkpoint.
+
+    In an offload folder that is `offload_dir` itself they are open to be written.
+    """
+    to_write = source.is_offload_folder and _is_own_folder(source, offload_dir)
+    handles = []
+    for name, device in wanted:
+        value = source[name]
+        handle = (
+            Handle.adopt(value.file, value.key) if to_write else Handle.reference(value.file, value.key, offload_dir)
+        )
+        handles.append((handle, device))
+    return wrap_handles(handles)
+
+
+def refuse_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> None:
+    """Raises `CheckpointError` for an offload folder that is a checkpoint's, and that not of per-name files alone."""
+    if _is_own_folder(source, offload_dir) and not source.is_offload_folder:
+        raise CheckpointError(
+            f"{source.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
+            "opened again. Give another offload_dir."
+        )
+
+
+def refuse_other_names(
+    source: Checkpoint, values: Iterable[tuple[list[str], torch.Tensor]], offload_dir: PathLike | None
+) -> None:
+    """Raises `CheckpointError` for values, with their names, that would go to a folder that has them in other forms."""
+    others = [
+        keys[0]
+        for keys, value in values
+        if isinstance(value, DeferredTensor) and not value.is_stored and not any(key in source for key in keys)
+    ]
+    if others and _is_own_folder(source, offload_dir):
+        raise CheckpointError(
+            f"{source.path} has {len(others)} tensors in another form, or under other names, than this model "
+            f"({_some(others)}), and can't hold both. Give another offload_dir."
+        )
+
+
+def _is_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> bool:
+    return offload_dir is not None and os.path.realpath(absolute(offload_dir)) == os.path.realpath(source.path)
+
+
+def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:
+    """Raises `MetaTensorError` for tensors that should have data and have none."""
+    empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
+    if empty:
+        raise MetaTensorError(
+            f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
+            "Give a checkpoint that has them, or fill them first; init_empty_weights keeps buffers real by default."
+        )
+
+
+def connect_devices(
+    model: nn.Module, device_map: DeviceMap, placed: Mapping[str, Place], skip_keys: str | list[str] | None
+) -> None:
+    """Where modules execute on several devices, let accelerate's hooks move the activations."""
+    warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
+    at = {name: placed[slot.name] for slot in tensor_slots(model) for name in slot.names}  # tied ones are where one is
+    devices = execution_devices(at)
+    if len(set(devices.values())) > 1:
+        move_activations(model, devices, skip_keys=skip_keys)
+
+
+def _names(slots: Iterable[Slot]) -> Iterator[str]:
+    for slot in slots:
+        yield from slot.names
+
+
+@torch.inference_mode(False)  # tensors of that mode could not be trained later
+def _load(
+    model: nn.Module,
+    slots: Iterable[Slot],
+    checkpoint: PathLike,
+    placed: Mapping[str, Place],
+    offload_dir: PathLike | None,
+    *,
+    dtype: torch.dtype | None,
+    strict: bool,
+    offload_buffers: bool,
+) -> LoadReport:
+    """Fill the slots that the checkpoint has values for, if it fits at all."""
+    held = held_values(model)
+    if held:
+        raise DeviceMapError(
+            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
+            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
+        )
+    source = open_checkpoint(checkpoint)
+    refuse_own_folder(source, offload_dir)
+    keyed, ties = _without_ties(_keyed(slots, source), source)
+    report = _compare(keyed, source)
+    converted: dict[str, DeferredTensor] | None = None
+    if report.differs and is_of_transformers(model):
+        converted, report = _as_in(model, source, offload_dir)
+        keyed, ties = _keyed(slots, converted), []
+        values = ((slot.keys, converted[key]) for slot, key in keyed if key is not None)
+        refuse_other_names(source, values, offload_dir)
+        report.missing_keys.extend(slot.keys[0] for slot, key in keyed if key is None)
+    if strict and report.differs:
+        raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
+    if keyed and all(key is None for _, key in keyed):
+        raise CheckpointError(
+            f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
+        )
+    wanted = _wanted(keyed, placed, report, offload_buffers=offload_buffers)
+    if converted is None:
+        _fill(
+            wanted,
+            referenced(source, [(key, place.device) for _, key, place in wanted], offload_dir),
+            offload_dir,
+            dtype,
+        )
+    else:
+        _fill(wanted, [converted[key] for _, key, _ in wanted], offload_dir, dtype)
+    for slot, filled in ties:
+        slot.fill(filled.tensor)
+    if report.differs:
+        _log.warning("%s: %s", source.path, report)
+    return report
+
+
+def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
+    """Under which of its names each tensor of a model is in a checkpoint."""
+    return [(slot, next((key for key in slot.keys if key in values), None)) for slot in slots if slot.keys]
+
+
+def _without_ties(
+    keyed: list[tuple[Slot, str | None]], source: Checkpoint
+) -> tuple[list[tuple[Slot, str | None]], list[tuple[Slot, Slot]]]:
+    """Those that are filled from a value, and the empty ones that share another's, as the checkpoint notes.
+
+    `init_empty_weights` unties what a model without `tie_weights` has tied.
+    """
+    filled = {name: slot for slot, key in keyed if key is not None for name in slot.keys}
+    rest, ties = [], []
+    for slot, key in keyed:
+        first = next((filled.get(source.ties[name]) for name in slot.keys if name in source.ties), None)
+        if key is None and first is not None and is_meta(slot.tensor) and _kind(slot) == _kind(first):
+            ties.append((slot, first))
+        else:
+            rest.append((slot, key))
+    return rest, ties
+
+
+def _kind(slot: Slot) -> tuple[bool, torch.Size, torch.dtype]:
+    return slot.is_parameter, slot.tensor.shape, slot.tensor.dtype
+
+
+def _as_in(
+    model: nn.Module, source: Checkpoint, offload_dir: PathLike | None
+) -> tuple[dict[str, DeferredTensor], LoadReport]:
+    """The tensors of a checkpoint as a transformers model has them, and what does not match but for missing ones."""
+    tensors = referenced(source, [(name, CPU) for name in source], offload_dir)
+    values, report = as_in(model, dict(zip(source, tensors, strict=True)))
+    mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(report["mismatched_keys"])]
+    return values, LoadReport([], sorted(report["unexpected_keys"]), mismatched)
+
+
+def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
+    report = LoadReport()
+    expected: set[str] = set()
+    for slot, key in keyed:
+        expected.update(slot.keys)
+        if key is None:
+            report.missing_keys.append(slot.keys[0])
+            continue
+        layout = source[key].layout
+        if layout is not None and layout.shape != slot.tensor.shape:
+            report.mismatched_keys.append((key, layout.shape, tuple(slot.tensor.shape)))
+    report.unexpected_keys.extend(name for name in source if name not in expected)
+    return report
+
+
+def _wanted(
+    keyed: Iterable[tuple[Slot, str | None]],
+    placed: Mapping[str, Place],
+    report: LoadReport,
+    *,
+    offload_buffers: bool,
+) -> list[tuple[Slot, str, Place]]:
+    """What is to be filled, from which key, and where it goes."""
+    skipped = {name for name, _, _ in report.mismatched_keys}
+    return [
+        (slot, key, place_of_slot(slot, placed, offload_buffers=offload_buffers))
+        for slot, key in keyed
+        if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
+    ]
+
+
+def _fill(
+    wanted: list[tuple[Slot, str, Place]],
+    tensors: Iterable[torch.Tensor],
+    offload_dir: PathLike | None,
+    dtype: torch.dtype | None,
+) -> None:
+    for (slot, key, place), tensor in progress(zip(wanted, tensors, strict=True), "loading", total=len(wanted)):
+        slot.fill(_converted(tensor, key, _dtype_for(slot.tensor, dtype), place, offload_dir))
+
+
+def _converted(
+    tensor: torch.Tensor,
+    name: str,
+    dtype: torch.dtype | None,
+    place: Place,
+    offload_dir: PathLike | None,
+) -> torch.Tensor:
+    with DisableTorchFunctionSubclass():
+        has = tensor.dtype
+    if dtype is not None and dtype != has and has.is_floating_point:
+        tensor = tensor.to(dtype) if isinstance(tensor, DeferredTensor) else _cast(tensor, dtype)
+    if isinstance(tensor, DeferredTensor):
+        return brought(tensor, name, place, offload_dir)
+    return tensor if place.on_disk else materialize(tensor)
+
+
+def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A value in another dtype: deferred, but for one of a subclass."""
+    assert isinstance(stored, OffloadedTensor)
+    if not stored._file_handle().is_subclass:
+        return deferred(stored).to(dtype)
+    stored.update_values(stored.to(dtype), strict_dtype=False)
+    return stored
+
+
+def _dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    if not tensor.is_floating_point():
+        return None
+    return dtype or tensor.dtype
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,270 @@
+"""A checkpoint under the names, and in the forms, that a transformers model has.
+
+Always true:
+- transformers' own loader renames, stacks, splits, casts and ties; it is handed deferred tensors in place of tensors
+- nothing is read, or written, by that
+- a model does not save itself over the files that its weights are in
+
+transformers is imported when there is a model of its to fill.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
+from offload.models.deferred import DeferredTensor, deferred
+from offload.storage.modes import no_functions, no_modes
+from offload.storage.paths import absolute
+from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
+from offload.tensor.wrapper import is_offloaded, mapped_value
+
+# The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
+_WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', whose checkpoints may have other names than it has."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def filled(
+    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A model whose tensors are deferred, and transformers' report.
+
+    Args:
+        model_class: a class of transformers, not one of its `Auto` classes.
+        config: its configuration; it is changed as transformers does.
+        tensors: those of the checkpoint, on disk.
+        dtype: of the floating-point ones.
+        options: for the class's own `from_pretrained`.
+
+    Raises:
+        CheckpointError: the tensors can't be brought into the form that the model has.
+    """
+    state = {name: deferred(tensor) for name, tensor in tensors.items()}
+    options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
+    # Parameters of inference mode can't be views of files, and transformers follows the default device, also to "meta".
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        try:
+            model, report = model_class.from_pretrained(None, config=config, **options)
+        except OffloadError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
+            ) from error
+    let_saving_look(model)
+    let_saving_stream(model)
+    return model, report
+
+
+def as_in(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, DeferredTensor], dict[str, Any]]:
+    """The tensors of a checkpoint as a model of transformers has them, in the widest dtype, and transformers' report.
+
+    Deferred as they are, they can be cast to any other as from their own.
+
+    Args:
+        model: it stays as it is.
+        tensors: those of the checkpoint, on disk.
+
+    Raises:
+        CheckpointError: as `filled`; or the checkpoint is quantized.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"a quantized checkpoint does not fill an empty {type(model).__name__}: use offload.from_pretrained"
+        )
+    twin, report = filled(
+        type(model), copy.deepcopy(model.config), tensors, _widest(tensors), ignore_mismatched_sizes=True
+    )
+    named = twin.state_dict()
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}, report
+
+
+def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype that loses nothing of any of them."""
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.itemsize > 1}
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+
+
+def let_saving_stream(model: Any) -> None:
+    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
+    conversions = _conversions(model)
+    if conversions and not isinstance(conversions, _Streaming):
+        model._weight_conversions = _Streaming(conversions)
+
+
+def let_saving_look(model: nn.Module) -> None:
+    """Have each `save_pretrained` in a model look, before it writes, for files that live tensors refer to."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
+            module.save_pretrained = _Looking(module)  # type: ignore[assignment]
+
+
+class _Looking:
+    """A model's `save_pretrained`, behind a look at the folder; in a pickle the usual one.
+
+    It holds the model, which may have no other name: `offload.from_pretrained(a).save_pretrained(b)`.
+
+    Raises:
+        ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
+        UnsupportedOpError: the model is a shallow copy, or has one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        model = self._only_holder()
+        save = type(model).save_pretrained
+        _, folder, *_ = inspect.signature(save).bind(model, *args, **options).arguments.values()
+        saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
+        files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
+        replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
+        refuse_sources(_sources(model), replaced)
+        refuse_referenced(replaced)
+        return save(model, *args, **options)
+
+    def _only_holder(self) -> Any:
+        """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
+        model = self._model
+        holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or _is_of_a_module(one)]
+        if any(one is not model and one is not vars(model) for one in holders):
+            raise UnsupportedOpError(
+                "save_pretrained of a model that copy.copy was called on would save the other one: take copy.deepcopy, "
+                "or call save_pretrained of the class on it"
+            )
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model, "save_pretrained")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
+        return _Looking(memo.get(id(self._model), self._model))
+
+
+def _is_of_a_module(holder: object) -> bool:
+    """Whether this is the dictionary of a module's attributes."""
+    return isinstance(holder, dict) and "_modules" in holder
+
+
+def _sources(model: nn.Module) -> dict[str, Path]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: file for name, tensor in named if (file := file_of(tensor))}
+
+
+class _Streaming(list[Any]):
+    """Conversions that are undone on deferred tensors; in a pickle the usual ones, for those without `offload`."""
+
+    def __init__(self, usual: list[Any]) -> None:
+        super().__init__(_streaming(conversion) for conversion in usual)
+        self._usual = usual
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._usual,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Streaming:
+        return _Streaming(copy.deepcopy(self._usual, memo))
+
+
+def _streaming(conversion: Any) -> Any:
+    from transformers.core_model_loading import WeightConverter
+
+    if not isinstance(conversion, WeightConverter):
+        return conversion
+    streaming = copy.copy(conversion)
+    streaming.operations = [_Undone(_Map()), *conversion.operations, _Undone(_Defer())]
+    return streaming
+
+
+class _Operation:
+    """A step of a conversion, as transformers calls them."""
+
+    supports_many_to_many = False
+
+    def change(self, tensor: Any) -> Any:
+        """What becomes of a tensor."""
+        return tensor
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """What becomes of tensors, or lists of them, by name."""
+        change = self.change
+        return {
+            name: [change(one) for one in value] if isinstance(value, list) else change(value)
+            for name, value in input_dict.items()
+        }
+
+
+class _Defer(_Operation):
+    """The first to undo: tensors on disk are deferred."""
+
+    def change(self, tensor: Any) -> Any:
+        return deferred(tensor.detach()) if is_offloaded(tensor) else tensor
+
+
+class _Map(_Operation):
+    """The last to undo: what is to be saved is mapped, each in a storage of its own: shards are filled by these."""
+
+    def change(self, tensor: Any) -> Any:
+        return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor
+
+
+class _Undone(_Operation):
+    """Nothing while loading, as the tensors are deferred anyway; undone by another step."""
+
+    def __init__(self, reverse_op: _Operation) -> None:
+        self.reverse_op = reverse_op
+
+
+def let_quantizer_save(model: Any) -> None:
+    """Have the quantizer that saves a model see its weights as they are without `offload`, mapped."""
+    model.hf_quantizer.get_state_dict_and_metadata = partial(_saved_by, model.hf_quantizer)
+
+
+def _saved_by(quantizer: Any, model: Any) -> Any:
+    return type(quantizer).get_state_dict_and_metadata(quantizer, _Mapped(model))
+
+
+class _Mapped:
+    """Stands for a model for those who ask it for its weights."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return mapped_state(self._model)
+
+
+def mapped_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's weights by name, plain or of a quantized class, over their files."""
+    named = model.state_dict().items()
+    with no_functions(), no_modes():
+        return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
+
+
+def _conversions(model: Any) -> Any:
+    """Those that saving will undo: of the checkpoint, or, of a model that was not loaded, the usual ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    if getattr(model, "_weight_conversions", None) is None:
+        usual = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
+    return model._weight_conversions or ()

@@ -1,0 +1,286 @@
+"""A model's tensors, each once, under all their names; and bringing them to their places.
+
+Always true:
+- tied weights are one slot, and stay one parameter
+- what is in its place already stays as it is
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass
+
+from offload.errors import ArgumentTypeError
+from offload.memory import uncollected
+from offload.models.deferred import DeferredTensor
+from offload.models.device_map import Place
+from offload.models.hooks import Held, origin_of, read_held
+from offload.progress import progress
+from offload.storage.handle import Handle
+from offload.tensor.attributes import carry_attributes
+from offload.tensor.outside import CPU
+from offload.tensor.saved import identity_of
+from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, dressed, is_offloaded, wrap
+
+_log = logging.getLogger("offload")
+
+
+@dataclass(slots=True)
+class Slot:
+    """A distinct tensor of a model, under all the names that it has there.
+
+    Attributes:
+        names: all of them.
+        keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
+        owners: where it is kept: the module's dictionary, and the name in it.
+    """
+
+    tensor: torch.Tensor
+    is_parameter: bool
+    names: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Put a tensor in all its places; a new one, which nobody else holds."""
+        if tensor is self.tensor:
+            return
+        tensor = self._dressed(tensor)
+        for members, name in self.owners:
+            members[name] = tensor
+        self.tensor = tensor
+
+    def become(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Make its tensor what a new one is, so that whoever else holds it follows: ties, optimizers, lists.
+
+        Returns:
+            The old tensor, if torch does not let it change: its places have the new one then.
+        """
+        old, new = self.tensor, self._dressed(tensor)
+        if new is old:
+            return None
+        if old.is_leaf and old.grad is not None:
+            new.grad = old.grad.to(new.device)
+        if old.is_leaf and old.requires_grad:  # the very dictionaries: their handles remove from these
+            new._backward_hooks = old._backward_hooks
+            new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+        try:
+            torch.utils.swap_tensors(old, new)
+        except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or it is of another layout
+            self.fill(new)
+            return old
+        return None
+
+    def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
+        with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
+            if self.is_parameter and not isinstance(tensor, nn.Parameter):
+                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
+        carry_attributes(self.tensor, tensor)
+        return tensor
+
+
+@uncollected()
+def tensor_slots(model: nn.Module) -> list[Slot]:
+    """The parameters and buffers of a model, each once.
+
+    Raises:
+        ArgumentTypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"a torch.nn.Module is needed, not {type(model).__name__}: {str(model)[:80]!r}")
+    slots: dict[int, Slot] = {}
+    for prefix, module in model.named_modules():
+        for members, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for name, tensor in members.items():
+                if tensor is None:
+                    continue
+                slot = slots.get(id(tensor))
+                if slot is None:
+                    slot = slots[id(tensor)] = Slot(tensor, is_parameter)
+                full_name = f"{prefix}.{name}" if prefix else name
+                slot.names.append(full_name)
+                slot.owners.append((members, name))
+                if name not in module._non_persistent_buffers_set:
+                    slot.keys.append(full_name)
+    return list(slots.values())
+
+
+def tied_slots(model: nn.Module) -> list[Slot]:
+    """As `tensor_slots`, after a model that ties its weights has done so."""
+    tie_weights = getattr(model, "tie_weights", None)  # transformers
+    if callable(tie_weights):
+        tie_weights()
+    return tensor_slots(model)
+
+
+@torch.inference_mode(False)  # tensors of that mode could not be trained later
+def place_tensors(
+    slots: Iterable[Slot],
+    placed: Mapping[str, Place],
+    offload_dir: PathLike | None = None,
+    *,
+    offload_buffers: bool = False,
+) -> None:
+    """Bring every tensor that has data to its place, one by one; what is there already stays as it is.
+
+    What is on disk is at its place if `offload_dir` is where it is, or where writes to it will go; if that is None,
+    anywhere. Who holds a tensor elsewhere holds what it has become: a tied weight of another model, an optimizer.
+    """
+    left: list[tuple[torch.Tensor, Slot]] = []
+    brought_over: dict[Hashable, OffloadedTensor] = {}
+    for slot in progress(slots, "placing"):
+        place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
+        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, offload_dir):
+            old = slot.become(_moved(slot, place, offload_dir, brought_over))
+            if old is not None:
+                left.append((old, slot))
+    if left:
+        _replace_elsewhere({id(old): slot.tensor for old, slot in left}, [old for old, _ in left])
+        _log.warning(
+            "%d tensors are held by a graph, or by weak references, and others took their places: %s. Graphs keep the "
+            "old ones, in memory.",
+            len(left),
+            ", ".join(slot.name for _, slot in left[:5]),
+        )
+
+
+def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor]) -> None:
+    """In lists and dictionaries that hold old tensors, new ones, by the old ones' ids."""
+    for holder in gc.get_referrers(*old):
+        if holder is old:
+            continue
+        if isinstance(holder, list):
+            holder[:] = [new.get(id(item), item) for item in holder]
+        elif isinstance(holder, dict):
+            for key, value in list(holder.items()):
+                if id(value) in new:
+                    holder[key] = new[id(value)]
+                if id(key) in new:  # an optimizer's state
+                    holder[new[id(key)]] = holder.pop(key)
+
+
+def brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+    """The value where it is to be: on disk, in memory, or nowhere."""
+    if place.device.type == "meta":
+        return tensor.to(place.device)
+    return tensor.stored(name, offload_dir, place.device) if place.on_disk else tensor.materialize(place.device)
+
+
+def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
+    """Its place in the map; a buffer is not on disk where only parameters are."""
+    place = placed[slot.name]
+    if not place.on_disk or slot.is_parameter or offload_buffers:
+        return place
+    return Place(False, place.device)
+
+
+def is_meta(tensor: torch.Tensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return tensor.is_meta
+
+
+def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> bool:
+    with DisableTorchFunctionSubclass():
+        if isinstance(tensor, DeferredTensor):
+            return False
+        is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
+        return (is_there and _is_in(tensor, offload_dir)) or place.device.type == "meta"  # what is there may stay
+
+
+def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
+    """Whether writes to an offloaded tensor go to this folder, if one is named; of another tensor nothing is asked."""
+    if offload_dir is None or not isinstance(tensor, OffloadedTensor):
+        return True
+    folder = tensor._file_handle().folder
+    is_it = folder is not None and os.fspath(folder) == os.path.abspath(offload_dir)
+    return is_it or (folder is not None and os.path.realpath(folder) == os.path.realpath(offload_dir))
+
+
+def _moved(
+    slot: Slot, place: Place, offload_dir: PathLike | None, brought_over: dict[Hashable, OffloadedTensor]
+) -> torch.Tensor:
+    tensor = slot.tensor
+    if isinstance(tensor, DeferredTensor):
+        return brought(tensor, slot.name, place, offload_dir)
+    if not place.on_disk and is_offloaded(tensor):
+        tensor = tensor.materialize()  # type: ignore[attr-defined]
+    elif place.on_disk and not isinstance(tensor, OffloadedTensor):
+        tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir, exist_ok=True)
+    elif isinstance(tensor, OffloadedTensor) and not _is_in(tensor, offload_dir):
+        same = identity_of(tensor)  # other parameters may be over the same file, and are to stay so
+        if same not in brought_over:
+            brought_over[same] = _brought_over(tensor, slot.name, offload_dir)
+        tensor = brought_over[same].detach()
+    return tensor if tensor.device == place.device else tensor.detach().to(place.device)
+
+
+def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
+    """A tensor on disk as one in another folder; what is referenced stays where it is, and is written to there."""
+    handle = tensor._file_handle()
+    if handle.owned:
+        value = tensor.detach().to(CPU)
+        stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
+    else:
+        other = Handle.reference(handle.file, handle.name, offload_dir)
+        stored = wrap(other, current_twin(tensor), tensor._target)
+    stored._file_handle().pool = handle.pool
+    return stored
+
+
+def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    if is_offloaded(tensor):
+        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)  # type: ignore[arg-type]
+    return nn.Parameter(tensor, requires_grad)
+
+
+def _can_require_grad(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+# What accelerate's hooks hold
+
+
+def held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
+    """What a hook holds for a slot."""
+    return next((held[name] for name in slot.names if name in held), None)
+
+
+def device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
+    """Where ops on a slot's tensor run."""
+    found = held_for(slot, held)
+    return found.device if found else slot.tensor.device
+
+
+def joined_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
+    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        found = held_for(slot, held)
+        origin = origin_of(found) if found and slot.is_parameter else None
+        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
+        if first is not slot:
+            first.names += slot.names
+            first.keys += slot.keys
+            first.owners += slot.owners
+    return list(joined.values())
+
+
+def filled_slots(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
+    """The slots one by one, each with the value that a hook holds for it."""
+    for slot in slots:
+        found = held_for(slot, held)
+        if found:
+            value = read_held(slot.name, found, slot.tensor, offload_dir)
+            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
+        yield slot

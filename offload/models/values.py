@@ -1,0 +1,539 @@
+"""Replacing many values, one at a time.
+
+Always true:
+- a distinct value is seen once, whatever its names; what was tied stays tied
+- never more than `workers` values are in memory
+- what was done stays done, whatever happens to the next one
+- a run that is resumed gives each value to the function once: that it was replaced stands in its own file
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
+from offload.memory import count_freed
+from offload.models.journal import RUNS, Journal, Run, marks_of, source_of
+from offload.models.slots import Slot, is_meta, tensor_slots
+from offload.progress import progress_in_bytes
+from offload.storage.file import TensorFile
+from offload.storage.folders import named_folder
+from offload.storage.handle import Handle
+from offload.storage.names import file_name
+from offload.storage.regular import is_there
+from offload.storage.write import refuse_earlier
+from offload.tensor.arguments import (
+    checked_count,
+    checked_dense,
+    refuse_other,
+    refuse_other_class,
+    refuse_other_kind,
+    refuse_uncalled,
+)
+from offload.tensor.cuts import metadata_of, twin_of
+from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
+
+Function: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
+Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
+Select: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]] | Predicate | None"
+
+_TEMPORARIES = 8  # times its own size: what a function makes of a value on the way, at most
+_MARKS = "_offload_runs"  # on a tensor in memory: the runs that it has gone through
+
+
+@dataclass(frozen=True)
+class MapReport:
+    """What `map_values` did, by the first name of each value.
+
+    Attributes:
+        replaced: those that have a new value.
+        kept: those that the function gave back as they were.
+        before: those that an earlier, interrupted, call had done.
+    """
+
+    replaced: tuple[str, ...]
+    kept: tuple[str, ...]
+    before: tuple[str, ...]
+
+
+def map_values(
+    fn: Function,
+    model_or_tensors: nn.Module | MutableMapping[str, Any],
+    *,
+    select: Select = None,
+    workers: int = 1,
+    resume: bool | str = False,
+    progress: bool = True,
+    strict_shape: bool = True,
+    strict_dtype: bool = True,
+) -> MapReport:
+    """Replace values by what a function makes of them, one at a time.
+
+    A value on disk is replaced as `OffloadedTensor.update_values` does, and stays on disk; one in memory is replaced
+    where it stands. Tied weights are one value, and stay tied.
+
+    Where the values have an `offload_dir`, a small journal there says what is done. A run that was interrupted, or
+    killed, goes on when the same lines are run again with `resume=True`, also in another process that loads the
+    checkpoint anew: values that were replaced are taken from the folder, and none goes through `fn` twice. Those that
+    loading writes or reads anew (in another dtype, in memory) are as in the checkpoint, and are done again.
+
+    Args:
+        fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
+            they need. What it returns becomes the value: a tensor, plain or offloaded, or a tensor subclass; the very
+            tensor that it was given leaves the value alone. It runs without gradients. To be resumed it must not write
+            to the tensor in place.
+        model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors. Of
+            a model give the model: through its `state_dict`, another shape or dtype does not reach it.
+        select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
+            several of these, or a function of name and tensor. Of a tied value one name is enough. None for all.
+        workers: threads; each holds the working set of one value.
+        resume: go on with the run of this name; True for that of the function. If there is none it begins, and one that
+            is finished is not done again.
+        progress: show a bar, on a terminal.
+        strict_shape, strict_dtype: refuse a value of another shape or dtype.
+
+    Returns:
+        What was done.
+
+    Raises:
+        MapError: `fn` failed; the message names the tensor. Those before it are done.
+        ArgumentTypeError: `fn` did not return a tensor; likewise.
+        JournalError: the journal is of another run, or there is no folder for one.
+        ShapeMismatchError, DtypeMismatchError: of what `fn` returned; those before it are done.
+        ValueError: a pattern or class selects nothing.
+        MetaTensorError, WriteError, UnsupportedOpError
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> map_values(lambda name, tensor: tensor / 2, model, select="*.weight").replaced
+        ('0.weight', '2.weight')
+    """
+    workers = checked_count(workers, "workers")
+    refuse_uncalled(fn, "what maps values")
+    refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
+    values = _selected(values_of(model_or_tensors), select, model_or_tensors)
+    book = book_for(values, _name_of_run(fn, resume), resume=bool(resume))
+    before = [value.name for value in values if book.has(value)]
+    todo = [value for value in values if not book.has(value)]
+    with book.kept_up(), _bar(sum(value.nbytes for value in todo), shown=progress) as advance:
+        walk = _Walk(
+            fn, book, len(before), len(values), advance, {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
+        )
+        _for_each(todo, walk.see, workers)
+    return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
+
+
+def offloaded_like(
+    fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suffix: str, *, exist_ok: bool = False
+) -> Any:
+    """What a function makes of a tensor: on disk if the tensor is, beside it, as `name.suffix`.
+
+    Args:
+        fn: called with the tensor; of one on disk, without gradients.
+        tensor: plain or offloaded.
+        suffix: is added to the tensor's name. If `fn` gives a tuple, list or dictionary, the place of each tensor in it
+            is added too: `name.suffix.0`.
+        exist_ok: whether files that earlier tensors left under these names are replaced.
+
+    Returns:
+        For an offloaded tensor the result with each tensor in it offloaded, in a file of its own in the same folder.
+        For a plain tensor what `fn` gives.
+
+    Raises:
+        NameInUseError: a live tensor has such a name, or an earlier one left its file; then nothing is written.
+        ForeignFileError, WriteError, UnknownSubclassError
+
+    Example:
+        >>> w = OffloadedTensor.full((2, 2), 3.0, name="w")
+        >>> norms = offloaded_like(lambda weight: weight.sum(0), w, "norms")
+        >>> norms.name, norms.tolist()
+        ('w.norms', [6.0, 6.0])
+    """
+    refuse_uncalled(fn, "what makes a tensor of another")
+    if not isinstance(tensor, OffloadedTensor):
+        return fn(tensor)
+    folder = tensor._file_handle().folder
+
+    def look(result: torch.Tensor, name: str) -> torch.Tensor:
+        if folder is not None and not exist_ok:
+            refuse_earlier(folder / file_name(name), name)
+        return result
+
+    def store(result: torch.Tensor, name: str) -> torch.Tensor:
+        return OffloadedTensor.from_original_tensor(result, name, folder, exist_ok=exist_ok)
+
+    name = f"{tensor.name}.{suffix}"
+    with torch.inference_mode(False), torch.no_grad():
+        return _each_tensor(_each_tensor(fn(tensor), name, look), name, store)
+
+
+def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+    """A result with what `put` makes of each tensor in it, and of the name that says where it stands."""
+    if isinstance(result, torch.Tensor):
+        return put(result, name)
+    if isinstance(result, dict):
+        return {key: _each_tensor(one, f"{name}.{key}", put) for key, one in result.items()}
+    if isinstance(result, list | tuple):
+        parts = [_each_tensor(one, f"{name}.{at}", put) for at, one in enumerate(result)]
+        return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+    return result
+
+
+# The values
+
+
+class Value:
+    """A distinct value: a slot, and other tensors over the same bytes."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.others: list[torch.Tensor] = []
+
+    @property
+    def name(self) -> str:
+        return self.slot.keys[0]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.slot.tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    def add(self, slot: Slot) -> None:
+        """One more slot of the same bytes."""
+        self.others.append(slot.tensor)
+        self.slot.names += slot.names
+        self.slot.keys += slot.keys
+        self.slot.owners += slot.owners
+
+    @property
+    def folder(self) -> Path | None:
+        """The user's folder that it is, or will be, stored in."""
+        return self.tensor._file_handle().folder if isinstance(self.tensor, OffloadedTensor) else None
+
+    @property
+    def source(self) -> str | None:
+        """The file that it is read from, if that is not its own."""
+        tensor = self.tensor
+        if not isinstance(tensor, OffloadedTensor) or tensor._file_handle().owned:
+            return None
+        return source_of(tensor._file_handle().file)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The runs that it has gone through."""
+        tensor = self.tensor
+        if not isinstance(tensor, OffloadedTensor):
+            return getattr(tensor, _MARKS, ())
+        handle = tensor._file_handle()
+        if not handle.owned:
+            return ()
+        handle.base()  # what stands in its place, also after a replacement that was interrupted once it was done
+        return marks_of(handle.file)
+
+    def replace(self, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
+        """Give it a new value, in all its places."""
+        tensor = self.tensor
+        notes = {RUNS: list(marks)} if marks else None
+        if isinstance(tensor, OffloadedTensor) and not self._is_cut_from_a_checkpoint(tensor):
+            replace_value(tensor, new, notes, **strict)
+            self._follow(tensor)
+            return
+        refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
+        if isinstance(tensor, OffloadedTensor):
+            refuse_other_class(new, self.name)
+            handle = Handle.create(guest_of(new.detach()), self.name, self.folder, notes)
+            become(tensor, wrap_handle(handle, tensor._target))
+            self._follow(tensor)
+        else:
+            self._fill(_own(new))
+            if marks:
+                setattr(self.tensor, _MARKS, tuple(marks))
+
+    def _fill(self, new: torch.Tensor) -> None:
+        """Have a value in memory become `new`; parameters stay the objects that an optimizer knows, where they can."""
+        tensors = [self.tensor, *self.others]
+        if all(isinstance(tensor, nn.Parameter) and _can_hold(tensor, new) for tensor in tensors):
+            for tensor in tensors:
+                tensor.data = new
+        else:
+            self.slot.fill(new)
+
+    def adopt(self, key: str) -> None:
+        """Go on from what the run of this key has stored already, if this is still as it was before."""
+        tensor = self.tensor
+        if self.source is None or self.folder is None or not isinstance(tensor, OffloadedTensor):
+            return
+        is_cut = self._is_cut_from_a_checkpoint(tensor)
+        handle = tensor._file_handle()
+        path = self.folder / file_name(self.name if is_cut else handle.name)
+        if not is_there(path):
+            return
+        file = TensorFile.open(path)
+        if not file.is_ours or key not in marks_of(file):
+            return
+        if is_cut:
+            become(tensor, wrap_handle(Handle.adopt(file, self.name), tensor._target))
+        else:
+            handle.take_over(file)
+            redress(tensor, twin_of(handle), tensor._target)
+        self._follow(tensor)
+
+    def _follow(self, tensor: OffloadedTensor) -> None:
+        for other in self.others:
+            if isinstance(other, OffloadedTensor):
+                become(other, tensor)
+
+    def _is_cut_from_a_checkpoint(self, tensor: OffloadedTensor) -> bool:
+        return tensor._is_part() and not tensor._file_handle().owned
+
+
+def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Value]:
+    if isinstance(model_or_tensors, nn.Module):
+        slots: Iterable[Slot] = (slot for slot in tensor_slots(model_or_tensors) if slot.keys)
+    elif isinstance(model_or_tensors, MutableMapping):
+        slots = _slots_of(model_or_tensors)
+    else:
+        raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
+    values: dict[Hashable, Value] = {}
+    for slot in slots:
+        key = _bytes_of(slot.tensor)
+        if key in values:
+            values[key].add(slot)
+        else:
+            values[key] = Value(slot)
+    empty = [value.name for value in values.values() if is_meta(value.tensor)]
+    if empty:
+        raise MetaTensorError(f"{len(empty)} tensors have no data, {empty[0]!r} is one: load them first")
+    return list(values.values())
+
+
+def _own(new: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own: what a function returned may be the function's, or another value."""
+    detached = new.detach()
+    if type(detached) is torch.Tensor:
+        return detached.clone() if type(new) in (torch.Tensor, nn.Parameter) else new  # a class that would be lost
+    return detached
+
+
+def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether torch lets a tensor become another without being another object."""
+    is_plain = type(parameter) is nn.Parameter and type(new) is torch.Tensor and parameter.device == new.device
+    return is_plain and not (parameter.requires_grad and not (new.is_floating_point() or new.is_complex()))
+
+
+def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            yield Slot(tensor, isinstance(tensor, nn.Parameter), [name], [name], [(tensors, name)])  # type: ignore[list-item]
+
+
+def _bytes_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors over the same bytes."""
+    if isinstance(tensor, OffloadedTensor):
+        return id(tensor._handle), metadata_of(tensor._twin)
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        return id(tensor)
+    return id(tensor) if is_meta(tensor) else (tensor.device, tensor.data_ptr(), metadata_of(tensor))
+
+
+# Which of them
+
+
+def _selected(values: list[Value], select: Select, source: Any) -> list[Value]:
+    if select is None:
+        return values
+    if callable(select) and not isinstance(select, type):
+        return [value for value in values if select(value.name, value.tensor)]
+    found: dict[int, Value] = {}
+    wishes = [select] if isinstance(select, str | type) or not isinstance(select, Iterable) else list(select)
+    for wanted in wishes:
+        if not isinstance(wanted, str | type):
+            raise ArgumentTypeError(f"select: names, classes or a function are needed, not {repr(wanted)[:80]}")
+        meant = [value for value in values if _is_meant(value, wanted, source)]
+        if not meant:
+            some = ", ".join(value.name for value in values[:3])
+            raise ArgumentError(f"select: {wanted!r} is none of the {len(values)} values ({some}...)")
+        found.update((id(value), value) for value in meant)
+    return [value for value in values if id(value) in found]
+
+
+def _is_meant(value: Value, wanted: str | type[nn.Module], source: Any) -> bool:
+    if isinstance(wanted, str):
+        return any(fnmatchcase(name, wanted) for name in value.slot.names)
+    if not isinstance(source, nn.Module):
+        raise ArgumentTypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
+    return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.slot.names)
+
+
+# What is done
+
+
+class Book:
+    """Which values a run has done, and what their files are to say of it; without a journal, nothing."""
+
+    def __init__(self, journal: Journal | None = None, run: Run | None = None) -> None:
+        self._journal = journal
+        self._run = run
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells the run."""
+        return () if self._run is None else (self._run.key,)
+
+    @property
+    def name(self) -> str | None:
+        """What `resume` takes to go on."""
+        return None if self._run is None else self._run.name
+
+    def has(self, value: Value) -> bool:
+        """Whether the run has done it."""
+        return self._run is not None and (self._run.key in value.marks or value.name in self._run.kept)
+
+    def note(self, name: str, *, replaced: bool) -> None:
+        """A value more is done."""
+        if self._run is not None and self._journal is not None:
+            (self._run.replaced if replaced else self._run.kept).append(name)
+            self._journal.write_at_times()
+
+    @contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Has the journal say what was done in the block, and whether that ended well."""
+        if self._run is None or self._journal is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException:
+            with suppress(WriteError):  # the error that stopped the run says more; the files tell what was done
+                self._journal.write()
+            raise
+        self._run.finished = True
+        self._journal.write()
+
+
+def book_for(values: Iterable[Value], name: str, *, resume: bool, goes_on: bool = False) -> Book:
+    """The book of a new run over values, or of the one of that name; what the latter has stored is taken up.
+
+    `goes_on` is as for `Journal.begun`.
+
+    Raises:
+        JournalError: see `Journal.begun` and `Journal.resumed`; or the values are in no folder, or in several.
+    """
+    folders = {value.folder for value in values} - {None}
+    if len(folders) != 1:
+        if not resume:
+            return Book()
+        where = f"{len(folders)} folders" if folders else "memory or in a private folder, which go with the process"
+        raise JournalError(f"{name!r} can't be resumed: its values are in {where}. Load them with one offload_dir.")
+    folder = named_folder(folders.pop())  # type: ignore[arg-type]
+    journal, sources = Journal.open(folder), {value.name: value.source for value in values}
+    if not resume:
+        marks = (key for value in values for key in value.marks)
+        return Book(journal, journal.begun(name, sources, marks, goes_on=goes_on))
+    run = journal.resumed(name, sources)
+    for value in values:
+        value.adopt(run.key)
+    return Book(journal, run)
+
+
+def _name_of_run(fn: Function, resume: bool | str) -> str:
+    if isinstance(resume, str):
+        return resume
+    inner: Any = fn
+    while isinstance(inner, partial):
+        inner = inner.func
+    name: str = getattr(inner, "__qualname__", type(inner).__qualname__)
+    if resume and (not isinstance(fn, FunctionType) or fn.__closure__ or "<lambda>" in name):
+        raise JournalError(
+            f"resume=True names a run after its function, and others may be called {name!r} too (it is a lambda, a "
+            f"closure or an object): give the run a name of its own, as resume='first pass'"
+        )
+    return name
+
+
+# One at a time
+
+
+@dataclass
+class _Walk:
+    """A function on its way over values."""
+
+    fn: Function
+    book: Book
+    done: int
+    most: int
+    advance: Callable[[int], object]
+    strict: Mapping[str, bool]
+    replaced: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+
+    @torch.inference_mode(False)  # tensors of that mode could not be trained later
+    @torch.no_grad()
+    def see(self, value: Value) -> None:
+        """Do one value, and note it."""
+        nbytes, given = value.nbytes, value.tensor.detach()
+        version = given._version
+        new = self._called(value.name, given)
+        is_new = new is not given or given._version != version
+        if is_new:
+            value.replace(new, (*value.marks, *self.book.key), self.strict)
+        with self.lock:
+            (self.replaced if is_new else self.kept).append(value.name)
+            self.book.note(value.name, replaced=is_new)
+            self.advance(nbytes)
+        count_freed(nbytes * _TEMPORARIES)
+
+    def _called(self, name: str, given: torch.Tensor) -> torch.Tensor:
+        try:
+            new = self.fn(name, given)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(f"interrupted at {name!r}: {self._so_far()}") from error
+        except Exception as error:
+            raise MapError(f"fn failed at {name!r} ({type(error).__name__}: {error}): {self._so_far()}") from error
+        if not isinstance(new, torch.Tensor):
+            raise ArgumentTypeError(
+                f"fn gave {'None' if new is None else f'a {type(new).__name__}'} for {name!r}: it should return the "
+                f"new value, or the very tensor that it was given to leave it alone. {self._so_far()}"
+            )
+        return new
+
+    def _so_far(self) -> str:
+        done = self.done + len(self.replaced) + len(self.kept)
+        way_on = f"; resume={self.book.name!r} goes on from there" if self.book.name else ""
+        return f"{done} of {self.most} values are done, and stay{way_on}"
+
+
+def _for_each(values: list[Value], see: Callable[[Value], None], workers: int) -> None:
+    if workers == 1:
+        for value in values:
+            see(value)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="offload-map") as pool:
+        waiting = [pool.submit(copy_context().run, see, value) for value in values]
+        try:
+            for one in as_completed(waiting):
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _bar(total: int, *, shown: bool) -> Any:
+    return progress_in_bytes(total, "values") if shown else nullcontext(int)

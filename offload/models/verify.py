@@ -1,0 +1,167 @@
+"""Whether a checkpoint, or an offload folder, is whole.
+
+Always true:
+- every header is read, every length is compared with the file's, every index with its files; no value is read
+- nothing is written, and nothing in a pickle is run
+- a finding names the file; one that keeps no value from being read is a warning
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offload.errors import CheckpointError, OffloadError, ReadError
+from offload.models.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
+from offload.storage.file import TensorFile
+from offload.storage.paths import absolute
+from offload.storage.regular import is_folder, reading
+from offload.storage.subclasses import layout_from
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a file.
+
+    Attributes:
+        is_error: False for a warning.
+    """
+
+    path: Path
+    what: str
+    is_error: bool = True
+
+
+@dataclass
+class Verdict:
+    """What was looked at, and what was found."""
+
+    files: dict[Path, TensorFile | None] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every value can be read."""
+        return not any(finding.is_error for finding in self.findings)
+
+    @property
+    def tensors(self) -> int:
+        """How many there are in the files that can be read."""
+        return sum(len(_names(file)) for file in self.files.values() if file)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that can be read."""
+        return sum(file.identity.size for file in self.files.values() if file)
+
+    def open(self, path: Path) -> TensorFile | None:
+        """The file at `path`, looked at once; None, and a finding, if it can't be used."""
+        if path not in self.files:
+            try:
+                file = TensorFile.open(path)
+            except ReadError:
+                raise
+            except OffloadError as error:
+                self.findings.append(Finding(path, _without(str(error), path)))
+                self.files[path] = None
+            else:
+                self.files[path] = file
+                unreadable = file.header.unreadable.items()
+                self.findings.extend(Finding(path, f"{name!r} {why}") for name, why in unreadable)
+                self.findings.extend(_of_subclass(file))
+        return self.files[path]
+
+
+def _of_subclass(file: TensorFile) -> Iterator[Finding]:
+    """What is wrong with what a file says of a tensor subclass."""
+    try:
+        if "subclass" in file.notes:
+            layout_from(file.notes["subclass"])
+    except OffloadError as error:
+        yield Finding(file.path, str(error))
+
+
+def verify(path: str | os.PathLike[str]) -> Verdict:
+    """Look at a file of tensors, an index and its shards, or all of these in a folder.
+
+    Raises:
+        MissingFileError: nothing is there.
+        CheckpointError: a folder without tensors.
+        ReadError: a file can't be read now, which says nothing of what is in it.
+    """
+    path, verdict = absolute(path), Verdict()
+    if is_folder(path):
+        _verify_folder(path, verdict)
+    elif path.suffix == ".json":
+        _verify_index(path, verdict)
+    else:
+        verdict.open(path)
+    return verdict
+
+
+def _verify_folder(folder: Path, verdict: Verdict) -> None:
+    with reading(folder):
+        names = sorted(os.listdir(folder))
+    for name in names:
+        if name.endswith(INDEX):
+            _verify_index(folder / name, verdict)
+    for name in names:
+        if name.endswith((".safetensors", *PICKLES)) and not is_beside(name):
+            verdict.open(folder / name)
+    if not verdict.files and not verdict.findings:
+        raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")
+    verdict.findings.extend(_claims(verdict))
+    if not any(name.endswith(INDEX) for name in names):
+        parts = [path for path in verdict.files if is_shard(path.name)]
+        verdict.findings.extend(Finding(path, "is a part of a checkpoint, and no index is there") for path in parts)
+
+
+def _claims(verdict: Verdict) -> Iterator[Finding]:
+    """Two files of an offload folder that hold one name."""
+    holders: dict[str, Path] = {}
+    for path, file in verdict.files.items():
+        if file is not None and "name" in file.notes:
+            name = str(file.notes["name"])
+            if name in holders:
+                yield Finding(path, f"holds {name!r}, as {holders[name].name} does: remove the one that is not meant")
+            holders.setdefault(name, path)
+
+
+def _verify_index(path: Path, verdict: Verdict) -> None:
+    try:
+        places, _ = read_index(path)
+    except ReadError:
+        raise
+    except OffloadError as error:
+        verdict.findings.append(Finding(path, _without(str(error), path)))
+        return
+    placed: dict[str, set[str]] = {}
+    for name, shard in places.items():
+        placed.setdefault(shard, set()).add(name)
+    for shard, names in placed.items():
+        file = verdict.open(path.parent / shard)
+        if file is None:
+            continue
+        there = _names(file)
+        verdict.findings.extend(
+            Finding(path, f"places {name!r} in {shard}, and it is not there") for name in sorted(names - there)
+        )
+        verdict.findings.extend(
+            Finding(file.path, f"holds {name!r}, which {path.name} {_elsewhere(places.get(name))}", is_error=False)
+            for name in sorted(there - names)
+        )
+
+
+def _elsewhere(shard: str | None) -> str:
+    return "does not name" if shard is None else f"places in {shard}"
+
+
+def _names(file: TensorFile) -> set[str]:
+    return {str(file.notes["name"])} if "name" in file.notes else set(file.header.keys)
+
+
+def _without(text: str, path: Path) -> str:
+    """A message, without the path that stands beside it."""
+    return text.replace(f"{path} ", "").replace(f": '{path}'", "")

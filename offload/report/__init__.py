@@ -1,0 +1,15 @@
+"""What memory and disk did while a block ran.
+
+Always true:
+- a page needs nothing else: no font, script or picture from anywhere
+- only a page of the same kind is ever replaced
+
+| module | what |
+| --- | --- |
+| `page` | `plot_memory`: a block is watched, and the page is written when it ends |
+| `charts` | lines and bars as SVG, and the page around them |
+"""
+
+from offload.report.page import plot_memory
+
+__all__ = ["plot_memory"]

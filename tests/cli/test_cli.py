@@ -1,0 +1,574 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from offload import OffloadedTensor, cli
+from offload.models.checkpoint import open_checkpoint
+from offload.storage.process import process_tag
+from offload.storage.write import TEMPORARY
+from tests.processes import run_script
+
+
+def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": torch.zeros(20, 100), "b": torch.zeros(5, dtype=torch.int8)}, tmp_path / "x.safetensors")
+
+    assert 0 == cli.main(["inspect", str(tmp_path)])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["a.weight", "float32", "[20,", "100]", "8.0", "kB", "x.safetensors"] for line in lines)
+    assert any(line.split() == ["b", "int8", "[5]", "5", "bytes", "x.safetensors"] for line in lines)
+    assert any(line.split() == ["2", "tensors", "8.0", "kB"] for line in lines)
+
+
+def test_inspect_reads_an_offload_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = OffloadedTensor.from_original_tensor(torch.ones(3), "Some/Name", tmp_path)
+
+    assert 0 == cli.main(["inspect", str(tmp_path)])
+
+    assert kept.name in capsys.readouterr().out
+
+
+def test_inspect_lists_what_torch_save_wrote_and_why_something_can_t_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.zeros(4), "part": torch.zeros(8)[::2], "s": torch.eye(2).to_sparse()}, tmp_path / "x.bin")
+
+    assert 0 == cli.main(["inspect", str(tmp_path / "x.bin")])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["w", "float32", "[4]", "16", "bytes", "x.bin"] for line in lines)
+    assert any(line.split() == ["part", "float32", "[4]", "16", "bytes", "x.bin"] for line in lines)
+    assert any(line.split()[:4] == ["s", "is", "a", "sparse_coo"] for line in lines if line.strip())
+
+
+def test_an_error_is_one_line_and_exit_code_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == cli.main(["inspect", str(tmp_path / "nowhere")])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert 1 == len(captured.err.splitlines())
+    assert "nowhere" in captured.err
+
+
+def test_a_wrong_command_line_is_exit_code_two() -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "model", "--prompt", "x", "--max-new-tokens", "0"])
+
+
+def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, tmp_path: Path) -> None:
+    """In a process of its own, and quiet but for the text."""
+    import shutil
+
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    tokenizer = _tokenizer(folder)
+    inputs = tokenizer("w3 w5 w7", return_tensors="pt")
+    plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
+    expected = tokenizer.decode(plain[0, 3:], skip_special_tokens=False)
+
+    command = [
+        sys.executable,
+        "-m",
+        "offload.cli",
+        "generate",
+        str(folder),
+        "--prompt",
+        "w3 w5 w7",
+        "--max-new-tokens",
+        "5",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert expected == done.stdout.strip()
+    assert "Loading" not in done.stderr
+
+
+def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == cli.main(["generate", str(llama_folder), "--prompt", "x"])
+
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def _tokenizer(folder: Path) -> Any:
+    """A tokenizer of 96 words, saved beside the model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+# convert
+
+
+def test_convert_gives_a_folder_that_transformers_loads(llama_folder: Path, tmp_path: Path) -> None:
+    """In another dtype and other shards, with configuration and tokenizer, without code and other weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    shutil.copytree(llama_folder, source)
+    tokenizer = _tokenizer(source)
+    for name in ("modeling_x.py", "training_args.bin", "other.safetensors", "other.safetensors.index.json"):
+        (source / name).write_text("{}")
+    (source / "notes.txt").write_text("of the model")
+    before = contents(source)
+
+    assert 0 == cli.main(["convert", str(source), str(target), "--dtype", "fp32", "--max-shard-size", "100KB"])
+
+    assert before == contents(source)
+    assert ["target"] == os.listdir(tmp_path / "new")
+    names = {path.name for path in target.iterdir()}
+    shards = {name for name in names if name.startswith("model")}
+    assert {name for name in before if name.endswith((".json", ".txt"))} - {"other.safetensors.index.json"} == names - {
+        name for name in shards if name.endswith(".safetensors")
+    }
+    assert len(shards) > 2
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    found = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert {torch.float32} == {value.dtype for value in found.values()}
+    assert tokenizer("w3 w5").input_ids == AutoTokenizer.from_pretrained(target)("w3 w5").input_ids
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "torch.float16"])
+def test_convert_to_an_offload_folder_and_back(tmp_path: Path, dtype: str | None) -> None:
+    values = {"a/A": torch.randn(30, 4), "b": torch.arange(5), "c.t": torch.randn(4, 6)}
+    save_file(values, tmp_path / "source.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    options = ["--dtype", dtype] if dtype else []
+
+    forth = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "there"), "--to", "offload", *options]
+    back = ["convert", str(tmp_path / "there"), str(tmp_path / "back")]
+
+    assert [0, 0] == [cli.main(forth), cli.main(back)]
+    assert open_checkpoint(tmp_path / "there").is_offload_folder
+    assert ["model.safetensors"] == os.listdir(tmp_path / "back")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    kind = {None: torch.float32, "bf16": torch.bfloat16, "torch.float16": torch.float16}[dtype]
+    expected = {name: value.to(kind) if value.is_floating_point() else value for name, value in values.items()}
+    assert expected.keys() == found.keys()
+    assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in expected.items())
+
+
+def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path: Path) -> None:
+    """Their scales are as torchao wrote them; what is not quantized is converted."""
+    values = {"0._weight_qdata": torch.ones(2, 2, dtype=torch.int8), "0._weight_scale": torch.rand(2, 1)}
+    notes = {"tensor_names": '["0.weight", "0.bias"]', "0.weight": '{"_type": "Int8Tensor"}', "0.bias": "{}"}
+    save_file({**values, "0.bias": torch.ones(2)}, tmp_path / "model.safetensors", metadata=notes)
+    source = str(tmp_path / "model.safetensors")
+
+    assert 0 == cli.main(["convert", source, str(tmp_path / "new"), "--dtype", "bf16"])
+
+    with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
+        assert notes.items() <= file.metadata().items()
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert torch.bfloat16 == found.pop("0.bias").dtype
+    assert all(torch.equal(value, found[name]) and value.dtype == found[name].dtype for name, value in values.items())
+
+
+def test_convert_says_what_would_make_quantized_weights_useless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors", metadata={"tensor_names": "[]"})
+    (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+
+    for options, words in ((["--to", "offload"], "torchao's form"), (["--dtype", "bf16"], "quantized (fp8)")):
+        assert 1 == cli.main(["convert", str(source), str(tmp_path / "new"), *options])
+        assert words in capsys.readouterr().err
+    assert ["source"] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["x", "x/y"])
+def test_a_target_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
+    source = tmp_path / "source.safetensors"
+    save_file({"w": torch.ones(2)}, source)
+
+    assert 1 == cli.main(["convert", str(source), str(source / below)])
+
+    assert "could not be made" in (said := capsys.readouterr().err)
+    assert "a file is where a folder should be: take another folder" in said
+
+
+def test_a_configuration_that_is_no_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{bad")
+
+    assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--dtype", "bf16"])
+
+    assert f"{tmp_path / 'config.json'} can't be read" in capsys.readouterr().err
+    assert ["config.json", "model.safetensors"] == sorted(os.listdir(tmp_path))
+
+
+def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path: Path) -> None:
+    """But not into how it was quantized."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = {"dtype": "float32", "text": {"torch_dtype": "float32", "x": [1]}, "quantization_config": {"dtype": "u4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert 0 == cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--dtype", "bf16"])
+
+    config["dtype"] = config["text"]["torch_dtype"] = "bfloat16"
+    assert config == json.loads((tmp_path / "new" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("there", ["file", "full folder", "link"])
+def test_convert_does_not_touch_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], there: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
+    target = tmp_path / "target"
+    if there == "file":
+        target.write_text("mine")
+    elif there == "link":
+        (tmp_path / "empty").mkdir()
+        target.symlink_to(tmp_path / "empty")
+    else:
+        target.mkdir()
+        (target / "notes").write_text("mine")
+    before, names = contents(tmp_path), sorted(os.listdir(tmp_path))
+
+    assert 1 == cli.main(["convert", str(tmp_path / "source.safetensors"), str(target)])
+
+    assert before == contents(tmp_path)
+    assert names == sorted(os.listdir(tmp_path))
+    assert f"{target} is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["safetensors", "offload"])
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    save_file({"w": torch.ones(2), "v": torch.ones(2)}, tmp_path / "source.safetensors")
+    (tmp_path / "target").mkdir()
+    real, seen = os.pwrite, []
+
+    def failing(*args: object) -> int:
+        seen.append(0)
+        if len(seen) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    arguments = ["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "target"), "--to", to]
+
+    assert 1 == cli.main([*arguments, "--dtype", "bf16"])
+
+    assert ["source.safetensors", "target"] == sorted(os.listdir(tmp_path))
+    assert [] == os.listdir(tmp_path / "target")
+
+
+def test_what_a_killed_conversion_left_is_swept(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "source.safetensors")
+    dead = tmp_path / f"{TEMPORARY}{process_tag().rpartition('-')[0]}-1-abcd"
+    alive = tmp_path / f"{TEMPORARY}{process_tag()}-abcd"
+    dead.mkdir()
+    alive.mkdir()
+
+    assert 0 == cli.main(["convert", str(tmp_path / "source.safetensors"), str(tmp_path / "target")])
+
+    assert (False, True) == (dead.exists(), alive.exists())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf17", ""])
+def test_convert_to_no_floating_point_dtype_is_a_wrong_command_line(dtype: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["convert", "a", "b", "--dtype", dtype])
+
+
+# What machines read
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The JSON on standard output: one line."""
+    [line] = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.zeros(20, 10), "b": torch.zeros(5, dtype=torch.int8)}, tmp_path / "x.safetensors")
+
+    assert 0 == cli.main(["inspect", str(tmp_path), "--json"])
+
+    said = _said(capsys)
+    assert 805 == said["nbytes"]
+    assert {
+        "name": "a",
+        "dtype": "float32",
+        "shape": [20, 10],
+        "nbytes": 800,
+        "file": "x.safetensors",
+    } in said["tensors"]
+
+
+def test_verify_as_json_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.zeros(20)}, tmp_path / "x.safetensors")
+    os.truncate(tmp_path / "x.safetensors", 80)
+
+    assert 1 == cli.main(["verify", str(tmp_path), "--json"])
+
+    said = _said(capsys)
+    assert said["is_whole"] is False
+    [finding] = said["findings"]
+    assert (str(tmp_path / "x.safetensors"), True) == (finding["path"], finding["is_error"])
+    assert "cut off" in finding["what"]
+
+
+def test_doctor_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == cli.main(["doctor", str(tmp_path), "--json"])
+
+    said = _said(capsys)
+    assert torch.__version__ == said["versions"]["torch"]
+    assert str(tmp_path) == said["disk"]["folder"]
+
+
+def test_generate_as_json_gives_text_and_tokens(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    tokenizer = _tokenizer(folder)
+
+    assert 0 == cli.main(["generate", str(folder), "--prompt", "w3 w5", "--max-new-tokens", "4", "--json"])
+
+    said = _said(capsys)
+    assert 4 == len(said["tokens"])
+    assert tokenizer.decode(said["tokens"], skip_special_tokens=True) == said["text"]
+
+
+def test_bench_tells_times_and_bytes(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == cli.main(["bench", str(llama_folder), "--prompt-tokens", "3", "--new-tokens", "4", "--json"])
+
+    said = _said(capsys)
+    assert {"load_seconds", "first_token_seconds", "token_seconds", "anonymous_bytes"} < said.keys()
+    assert said["load_seconds"] > 0
+    assert said["token_seconds"] > 0
+
+    assert 0 == cli.main(["bench", str(llama_folder), "--new-tokens", "1"])
+
+    printed = capsys.readouterr().out
+    assert "first token read" in printed
+    assert any(line.split() == ["token", "-"] for line in printed.splitlines())
+
+
+def test_bench_has_imported_what_the_model_needs_when_it_begins_to_load(llama_folder: Path) -> None:
+    script = """
+        import sys
+        from offload.cli import main, models
+
+        def loaded(folder, options):
+            print("transformers.models.llama.modeling_llama" in sys.modules)
+            raise RuntimeError("enough")
+
+        models._model = loaded
+        main(["bench", sys.argv[1]])
+    """
+
+    assert "True\n" == run_script(script, llama_folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-memory", "much"], "'much' is no size"),
+        (["--max-memory", "9" * 400], "is no size"),
+        (["--device", "toaster"], "finds no device 'toaster' here"),
+        (["--device", ""], "finds no device"),
+        (["--device", "meta"], "nothing is computed on 'meta'"),
+        (["--dtype", "int8"], "'int8' is no floating-point dtype"),
+        (["--offload-dir", ""], "'' is no path"),
+        (["--report", "x\0y"], "is no path"),
+        (["--max-new-tokens", "0"], "'0' is no number from 1 to"),
+        (["--max-new-tokens", "9" * 5000], "is no number from 1 to"),
+        (["--max-new-tokens", "1.5"], "'1.5' is no number"),
+        (["--prompt", "\udcff"], "not valid UTF-8"),
+    ],
+)
+def test_what_can_t_be_meant_is_a_wrong_command_line(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", str(tmp_path), "--prompt", "w1", *words])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert told in captured.err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert", "cache info", "doctor"])
+def test_an_empty_path_is_not_the_folder_that_one_is_in(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command.split(), "", *(["new"] if command == "convert" else [])])
+
+    assert "'' is no path" in capsys.readouterr().err
+
+
+def test_a_prompt_without_tokens_is_told_in_words(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+
+    assert 1 == cli.main(["generate", str(folder), "--prompt", ""])
+
+    assert "offload: the prompt '' has no tokens for this model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "cache info", "cache verify", "doctor", "bench"])
+def test_an_error_is_json_too_where_that_was_asked_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == cli.main([*command.split(), str(tmp_path / "nothing here"), "--json"])
+
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert error["kind"] in ("MissingFileError", "CheckpointError")
+    assert f"offload: {error['message']}\n" == captured.err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_names_that_standard_output_can_t_say_are_escaped(encoding: str, options: list[str], tmp_path: Path) -> None:
+    name = "\u010desko" if encoding == "ascii" else "\udcff"
+    path = os.fsencode(tmp_path / f"{name}.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+    os.rename(tmp_path / "x.safetensors", path)
+
+    command = [sys.executable, "-m", "offload.cli", "inspect", path, *options]
+    environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+    done = subprocess.run(command, capture_output=True, env=environment)
+
+    assert (0, b"") == (done.returncode, done.stderr)
+    assert name.encode("ascii", "backslashreplace") in done.stdout
+
+
+@pytest.mark.parametrize(("shell", "code"), [(">/dev/full", 1), (">&-", 0)])
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(
+    shell: str, code: int, options: str, tmp_path: Path
+) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
+
+    command = f"{sys.executable} -m offload.cli inspect {tmp_path / 'x.safetensors'} {options} {shell}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+
+    assert code == done.returncode
+    assert done.stderr == ("offload: No space left on device\n" if code else "")
+
+
+DAMAGES = {
+    "config.json is cut": lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"),
+    "config.json is a list": lambda folder: (folder / "config.json").write_text("[1]", encoding="utf-8"),
+    "no heads": lambda folder: _configured(folder, num_attention_heads=0),
+    "an unknown model": lambda folder: _configured(folder, model_type="nope"),
+    "another size": lambda folder: _configured(folder, hidden_size=32),
+    "no weights": lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
+    "weights that are noise": lambda folder: [path.write_bytes(b"noise" * 99) for path in folder.glob("*.safetensors")],
+    "generation_config.json is cut": lambda folder: (folder / "generation_config.json").write_text(
+        "[", encoding="utf-8"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["bench", "generate --prompt w1"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_told_in_one_line(
+    damage: str, command: str, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+    DAMAGES[damage](folder)
+    capsys.readouterr()
+
+    assert 1 == cli.main([*command.split(), str(folder)])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    lines = [line for line in captured.err.splitlines() if line.startswith("offload: ")]
+    assert 1 == len(lines)
+    assert len(lines[0]) < 1000
+
+
+def _configured(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_traceback_may_be_asked_for_before_or_behind_the_command(tmp_path: Path, where: int) -> None:
+    command = ["inspect", str(tmp_path / "nowhere")]
+    command.insert(where, "--traceback")
+
+    with pytest.raises(FileNotFoundError):
+        cli.main(command)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_completion_script_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--print-completion", shell])
+
+    script = capsys.readouterr().out
+    for word in ("generate", "bench", "convert", "inspect", "verify", "cache", "doctor", "--max-memory"):
+        assert word in script
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    """`offload inspect ... | head -1`."""
+    save_file({f"layer.{number}": torch.zeros(1) for number in range(5000)}, tmp_path / "x.safetensors")
+    command = f"{sys.executable} -m offload.cli inspect {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"
+
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+
+    assert (0, "") == (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["generate"], ["bench"], ["convert"], ["inspect"], ["cache", "export"], ["doctor"]]
+)
+def test_the_help_of_each_command_fits_a_screen(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words, "--help"])
+
+    assert len(capsys.readouterr().out.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "cache info"])
+def test_a_path_that_is_not_there_is_told_without_a_number(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == cli.main([*command.split(), str(tmp_path / "nowhere")])
+
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert f"offload: {tmp_path / 'nowhere'}" in captured.err
+    assert "Errno" not in captured.err
+
+
+def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--max-shard-size", "much"])
+
+    assert "'much' is no size" in capsys.readouterr().err

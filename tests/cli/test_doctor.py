@@ -1,0 +1,77 @@
+"""What a machine can do, as `offload doctor` tells it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from offload import cli
+from offload.cli.doctor import diagnose
+from offload.errors import MissingFileError
+
+SIZE = 16 << 20
+
+
+def test_a_diagnosis_holds_what_the_machine_says_of_itself(tmp_path: Path) -> None:
+    found = diagnose(tmp_path, nbytes=SIZE)
+
+    assert torch.__version__ == found.versions["torch"]
+    assert psutil.virtual_memory().total == found.memory
+    assert 0 < found.budget < found.available <= found.memory
+    assert found.disk.writes is not None
+    assert found.disk.writes > 0
+    assert found.disk.free > 0
+    assert tmp_path == found.disk.folder
+
+
+def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+    diagnose(tmp_path, nbytes=SIZE)
+
+    assert [] == os.listdir(tmp_path)
+
+
+def test_a_disk_without_room_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = psutil.disk_usage(str(tmp_path))._replace(free=1 << 20)
+    monkeypatch.setattr(psutil, "disk_usage", lambda _: usage)
+
+    disk = diagnose(tmp_path).disk
+
+    assert (1 << 20, None, None, None) == (disk.free, disk.writes, disk.reads, disk.reads_direct)
+
+
+def test_a_file_system_without_direct_reads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def refusing(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+    disk = diagnose(tmp_path, nbytes=SIZE).disk
+
+    assert disk.reads_direct is None
+    assert disk.reads is not None
+
+
+@pytest.mark.parametrize("name", ["typo", "file", "file/folder"])
+def test_a_folder_that_is_not_there_is_an_error_and_not_made(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+
+    with pytest.raises(MissingFileError, match="no such folder"):
+        diagnose(tmp_path / name)
+
+    assert ["file"] == os.listdir(tmp_path)
+
+
+def test_the_command_prints_versions_memory_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == cli.main(["doctor", str(tmp_path)])
+
+    printed = capsys.readouterr().out
+    for word in ("torch", torch.__version__, "max_memory", "O_DIRECT", str(tmp_path), "/s"):
+        assert word in printed

@@ -1,0 +1,315 @@
+"""Which tensor goes where."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from offload.errors import DeviceMapError
+from offload.models import device_map as module
+from offload.models.device_map import (
+    AUTOMATIC,
+    ON_DISK,
+    Place,
+    execution_devices,
+    infer_device_map,
+    place_of,
+    places,
+    warn_of_strangers,
+)
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+GPU_0 = torch.device("cuda", 0)
+GPU_1 = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that says it has two: for planning, nothing is put there."""
+
+    def existing(device: torch.device | str | int) -> torch.device:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if found.type == "cuda" and (found.index or 0) > 1:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
+
+    monkeypatch.setattr(module, "existing", existing)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("cpu", Place(False, CPU)),
+        (CPU, Place(False, CPU)),
+        ("meta", Place(False, META)),
+        ("disk", Place(True, CPU)),
+        ("disk:cpu", Place(True, CPU)),
+    ],
+)
+def test_a_word_names_a_place(word: str, place: Place) -> None:
+    assert place == place_of(word, CPU)
+
+
+def test_disk_executes_on_the_default_device() -> None:
+    assert Place(True, META) == place_of(ON_DISK, META)
+
+
+def test_one_word_is_for_every_tensor() -> None:
+    assert {"a.weight": Place(True, CPU), "b": Place(True, CPU)} == places(["a.weight", "b"], "disk:cpu")
+
+
+def test_no_map_is_the_memory_of_the_cpu() -> None:
+    assert {"a.weight": Place(False, CPU)} == places(["a.weight"], None)
+
+
+def test_the_longest_prefix_wins() -> None:
+    device_map = {"": "cpu", "model": "meta", "model.layers.1": "disk:cpu"}
+
+    placed = places(["head", "model.layers.0.w", "model.layers.1.w", "model.layers.10.w"], device_map)
+
+    assert [Place(False, CPU), Place(False, META), Place(True, CPU), Place(False, META)] == list(placed.values())
+
+
+def test_a_tensor_itself_can_be_named() -> None:
+    assert Place(True, CPU) == places(["model.bias"], {"model": "cpu", "model.bias": "disk:cpu"})["model.bias"]
+
+
+def test_a_tensor_that_the_map_leaves_out_is_named() -> None:
+    with pytest.raises(DeviceMapError, match=r"no place for 'head\.weight'"):
+        places(["model.w", "head.weight"], {"model": "cpu"})
+
+
+@pytest.mark.parametrize("word", ["dsik", "disk:", "disk:nowhere", "", None, 3.5, "cuda:99", True, "auto", [0], -1])
+def test_an_unknown_word_is_named_with_its_module(word: object) -> None:
+    with pytest.raises(DeviceMapError, match=r"'model\.layers'"):
+        places(["model.layers.w"], {"model.layers": word})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("dsk", "disk"),
+        ("dsik", "disk"),
+        ("disc", "disk"),
+        ("CPU", None),
+        ("cpuu", "cpu"),
+        ("met", "meta"),
+        ("gpu0", None),
+        ("cuda:99", None),  # torch knows such devices, and has none here
+        ("hpu", None),
+    ],
+)
+def test_what_was_probably_meant_is_suggested(word: str, near: str | None) -> None:
+    with pytest.raises(DeviceMapError) as caught:
+        places(["w"], word)
+
+    assert (f"did you mean {near!r}?" in str(caught.value)) == (near is not None)
+    assert ("did you mean" in str(caught.value)) == (near is not None)
+    assert str(caught.value).startswith(f"{word!r} is not a place")
+
+
+@pytest.mark.parametrize("word", AUTOMATIC)
+def test_an_automatic_word_for_one_module_is_told_where_it_belongs(word: str) -> None:
+    with pytest.raises(DeviceMapError, match=f"'{word}' for 'layers' .* worked out for a whole model"):
+        places(["layers.w"], {"layers": word})
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        (0, Place(False, GPU_0)),
+        (1, Place(False, GPU_1)),
+        ("cuda", Place(False, GPU_0)),
+        ("cuda:1", Place(False, GPU_1)),
+        (GPU_1, Place(False, GPU_1)),
+        ("disk:cuda:1", Place(True, GPU_1)),
+        ("disk:cuda", Place(True, GPU_0)),
+        ("disk:cpu", Place(True, CPU)),
+    ],
+)
+def test_accelerators_have_numbers_and_names(two_gpus: None, word: str, place: Place) -> None:
+    assert place == places(["a.w"], {"a": word})["a.w"]
+
+
+def test_an_accelerator_that_is_not_there_is_named(two_gpus: None) -> None:
+    with pytest.raises(DeviceMapError, match=r"2 for 'b' is not a place .*invalid device ordinal"):
+        places(["a.w"], {"a": 0, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("device_map", "device"),
+    [
+        ({"a": "disk"}, GPU_0),  # the current one
+        ({"a": "disk", "b": "cpu", "c": 1, "d": 0}, GPU_1),  # the map's first
+        ({"a": "disk", "b": "disk:cuda:1"}, GPU_1),
+        ({"a": "disk:cpu", "b": 1}, CPU),
+        ({"": 1, "a": "disk"}, GPU_1),
+    ],
+)
+def test_what_is_on_disk_executes_on_the_first_accelerator_unless_it_says_where(
+    two_gpus: None, device_map: Mapping[str, str], device: torch.device
+) -> None:
+    assert Place(True, device) == places(["a.w"], device_map)["a.w"]
+
+
+# What runs where
+
+
+def test_a_module_runs_where_its_tensors_are() -> None:
+    placed = {
+        "embed.w": Place(True, GPU_0),
+        "layers.0.a.w": Place(False, GPU_0),
+        "layers.0.b.w": Place(True, GPU_0),
+        "layers.1.a.w": Place(True, GPU_1),
+        "head.w": Place(False, CPU),
+    }
+
+    assert {
+        "": GPU_0,
+        "embed": GPU_0,
+        "layers.0": GPU_0,
+        "layers.0.a": GPU_0,
+        "layers.0.b": GPU_0,
+        "layers.1": GPU_1,
+        "layers.1.a": GPU_1,
+        "head": CPU,
+    } == execution_devices(placed)  # and not "layers", which has both
+
+
+def test_a_module_s_own_tensors_decide_where_those_below_it_differ() -> None:
+    placed = {"block.scale": Place(False, GPU_1), "block.a.w": Place(False, GPU_0), "w": Place(True, GPU_0)}
+
+    assert {"": GPU_0, "block": GPU_1, "block.a": GPU_0} == execution_devices(placed)
+
+
+def test_what_is_on_meta_runs_nowhere() -> None:
+    placed = {"a.w": Place(False, META), "b.w": Place(False, GPU_1)}
+
+    assert {"": GPU_1, "b": GPU_1} == execution_devices(placed)
+    assert {} == execution_devices({"a.w": Place(False, META)})
+
+
+# Names that are of nothing
+
+
+def test_names_that_the_model_has_not_are_told_with_what_is_near() -> None:
+    device_map = {"": "cpu", "model.layer.0": "disk", "model.drop": "cpu", "model.w": "disk", "zzz": "cpu"}
+
+    with pytest.warns(
+        UserWarning, match=r"places nothing: 'model\.layer\.0', did you mean 'model\.layers\.0'\?, 'zzz'$"
+    ):
+        warn_of_strangers(device_map, ["", "model", "model.layers", "model.layers.0", "model.drop"], ["model.w"])
+
+
+@pytest.mark.parametrize("device_map", ["disk", 0, {"": "disk"}, {"a": "cpu", "a.w": "disk"}])
+def test_a_map_whose_names_are_all_the_model_s_warns_of_nothing(device_map: object) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_strangers(device_map, ["", "a"], ["a.w"])  # type: ignore[arg-type]
+
+
+# Automatic maps
+
+
+def small() -> nn.Module:
+    """64, 72 and 100 bytes."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+
+
+def inferred(word: str, max_memory: object, **options: object) -> dict[str, object]:
+    settings = {"no_split_module_classes": None, "dtype": None, **options}
+    return infer_device_map(small(), word, max_memory=max_memory, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", AUTOMATIC)
+def test_automatic_words_place_as_accelerate_does(word: str) -> None:
+    shares = {"cpu": 200}
+
+    assert accelerate.infer_auto_device_map(small(), max_memory=shares) == inferred(word, shares)
+    assert {"cpu", "disk"} == set(inferred(word, shares).values())
+    assert {"": "cpu"} == inferred(word, {"cpu": "1MiB"}) == inferred(word, None)
+
+
+def test_a_map_over_several_accelerators_is_planned(two_gpus: None) -> None:
+    found = inferred("sequential", {0: 200, 1: 150, "cpu": 0})
+
+    assert {"0": 0, "1": 1, "2": "disk"} == found
+    assert [Place(False, GPU_0), Place(False, GPU_1), Place(True, GPU_0)] == [
+        *places(["0.weight", "1.weight", "2.weight"], found).values()
+    ]
+
+
+def test_classes_that_are_not_to_be_split_stay_together() -> None:
+    model = nn.Sequential(small(), small())
+
+    apart = infer_device_map(model, "sequential", max_memory={"cpu": 300}, no_split_module_classes=None, dtype=None)
+    together = infer_device_map(
+        model, "sequential", max_memory={"cpu": 500}, no_split_module_classes=["Sequential"], dtype=None
+    )
+
+    assert any("." in name for name in apart)
+    assert not any("." in name for name in together)
+
+
+def test_the_dtype_once_loaded_decides_what_fits() -> None:
+    assert {"disk"} < set(inferred("auto", {"cpu": 200}).values())
+    assert {"": "cpu"} == inferred("auto", {"cpu": 200}, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("max_memory", "words"),
+    [
+        ("8GiB", r"device_map='auto' needs max_memory by device, as \{'cpu': '8GiB'\}, not '8GiB'"),
+        (0.5, "needs max_memory by device"),
+        ({}, "needs max_memory by device"),
+        ({"gpu": "1GiB"}, "max_memory: 'gpu' is no device here"),
+        ({"cuda:0": "1GiB"}, "max_memory: 'cuda:0' is no device here: use 'cpu', or 0, 1"),
+        ({True: 5}, "max_memory: True is no device"),
+        ({"cpu": "much"}, "max_memory for 'cpu': 'much' is not an amount of memory"),
+        ({"cpu": -1}, "max_memory for 'cpu': -1 is not an amount"),
+        ({"cpu": None}, "max_memory for 'cpu': None is not an amount"),
+        ({0: 0.5}, "max_memory for 0: 0.5 is a fraction"),
+    ],
+)
+def test_a_max_memory_that_makes_no_sense_is_refused(max_memory: object, words: str) -> None:
+    with pytest.raises(DeviceMapError, match=words):
+        inferred("auto", max_memory)
+
+
+@pytest.mark.parametrize(
+    ("word", "asked"), [("auto", [False]), ("balanced", [False]), ("balanced_low_0", [True]), ("sequential", [])]
+)
+def test_what_each_device_gets_is_balanced_by_accelerate(
+    word: str, asked: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low_zeros = []
+
+    def balanced(model: object, shares: object, *, low_zero: bool, **_: object) -> dict[object, int]:
+        low_zeros.append(low_zero)
+        return {"cpu": 200}
+
+    monkeypatch.setattr(accelerate.utils, "get_balanced_memory", balanced)
+
+    found = inferred(word, {"cpu": 10_000})
+
+    assert asked == low_zeros
+    assert ("disk" in found.values()) == bool(asked)
+
+
+def test_buffers_on_disk_take_no_room_where_they_execute() -> None:
+    model = small()
+    model[2].register_buffer("large", torch.zeros(100))
+    options = {"max_memory": {0: 250, "cpu": "1GB"}, "no_split_module_classes": None, "dtype": None}
+
+    with pytest.warns(UserWarning, match="buffer"):
+        infer_device_map(model, "sequential", **options)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer_device_map(model, "sequential", offload_buffers=True, **options)  # type: ignore[arg-type]

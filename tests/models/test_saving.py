@@ -1,0 +1,707 @@
+"""Writing checkpoints: what any safetensors reader then finds, and what stands after a failure."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from conftest import contents
+from huggingface_hub import load_torch_model, save_torch_model, save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload import OffloadedTensor, save_checkpoint
+from offload.errors import (
+    ForeignFileError,
+    UnknownSubclassError,
+    UnsupportedOpError,
+    WriteError,
+)
+from offload.models.checkpoint import open_checkpoint
+from offload.storage import write as write_module
+from offload.storage.dtypes import WORDS, dtype_name
+from tests.faults import Call, killed_at_each
+from tests.processes import run_script
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, a norm with statistics, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.base = nn.Linear(8, 8)
+        self.head.weight = self.base.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("computed", torch.ones(3), persistent=False)
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.base.weight
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(0)
+    made = Tied().eval()
+    made.norm.running_mean.normal_()
+    return made
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """All that the safetensors library finds, in memory of its own."""
+    if (folder / INDEX).exists():
+        shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        return {key: value.clone() for shard in sorted(shards) for key, value in load_file(folder / shard).items()}
+    return {key: bits(value).clone().view(value.dtype) for key, value in load_file(folder / SINGLE).items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same bytes, in a dtype that torch can copy and compare, NaN or not."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def assert_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert (value.dtype, value.shape) == (found[name].dtype, found[name].shape), name
+        assert torch.equal(bits(value.contiguous()), bits(found[name])), name
+
+
+# What is written
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "300B", 1])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
+def test_the_files_hold_what_huggingface_hub_writes(
+    model: Tied, tmp_path: Path, max_shard_size: int | str, on_disk: bool
+) -> None:
+    """File by file: the same names, values and notes; the hub's own function is given the model in memory."""
+    (tmp_path / "theirs").mkdir()
+    save_torch_model(model, tmp_path / "theirs", max_shard_size=300 if max_shard_size == "300B" else max_shard_size)
+    if on_disk:
+        offload.disk_offload(model, tmp_path / "values", offload_buffers=True)
+
+    paths = save_checkpoint(model, tmp_path / "ours", max_shard_size)
+
+    assert sorted(os.listdir(tmp_path / "theirs")) == sorted(path.name for path in paths)
+    assert sorted(paths) == sorted((tmp_path / "ours").iterdir())
+    for theirs in (tmp_path / "theirs").glob("*.safetensors"):
+        assert_same(load_file(theirs), load_file(tmp_path / "ours" / theirs.name))
+        with safe_open(theirs, "pt") as expected, safe_open(tmp_path / "ours" / theirs.name, "pt") as found:
+            assert expected.metadata() == {key: text for key, text in found.metadata().items() if key != "offload"}
+    if len(paths) > 1:
+        assert tmp_path / "ours" / INDEX == paths[-1]
+        expected, found = (json.loads((tmp_path / whose / INDEX).read_text()) for whose in ("theirs", "ours"))
+        assert expected["weight_map"] == found["weight_map"]
+        assert expected["metadata"].items() <= found["metadata"].items()
+        assert sum(parameter.numel() for parameter in model.parameters()) == found["metadata"]["total_parameters"]
+
+
+def test_every_dtype_of_the_format_comes_back(tmp_path: Path) -> None:
+    """Plain, on disk, views with gaps, 0-d and empty."""
+    torch.manual_seed(0)
+    dtypes = [*WORDS, *([FLOAT4] if FLOAT4 else [])]
+    values = {}
+    for dtype in dtypes:
+        raw = torch.randint(0, 2 if dtype == torch.bool else 256, (6, 10 * dtype.itemsize), dtype=torch.uint8)
+        whole = raw.view(dtype)
+        name = dtype_name(dtype)
+        values |= {name: whole, f"{name}.columns": whole[:, 2:7], f"{name}.empty": whole[:0]}
+        if dtype != FLOAT4:
+            values |= {f"{name}.turned": whole.t(), f"{name}.scalar": whole[1, 3]}
+    on_disk = {name: OffloadedTensor.from_original_tensor(value, name) for name, value in values.items()}
+    wholes = {name: on_disk[name] for name in map(dtype_name, dtypes)}
+    cuts = {f"{name}.cut": whole[1:3, 2:7] for name, whole in wholes.items()}
+    runs = {f"{name}.run": whole[2:4] for name, whole in wholes.items()}
+
+    save_checkpoint(values, tmp_path / "plain")
+    save_checkpoint({**on_disk, **cuts, **runs}, tmp_path / "on-disk")
+
+    assert_same(values, loaded(tmp_path / "plain"))
+    plain_cuts = {f"{name}.cut": values[name][1:3, 2:7] for name in wholes}
+    plain_runs = {f"{name}.run": values[name][2:4] for name in wholes}
+    assert_same({**values, **plain_cuts, **plain_runs}, loaded(tmp_path / "on-disk"))
+
+
+def test_lazy_conjugates_and_negatives_are_written_as_what_they_show(tmp_path: Path) -> None:
+    value = torch.complex(torch.arange(4.0), torch.ones(4))
+    stored = OffloadedTensor.from_original_tensor(value, "z")
+
+    save_checkpoint({"c": stored.conj(), "n": stored.conj().imag, "p": value.conj()}, tmp_path)
+
+    expected = {"c": value.conj(), "n": value.conj().imag, "p": value.conj()}
+    assert_same({name: each.resolve_conj().resolve_neg() for name, each in expected.items()}, loaded(tmp_path))
+
+
+def test_a_value_that_is_gathered_in_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_module, "_BLOCK", 64)
+    values = {"turned": torch.randn(7, 30).t(), "flat": torch.randn(100)[::2], "whole": torch.randn(9, 33)}
+    stored = {name: OffloadedTensor.from_original_tensor(value, name) for name, value in values.items()}
+
+    save_checkpoint({**values, **{f"{name}.stored": each for name, each in stored.items()}}, tmp_path / "same")
+    save_checkpoint({**values, **stored}, tmp_path / "half", dtype=torch.float16)
+
+    expected = {**values, **{f"{name}.stored": each for name, each in values.items()}}
+    assert_same(expected, loaded(tmp_path / "same"))
+    assert_same({name: value.half() for name, value in values.items()}, loaded(tmp_path / "half"))
+
+
+def test_data_and_values_are_aligned(tmp_path: Path) -> None:
+    """Data to 4096, every value to its element, those whose size allows it to 64 bytes."""
+    sizes = {"a": (3, torch.uint8), "b": (5, torch.float64), "c": (64, torch.int8), "d": (7, torch.float16)}
+    sizes |= {"e": (1, torch.float32), "f": (48, torch.float32), "g": (0, torch.float64), "h": (2, torch.complex64)}
+
+    [path] = save_checkpoint({name: torch.ones(count, dtype=dtype) for name, (count, dtype) in sizes.items()}, tmp_path)
+
+    entries = open_checkpoint(path)["a"].file.entries
+    assert 0 == min(entry.start for entry in entries.values()) % 4096
+    assert all(entry.start % entry.layout.dtype.itemsize == 0 for entry in entries.values())
+    assert all(entry.start % 64 == 0 for entry in entries.values() if entry.layout.nbytes % 64 == 0)
+
+
+def test_only_floating_point_values_of_more_than_a_byte_are_converted(tmp_path: Path) -> None:
+    values = {
+        "wide": torch.randn(40, 3, dtype=torch.float64),
+        "view": torch.randn(6, 4).t(),
+        "eight": torch.randn(4).to(torch.float8_e4m3fn),
+        "count": torch.arange(5),
+        "yes": torch.tensor(True),
+    }
+    stored = {name: OffloadedTensor.from_original_tensor(value, name) for name, value in values.items()}
+
+    save_checkpoint(values, tmp_path / "plain", dtype=torch.bfloat16)
+    save_checkpoint(stored, tmp_path / "stored", dtype=torch.bfloat16)
+
+    wide = {"wide", "view"}
+    expected = {name: value.bfloat16() if name in wide else value for name, value in values.items()}
+    assert_same(expected, loaded(tmp_path / "plain"))
+    assert_same(expected, loaded(tmp_path / "stored"))
+    assert all(value.dtype == values[name].dtype for name, value in stored.items())
+    for other in (torch.int8, "flot16"):
+        with pytest.raises(ValueError, match="floating-point"):
+            save_checkpoint(values, tmp_path / "ints", dtype=other)
+    save_checkpoint(values, tmp_path / "by name", dtype="bfloat16")
+    assert_same(expected, loaded(tmp_path / "by name"))
+
+
+def test_what_an_op_wrote_and_no_flush_has_reached_is_saved(tmp_path: Path) -> None:
+    stored = OffloadedTensor.from_original_tensor(torch.zeros(1000), "w", tmp_path / "values")
+    stored[5:] = 3.0
+
+    save_checkpoint({"w": stored}, tmp_path / "saved")
+
+    assert_same({"w": stored.materialize()}, loaded(tmp_path / "saved"))
+
+
+def test_tied_weights_are_saved_once_and_safetensors_loads_them_again(model: Tied, tmp_path: Path) -> None:
+    offload.disk_offload(model)
+
+    [path] = save_checkpoint(model, tmp_path)
+
+    assert "head.weight" not in load_file(path)
+    again = Tied()
+    assert (set(), []) == load_model(again, path)
+    assert torch.equal(model.base.weight, again.base.weight)
+    assert again.head.weight is again.base.weight
+
+
+def test_parts_of_one_value_are_each_saved_whole(tmp_path: Path) -> None:
+    """They are not tied: each has its own values."""
+    whole = OffloadedTensor.from_original_tensor(torch.arange(6.0), "w")
+    plain = torch.arange(6.0)
+    values = {"a": whole[:4], "b": whole[2:], "c": plain[:4], "d": plain[2:], "e": torch.empty(0), "f": torch.empty(0)}
+
+    save_checkpoint(values, tmp_path)
+
+    assert_same({name: value.clone() for name, value in values.items()}, loaded(tmp_path))
+
+
+def test_a_transformers_model_is_tied_as_it_expects(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = offload.from_pretrained(llama_folder)
+
+    save_checkpoint(model, tmp_path, "60KB")
+    model.config.save_pretrained(tmp_path)
+
+    assert "lm_head.weight" not in open_checkpoint(tmp_path)
+    assert "model.embed_tokens.weight" in open_checkpoint(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(llama_folder)(tokens).logits
+    assert torch.equal(expected, AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits)
+
+
+def test_an_opened_checkpoint_is_saved_with_what_its_files_say(tmp_path: Path) -> None:
+    values = {"a": torch.randn(3, 4), "b": torch.arange(3)}
+    save_file(values, tmp_path / "source.safetensors", metadata={"format": "pt", "origin": "here"})
+
+    save_checkpoint(open_checkpoint(tmp_path / "source.safetensors"), tmp_path / "saved", 10)
+
+    assert_same(values, loaded(tmp_path / "saved"))
+    for path in (tmp_path / "saved").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert "here" == file.metadata()["origin"]
+
+
+def test_an_empty_model_is_an_empty_file(tmp_path: Path) -> None:
+    assert [tmp_path / SINGLE] == save_checkpoint(nn.Identity(), tmp_path)
+
+    assert {} == load_file(tmp_path / SINGLE)
+
+
+def test_a_model_is_dispatched_from_what_was_saved(model: Tied, tmp_path: Path) -> None:
+    save_checkpoint(model, tmp_path, "300B")
+
+    with offload.init_empty_weights():
+        empty = Tied()
+    again = offload.load_checkpoint_and_dispatch(empty, tmp_path, strict=False)
+
+    expected = model.state_dict()
+    assert_same(expected, {name: offload.materialize(value) for name, value in again.state_dict().items()})
+
+
+class Plain(nn.Module):
+    """Tied, with no `tie_weights` to tie it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.base = nn.Linear(8, 8)
+        self.head.weight = self.base.weight
+
+
+@pytest.mark.parametrize("by", ["save_model", "save_checkpoint", "in shards", "converted to shards", "converted back"])
+def test_weights_that_a_checkpoint_says_are_one_are_one_parameter(tmp_path: Path, by: str) -> None:
+    model = Plain()
+    if by == "save_model":
+        save_model(model, str(tmp_path / SINGLE))
+    else:
+        save_checkpoint(model, tmp_path / "0", "300B" if by in ("in shards", "converted back") else "5GB")
+    folder = tmp_path if by == "save_model" else tmp_path / "0"
+    if by.startswith("converted"):
+        folder = tmp_path / "1"
+        save_checkpoint(open_checkpoint(tmp_path / "0"), folder, "300B" if by == "converted to shards" else "5GB")
+    with offload.init_empty_weights():
+        empty = Plain()
+    assert empty.head.weight is not empty.base.weight
+
+    again = offload.load_checkpoint_and_dispatch(empty, folder, strict=True)
+
+    assert again.head.weight is again.base.weight
+    assert torch.equal(model.head.weight, again.head.weight)
+    assert isinstance(again.head.weight, nn.Parameter)
+    assert {"head.weight": "base.weight"} == open_checkpoint(folder).ties
+
+
+def test_weights_with_data_are_not_tied_by_a_checkpoint(tmp_path: Path) -> None:
+    """They are missing in it, as for any loader."""
+    save_checkpoint(Plain(), tmp_path)
+    untied = Plain()
+    untied.head.weight = nn.Parameter(torch.ones(8, 8))
+
+    report = offload.load_checkpoint_in_model(untied, tmp_path)
+
+    assert ["head.weight"] == report.missing_keys
+    assert torch.equal(torch.ones(8, 8), untied.head.weight)
+
+
+# Quantized weights
+
+
+def quantized(width: int = 64) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    quantize_(made, Int8WeightOnlyConfig(version=2))
+    return made
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
+def test_torchao_rebuilds_quantized_weights(tmp_path: Path, on_disk: bool) -> None:
+    """Also with another dtype asked for, which is not for what is inside of them."""
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    model = quantized()
+    expected = model.state_dict()
+    if on_disk:
+        model = offload.disk_offload(quantized(), tmp_path / "values")
+
+    save_checkpoint(model, tmp_path / "saved", 2000, dtype=torch.bfloat16)
+
+    files = list((tmp_path / "saved").glob("*.safetensors"))
+    assert len(files) > 2
+    with safe_open(files[0], "pt") as file:
+        metadata = file.metadata()
+    found, rest = unflatten_tensor_state_dict(loaded(tmp_path / "saved"), metadata)
+    assert {} == rest
+    assert expected.keys() == found.keys()
+    for name in ("0.weight", "1.weight"):
+        assert type(expected[name]) is type(found[name])
+        assert torch.equal(expected[name].dequantize(), found[name].dequantize())
+    assert torch.equal(expected["0.bias"].bfloat16(), found["0.bias"])
+
+
+def test_a_subclass_without_a_form_says_what_to_do(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with pytest.raises(UnknownSubclassError, match=r"'m\.w' is a TwoTensor.*disk_offload"):
+        save_checkpoint({"m.w": TwoTensor(torch.ones(2), torch.ones(2))}, tmp_path / "saved")
+
+    assert not (tmp_path / "saved").exists()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("z", torch.ones(2, dtype=torch.complex128), UnsupportedOpError),
+        ("m", torch.ones(2, device="meta"), UnsupportedOpError),
+        ("s", torch.eye(2).to_sparse(), UnsupportedOpError),
+        ("n", 3, TypeError),
+        ("__metadata__", torch.ones(2), ValueError),
+        ("\ud800", torch.ones(2), ValueError),
+    ],
+)
+def test_what_has_no_form_is_an_error_that_names_it(tmp_path: Path, name: str, value: object, error: type) -> None:
+    with pytest.raises(error) as caught:
+        save_checkpoint({"ok": torch.ones(3), name: value}, tmp_path / "saved")
+
+    assert repr(name) in str(caught.value)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("size", [0, "0", "much", -1])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, size: int | str) -> None:
+    with pytest.raises(ValueError, match=repr(size)):
+        save_checkpoint({"w": torch.ones(2)}, tmp_path, size)
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list"):
+        save_checkpoint([torch.ones(2)], tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("theirs", ["single", "shards", "index", "link"])
+def test_a_checkpoint_of_somebody_elses_is_left_as_it_is(tmp_path: Path, theirs: str, sharded: bool) -> None:
+    """Also where no name is the same: readers would take one of the two."""
+    if theirs == "index":
+        (tmp_path / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
+    elif theirs == "link":
+        save_checkpoint({"w": torch.ones(2)}, tmp_path / "elsewhere")
+        (tmp_path / SINGLE).symlink_to(tmp_path / "elsewhere" / SINGLE)
+    else:
+        save_torch_state_dict(
+            {"w": torch.ones(2), "v": torch.ones(2)}, tmp_path, max_shard_size=8 if theirs == "shards" else "5GB"
+        )
+    before = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match="Save to another folder"):
+        save_checkpoint({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path, 8 if sharded else "5GB")
+
+    assert before == contents(tmp_path)
+
+
+def test_an_offload_folder_does_not_become_a_checkpoint(tmp_path: Path) -> None:
+    kept = OffloadedTensor.from_original_tensor(torch.ones(2), "model", tmp_path)
+    before = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match="offload"):
+        save_checkpoint({"w": torch.ones(2)}, tmp_path)
+
+    assert before == contents(tmp_path)
+    assert [1.0, 1.0] == kept.tolist()
+
+
+@pytest.mark.parametrize("before", [8, "5GB"])
+@pytest.mark.parametrize("size", ["5GB", 8])
+def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(
+    tmp_path: Path, before: int | str, size: int | str
+) -> None:
+    """Also where others are saved; what is garbage does not count."""
+    save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, before)
+    live = [offload.load_file(tmp_path)]
+    live.append(live)  # a cycle
+    stood = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match=r"tensors of this process refer to .*another folder"):
+        save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
+
+    assert stood == contents(tmp_path)
+    assert [1.0, 1.0] == live[0]["a"].tolist()
+    del live
+    assert save_checkpoint({"a": torch.zeros(2)}, tmp_path, size)
+
+
+@pytest.mark.parametrize("size", ["5GB", 8])
+def test_a_checkpoint_is_not_replaced_by_what_refers_to_it(tmp_path: Path, size: int | str) -> None:
+    save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, 8)
+    tensors = offload.load_file(tmp_path)
+    before = contents(tmp_path)
+
+    with pytest.raises(ForeignFileError, match=r"'a' refers to .*another folder"):
+        save_checkpoint(tensors, tmp_path, size)
+
+    assert before == contents(tmp_path)
+    assert [1.0, 1.0] == tensors["a"].tolist()
+
+
+# An earlier checkpoint in the folder
+
+
+def test_a_mapped_model_is_saved_over_its_own_file(tmp_path: Path) -> None:
+    """Plain tensors over the mapping keep what they had."""
+    first = {"a": torch.randn(5000), "b": torch.randn(5000)}
+    save_checkpoint(first, tmp_path)
+    mapped = load_file(tmp_path / SINGLE)
+
+    save_checkpoint({"b": mapped["a"], "a": mapped["b"]}, tmp_path)
+
+    assert_same({"b": first["a"], "a": first["b"]}, loaded(tmp_path))
+    assert_same(first, mapped)
+
+
+VALUES = {name: torch.full((4,), float(number)) for number, name in enumerate("abcd")}
+OTHERS = {name: value + 10 for name, value in VALUES.items()}
+SIZES = [1000, 16, 32]  # one file, four, two
+PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
+
+
+@pytest.mark.parametrize("before", SIZES)
+@pytest.mark.parametrize("after", SIZES)
+def test_a_checkpoint_of_ours_is_replaced_whole(tmp_path: Path, before: int, after: int) -> None:
+    """Nothing is left of it; the files of others are."""
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")
+    others = contents(tmp_path)
+    save_checkpoint(VALUES, tmp_path, before)
+
+    paths = save_checkpoint(OTHERS, tmp_path, after)
+
+    assert {*others, *(path.name for path in paths)} == set(os.listdir(tmp_path))
+    assert others.items() <= contents(tmp_path).items()
+    assert_same(OTHERS, {name: value.clone() for name, value in loaded(tmp_path).items()})
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, what: str, fails_at: int, error: BaseException) -> list[int]:
+    """Have a function of `os` fail at one of its calls; gives the calls."""
+    real, seen = getattr(os, what), []
+
+    def failing(*args: object, **options: object) -> object:
+        seen.append(0)
+        if len(seen) == fails_at:
+            raise error
+        return real(*args, **options)
+
+    monkeypatch.setattr(os, what, failing)
+    return seen
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize("what", ["pwrite", "fsync", "replace", "unlink"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"]
+)
+def test_whichever_call_fails_a_whole_checkpoint_stands(
+    quick_folder: str, before: int, after: int, what: str, error: BaseException
+) -> None:
+    """Each call in turn: the earlier one as it was, or, once the last file is renamed, the new one."""
+    folder = Path(quick_folder)
+    save_checkpoint(VALUES, folder, before)
+    stood = contents(folder)
+    most = {1000: 0, 16: 4, 32: 2}[after]  # renamed files that do not count yet
+
+    for fails_at in range(1, 100):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            seen = calls(monkeypatch, what, fails_at, error)
+            renamed = [] if what == "replace" else calls(monkeypatch, "replace", 0, error)
+            try:
+                save_checkpoint(OTHERS, folder, after)
+            except (WriteError, KeyboardInterrupt):
+                if len(renamed) <= most:
+                    assert stood == contents(folder)
+                else:
+                    assert_readers_find_a_whole_one(folder)
+                    save_checkpoint(VALUES, folder, before)
+                    stood = contents(folder)
+                continue
+        break
+
+    assert_same(OTHERS, loaded(folder))
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    assert fails_at > 1 or (what, before, after) == ("unlink", 1000, 1000)
+    assert len(seen) >= fails_at - 1
+
+
+def by_offload(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value.materialize() for name, value in offload.load_file(folder).items()}
+
+
+def by_accelerate(folder: Path) -> dict[str, torch.Tensor]:
+    model = nn.ParameterDict({name: torch.zeros_like(value) for name, value in VALUES.items()})
+    accelerate.load_checkpoint_in_model(model, folder)
+    return dict(model.state_dict())
+
+
+def by_hub(folder: Path) -> dict[str, torch.Tensor]:
+    model = nn.ParameterDict({name: torch.zeros_like(value) for name, value in VALUES.items()})
+    load_torch_model(model, folder, strict=True)
+    return dict(model.state_dict())
+
+
+READERS = [by_offload, by_accelerate, by_hub]
+
+
+def assert_readers_find_a_whole_one(folder: Path) -> None:
+    """The earlier values, or the new ones. The hub's own reader wants no file beside a single one."""
+    for read in READERS[:2]:
+        values = read(folder)
+        assert_same(VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS, values)
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_process_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
+    quick_folder: str, before: int, after: int
+) -> None:
+    """At each call that changes files. The next one sweeps up."""
+
+    def begin() -> Path:
+        folder = Path(quick_folder)
+        paths = save_checkpoint(VALUES, folder, before)
+        assert sorted(paths) == sorted(folder.iterdir())
+        return folder
+
+    def check(folder: Path, _: Call) -> None:
+        assert_readers_find_a_whole_one(folder)
+
+    died_at = killed_at_each(begin, lambda folder: save_checkpoint(OTHERS, folder, after), check)
+
+    assert {"os.replace", "os.pwrite", "os.fsync"} <= {call.name for call in died_at}
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_other_readers_find_a_checkpoint_that_replaced_another(
+    read: Callable[[Path], dict[str, torch.Tensor]], tmp_path: Path, before: int, after: int
+) -> None:
+    for values, size in ((VALUES, before), (OTHERS, after), (VALUES, after), (OTHERS, before)):
+        save_checkpoint(values, tmp_path, size)
+
+        assert_same(values, read(tmp_path))
+
+
+def test_transformers_loads_and_replaces_shards_that_replaced_others(llama_folder: Path, tmp_path: Path) -> None:
+    """Of the same names, and in other numbers; what transformers then saves leaves no shard of ours."""
+    plain = AutoModelForCausalLM.from_pretrained(llama_folder)
+    for size in ("60KB", "100KB", "100KB"):
+        plain.model.norm.weight.data.add_(1)
+        save_checkpoint(plain, tmp_path, size)
+        plain.config.save_pretrained(tmp_path)
+
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert any(path.name.startswith("model-2-") for path in tmp_path.iterdir())
+    assert_same(dict(plain.state_dict()), dict(found.state_dict()))
+    copy.deepcopy(found).save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == shards
+
+
+def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls(monkeypatch, "pwrite", 2, OSError(errno.ENOSPC, "No space left on device"))
+
+    with pytest.raises(WriteError, match="free some space, or take another folder") as caught:
+        save_checkpoint({"w": torch.ones(3)}, tmp_path / "saved")
+
+    assert str(tmp_path / "saved" / SINGLE) == caught.value.filename
+    assert [] == os.listdir(tmp_path / "saved")
+
+
+def test_a_source_that_changed_is_an_error(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(300)}, tmp_path / "w.safetensors")
+    source = offload.load_file(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").unlink()
+    save_file({"w": torch.zeros(300)}, tmp_path / "w.safetensors")
+
+    with pytest.raises(offload.errors.ChangedFileError):
+        save_checkpoint(source, tmp_path / "saved")
+
+    assert [] == os.listdir(tmp_path / "saved")
+
+
+# Memory
+
+BOUNDED = """
+    import json, sys, threading, torch, offload
+    from pathlib import Path
+    from offload.models.conversion import convert_checkpoint
+    from offload.memory import anonymous_bytes
+
+    source, target, size, dtype, kind = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    dtype = getattr(torch, dtype, None)
+    warm = offload.OffloadedTensor.from_original_tensor(torch.ones(1000, 2000), "warm")  # imports, first calls
+    offload.save_checkpoint({"w": warm, "t": warm.t()}, target / "warm", dtype=dtype)
+    tensors = offload.load_file(source)
+    if kind == "views":
+        tensors = {name: tensor.t() for name, tensor in tensors.items()}
+    before, peak, done = anonymous_bytes(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            peak.append(anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    if kind == "one by one":
+        convert_checkpoint(source, target / "saved", dtype=dtype, to_offload_folder=True)
+    else:
+        offload.save_checkpoint(tensors, target / "saved", size, dtype=dtype)
+    done.set()
+    watcher.join()
+    print(json.dumps(dict(grown=max(peak) - before, looks=len(peak))))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("size", "dtype", "kind"),
+    [
+        ("10MB", "None", "whole"),
+        ("5GB", "None", "whole"),
+        ("5GB", "bfloat16", "whole"),
+        ("5GB", "None", "views"),
+        ("", "bfloat16", "one by one"),
+    ],
+)
+def test_memory_stays_flat_whatever_the_shard_size(tmp_path: Path, size: str, dtype: str, kind: str) -> None:
+    """A model of 256 MB in 8 values: less than one of them, and some megabytes of the interpreter's own."""
+    torch.manual_seed(0)
+    values = {f"{layer}.weight": torch.full((2000, 4000), layer + 0.5) for layer in range(8)}
+    save_file(values, tmp_path / "source.safetensors")
+
+    measured = json.loads(run_script(BOUNDED, tmp_path / "source.safetensors", tmp_path, size, dtype, kind))
+
+    assert measured["looks"] > 10
+    assert measured["grown"] < 16e6
+    found = offload.load_file(tmp_path / "saved")
+    assert values.keys() == found.keys()
+    for name, value in values.items():
+        expected = value.t() if kind == "views" else value
+        expected = expected.bfloat16() if dtype == "bfloat16" else expected
+        assert torch.equal(expected, found[name].materialize())

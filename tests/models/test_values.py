@@ -1,0 +1,708 @@
+"""Values are replaced one at a time, each once, and a run that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import offload
+from offload import OffloadedTensor, is_offloaded, map_values
+from offload.errors import (
+    DtypeMismatchError,
+    JournalError,
+    MapError,
+    MetaTensorError,
+    NameInUseError,
+    OffloadError,
+    ShapeMismatchError,
+    UnsupportedOpError,
+    WriteError,
+)
+from offload.models import journal
+from offload.models.verify import verify
+from tests.conftest import contents
+from tests.faults import killed_at_each
+from tests.processes import run_script
+
+
+class Tied(nn.Module):
+    """An embedding, a linear layer, a head that shares the embedding's weight, and two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+
+NAMES = ("scale", "table.weight", "layer.weight", "layer.bias")
+
+
+def double(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+@pytest.fixture
+def plain() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+@pytest.fixture
+def checkpoint(plain: Tied, tmp_path: Path) -> Path:
+    state = {name: tensor for name, tensor in plain.state_dict().items() if name != "head.weight"}
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    path.parent.mkdir()
+    save_file(state, path)
+    return path
+
+
+def loaded(checkpoint: Path, offload_dir: Path | None) -> Tied:
+    """The model over its checkpoint, the buffers in memory."""
+    with offload.init_empty_weights():
+        model = Tied()
+    model.head.weight = model.table.weight
+    return offload.load_checkpoint_and_dispatch(model, checkpoint, offload_dir=offload_dir)
+
+
+class StopAt:
+    """Doubles, and keeps the names that it was called with; fails at one."""
+
+    def __init__(self, name: str | None = None, error: type[BaseException] = ValueError) -> None:
+        self.name, self.error = name, error
+        self.seen: list[str] = []
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.seen.append(name)
+        if name == self.name:
+            raise self.error("as it was told")
+        return tensor * 2
+
+
+def assert_doubled(model: nn.Module, plain: nn.Module) -> None:
+    expected = plain.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(expected[name] * 2, offload.materialize(tensor)), name
+
+
+# What is seen, and what becomes of it
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_value_is_replaced_once_and_ties_stay(checkpoint, plain, tmp_path, workers):
+    model, call = loaded(checkpoint, tmp_path / "q"), StopAt()
+
+    report = map_values(call, model, workers=workers)
+
+    assert sorted(NAMES) == sorted(call.seen)
+    assert sorted(NAMES) == sorted(report.replaced)
+    assert ((), ()) == (report.kept, report.before)
+    assert_doubled(model, plain)
+    assert model.head.weight is model.table.weight
+    assert is_offloaded(model.table.weight)
+    assert isinstance(model.table.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_never_more_values_are_worked_on_than_there_are_workers(tmp_path, workers):
+    """With three, three meet: each waits for the two others."""
+    tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(6)}
+    meeting, lock = threading.Barrier(workers), threading.Lock()
+    now = most = 0
+
+    def count(name, tensor):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        meeting.wait(60)
+        with lock:
+            now -= 1
+        return tensor * 2
+
+    map_values(count, tensors, workers=workers)
+
+    assert workers == most
+    assert all([2, 2] == tensor.tolist() for tensor in tensors.values())
+
+
+def test_a_failure_among_workers_is_told_and_the_journal_says_what_was_done(tmp_path):
+    tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(20)}
+
+    with pytest.raises(MapError, match="fn failed at 'w3'"):
+        map_values(StopAt("w3"), tensors, workers=2)
+    [run] = json.loads((tmp_path / ".offload-journal").read_text())["runs"]
+
+    done = {name for name, tensor in tensors.items() if tensor[0] == 2}
+    assert set(run["replaced"]) == done
+    assert "w3" not in done
+    assert {"w0", "w1"} <= done
+
+
+def test_plain_values_are_replaced_where_they_stand(plain):
+    model = Tied()
+    model.load_state_dict(plain.state_dict())
+
+    map_values(double, model)
+
+    assert_doubled(model, plain)
+    assert model.head.weight is model.table.weight
+    assert type(model.layer.weight) is nn.Parameter
+    assert model.layer.weight.requires_grad
+
+
+def test_a_plain_parameter_stays_the_one_that_its_optimizer_knows(plain):
+    """The same object with another value, as after `module.half()`."""
+    before, tied = dict(plain.named_parameters()), torch.nn.Parameter(plain.layer.bias.detach())
+    plain.other = nn.Module()
+    plain.other.bias = tied  # over the same memory, and an object of its own
+
+    map_values(double, plain)
+
+    assert all(before[name] is parameter for name, parameter in plain.named_parameters() if name in before)
+    assert plain.other.bias is tied
+    assert tied.data_ptr() == plain.layer.bias.data_ptr()
+
+
+def test_what_the_function_returns_stays_the_functions(plain):
+    """It may give one tensor twice, or another model's: who writes to a value later writes to no other."""
+    donor, tensors = torch.ones(3), {"a": torch.zeros(3), "b": torch.zeros(3)}
+    layers = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
+    map_values(lambda name, tensor: donor.view_as(tensor), tensors)
+    map_values(lambda name, tensor: donor.view_as(tensor), layers)
+
+    tensors["a"].zero_()
+    layers[0].weight.data.zero_()
+
+    assert [1, 1, 1] == donor.tolist() == tensors["b"].tolist() == layers[1].weight[0].tolist()
+
+
+def test_a_dictionary_gets_the_new_values_and_its_ties_stay(tmp_path):
+    shared, on_disk = torch.ones(3), OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
+    tensors = {"a": shared, "b": shared, "w": on_disk, "view": on_disk.detach(), "step": 7}
+
+    report = map_values(double, tensors)
+
+    assert ("a", "w") == report.replaced
+    assert tensors["a"] is tensors["b"]
+    assert [2, 2, 2] == tensors["a"].tolist()
+    assert [2, 2] == tensors["w"].tolist() == tensors["view"].tolist()
+    assert tensors["w"] is on_disk
+    assert 7 == tensors["step"]
+
+
+def test_the_function_gets_the_tensor_on_disk_without_gradients(checkpoint, tmp_path):
+    model, seen = loaded(checkpoint, tmp_path / "q"), {}
+
+    def look(name, tensor):
+        seen[name] = (is_offloaded(tensor), (tensor * 2).requires_grad)
+        return tensor
+
+    report = map_values(look, model)
+
+    assert NAMES == report.kept
+    assert {name: (name != "scale", False) for name in NAMES} == seen
+    assert not list((tmp_path / "q").glob("*.safetensors"))
+
+
+def test_shape_and_dtype_change_where_that_is_said_and_other_tensors_over_the_value_follow(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w", tmp_path)
+    tensors = {"w": weight, "same": weight.detach()}
+
+    map_values(lambda name, tensor: tensor[0].half(), tensors, strict_shape=False, strict_dtype=False)
+
+    for tensor in tensors.values():
+        assert (torch.float16, (3,)) == (tensor.dtype, tensor.shape)
+        assert [0, 1, 2] == tensor.tolist()
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tmp_path, on_disk):
+    before = torch.ones(2, 3)
+    tensors = {"w": OffloadedTensor.from_original_tensor(before, "w", tmp_path) if on_disk else before}
+
+    with pytest.raises(
+        ShapeMismatchError, match=r"'w' has shape \(2, 3\), the new value \(3, 2\): .*strict_shape=False"
+    ):
+        map_values(lambda name, tensor: tensor.t(), tensors)
+    with pytest.raises(DtypeMismatchError, match=r"'w' has dtype torch.float32, .*float16: pass strict_dtype=False"):
+        map_values(lambda name, tensor: tensor.half(), tensors)
+
+    assert torch.equal(before, offload.materialize(tensors["w"]))
+
+
+def test_what_is_no_tensor_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"fn gave None for 'w': .*the very tensor .*0 of 1 values are done") as caught:
+        map_values(lambda name, tensor: None, {"w": torch.ones(2)})
+    assert isinstance(caught.value, OffloadError)
+    with pytest.raises(TypeError, match="a module or a dictionary of tensors is needed, not list"):
+        map_values(double, [torch.ones(2)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers should be 1 or more, not 0"):
+        map_values(double, {}, workers=0)
+    with pytest.raises(MetaTensorError, match="1 tensors have no data, 'w' is one: load them first"):
+        map_values(double, {"w": torch.ones(2, device="meta")})
+
+
+def test_values_that_are_parts_of_a_checkpoints_value_get_files_of_their_own(tmp_path):
+    save_file({"fused": torch.arange(8.0).view(4, 2)}, tmp_path / "model.safetensors")
+    fused = OffloadedTensor.from_file(tmp_path / "model.safetensors", offload_dir=tmp_path / "q")
+    tensors = {"up": fused[:2], "down": fused[2:]}
+
+    map_values(double, tensors)
+
+    assert [[0, 2], [4, 6]] == tensors["up"].tolist()
+    assert [[8, 10], [12, 14]] == tensors["down"].tolist()
+    assert ["down.safetensors", "up.safetensors"] == sorted(
+        path.name for path in (tmp_path / "q").glob("*.safetensors")
+    )
+    assert torch.equal(torch.arange(8.0).view(4, 2), fused)
+
+
+def test_a_part_of_a_value_that_is_written_to_says_what_to_do(tmp_path):
+    whole = OffloadedTensor.from_original_tensor(torch.ones(4), "w", tmp_path)
+
+    with pytest.raises(UnsupportedOpError, match="a view of a part of 'w'"):
+        map_values(double, {"part": whole[:2]})
+
+
+def test_a_function_that_writes_in_place_and_returns_its_tensor_has_changed_it(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.ones(2), "w", tmp_path)
+
+    report = map_values(lambda name, tensor: tensor.mul_(2), {"w": weight})
+
+    assert ("w",) == report.replaced
+    assert [2, 2] == weight.tolist()
+
+
+# Which
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        ("layer.*", {"layer.weight", "layer.bias"}),
+        (["*.bias", "scale"], {"layer.bias", "scale"}),
+        ("head.*", {"table.weight"}),
+        (nn.Linear, {"table.weight", "layer.weight", "layer.bias"}),
+        ([nn.Embedding, "scale"], {"table.weight", "scale"}),
+        (lambda name, tensor: tensor.dim() == 2 and name != "table.weight", {"layer.weight"}),
+        (lambda name, tensor: False, set()),
+    ],
+)
+def test_values_are_selected_by_names_classes_or_a_function(plain, select, expected):
+    assert expected == set(map_values(double, plain, select=select).replaced)
+
+
+def test_a_selection_of_nothing_says_what_there_is(plain):
+    with pytest.raises(
+        ValueError, match=r"'\*.wieght' is none of the 4 values \(scale, table.weight, layer.weight\.\.\.\)"
+    ):
+        map_values(double, plain, select=["*.bias", "*.wieght"])
+    with pytest.raises(ValueError, match=r"Conv2d'> is none of the 4 values"):
+        map_values(double, plain, select=nn.Conv2d)
+    with pytest.raises(TypeError, match="is of modules, and this is a dictionary of tensors: give names"):
+        map_values(double, {"w": torch.ones(1)}, select=nn.Linear)
+
+
+# Stopped, and resumed
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, tmp_path, error):
+    model, call = loaded(checkpoint, tmp_path / "q"), StopAt("layer.bias", error)
+
+    with pytest.raises(
+        (MapError, KeyboardInterrupt),
+        match=r"at 'layer.bias'.*: 3 of 4 values are done, and stay; resume='double' goes on",
+    ) as caught:
+        map_values(call, model, resume="double")
+
+    assert isinstance(caught.value.__cause__, error)
+    assert torch.equal(plain.layer.weight * 2, model.layer.weight)
+    assert torch.equal(plain.layer.bias, model.layer.bias)
+    [run] = json.loads((tmp_path / "q" / ".offload-journal").read_text())["runs"]
+    assert ("double", list(NAMES[:3]), False) == (run["name"], run["replaced"], run["finished"])
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_run_goes_on_where_it_was_also_over_a_checkpoint_that_is_loaded_anew(checkpoint, plain, tmp_path, anew):
+    """What is in memory is as in the checkpoint after loading, and is done again."""
+    before = contents(checkpoint.parent)
+    model, rest = loaded(checkpoint, tmp_path / "q"), StopAt()
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), model, resume="double")
+    if anew:
+        del model
+        model = loaded(checkpoint, tmp_path / "q")
+
+    report = map_values(rest, model, resume="double")
+
+    again = ["scale"] if anew else []
+    assert [*again, "layer.bias"] == rest.seen
+    assert (*again, "layer.bias") == report.replaced
+    assert NAMES[len(again) : 3] == report.before
+    assert_doubled(model, plain)
+    assert model.head.weight is model.table.weight
+    assert contents(checkpoint.parent) == before
+
+
+def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
+    map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+    model = loaded(checkpoint, tmp_path / "q")
+
+    for _ in range(2):
+        report = map_values(double, model, resume=True)
+
+    assert NAMES == report.before
+    assert_doubled(model, plain)
+
+
+def test_several_runs_follow_each_other_and_are_resumed_in_their_order(checkpoint, plain, tmp_path):
+    """The second one stops; the lines of both are run again."""
+    model = loaded(checkpoint, tmp_path / "q")
+    map_values(double, model, resume="first")
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.weight"), model, resume="second", select="*.weight")
+    del model
+    model, first, second = loaded(checkpoint, tmp_path / "q"), StopAt(), StopAt()
+
+    map_values(first, model, resume="first")
+    map_values(second, model, resume="second", select="*.weight")
+
+    assert ["scale"] == first.seen
+    assert ["layer.weight"] == second.seen
+    assert torch.equal(plain.table.weight * 4, model.table.weight)
+    assert torch.equal(plain.layer.weight * 4, model.layer.weight)
+    assert torch.equal(plain.layer.bias * 2, model.layer.bias)
+
+
+def test_a_value_that_was_kept_is_not_shown_again(checkpoint, tmp_path):
+    def fail_late(name, tensor):
+        if name == "layer.bias":
+            raise ValueError(name)
+        return tensor
+
+    with pytest.raises(MapError):
+        map_values(fail_late, loaded(checkpoint, tmp_path / "q"), resume=True)
+    call = StopAt()
+
+    report = map_values(call, loaded(checkpoint, tmp_path / "q"), resume=fail_late.__qualname__)
+
+    assert ["layer.bias"] == call.seen
+    assert NAMES[:3] == report.before
+
+
+def test_a_run_that_begins_anew_over_half_done_values_is_refused(checkpoint, plain, tmp_path):
+    model = loaded(checkpoint, tmp_path / "q")
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), model, resume="double")
+
+    with pytest.raises(
+        JournalError, match=r"has the run 'double' \(3 of 4 values done\), and these values are as it left"
+    ):
+        map_values(double, model)
+
+    assert torch.equal(plain.table.weight * 2, model.table.weight)
+    del model
+    model = loaded(checkpoint, tmp_path / "q")
+    map_values(double, model)  # from the checkpoint
+    assert_doubled(model, plain)
+
+
+def test_the_journal_of_another_run_is_told_with_both_names_and_the_way_out(checkpoint, tmp_path):
+    model = loaded(checkpoint, tmp_path / "q")
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), model, resume="double")
+
+    with pytest.raises(JournalError, match=r"another run, 'double' \(3 of 4.*'halve' can't begin.*another offload_dir"):
+        map_values(double, model, resume="halve")
+    with pytest.raises(JournalError, match=r"'double' .* is over 4 values, this one is over 1: 'layer.bias', 'scale'"):
+        map_values(double, model, resume="double", select="layer.weight")
+
+
+def test_a_run_does_not_go_on_over_another_checkpoint(checkpoint, tmp_path):
+    with pytest.raises(MapError):
+        map_values(StopAt("layer.bias"), loaded(checkpoint, tmp_path / "q"), resume="double")
+    save_file({name: tensor + 1 for name, tensor in load_file(checkpoint).items()}, checkpoint)
+
+    with pytest.raises(
+        JournalError, match=r"over other files: 'layer.bias' was in model.safetensors \(.* bytes, modif"
+    ):
+        map_values(double, loaded(checkpoint, tmp_path / "q"), resume="double")
+
+
+@pytest.mark.parametrize("text", ["", "no journal", "[]", '{"version": 2, "runs": []}', '{"version": 1, "runs": [{}]}'])
+def test_a_file_that_is_no_journal_is_told_and_left_as_it_is(checkpoint, tmp_path, text):
+    path = tmp_path / "q" / ".offload-journal"
+    path.parent.mkdir()
+    path.write_text(text)
+
+    for resume in (True, False):
+        with pytest.raises(
+            JournalError, match=r"offload-journal can't be read as a journal .*: remove it to begin anew"
+        ):
+            map_values(double, loaded(checkpoint, tmp_path / "q"), resume=resume)
+
+    assert text == path.read_text()
+
+
+def test_without_one_folder_there_is_nothing_to_resume_from(checkpoint, tmp_path):
+    split = {name: OffloadedTensor.from_original_tensor(torch.ones(1), name, tmp_path / name) for name in "ab"}
+
+    with pytest.raises(
+        JournalError, match="'double' can't be resumed: its values are in memory or in a private folder"
+    ):
+        map_values(double, loaded(checkpoint, None), resume=True)
+    with pytest.raises(JournalError, match="'double' can't be resumed: its values are in 2 folders"):
+        map_values(double, split, resume=True)
+
+    assert ("a", "b") == map_values(double, split).replaced
+
+
+def test_a_run_is_not_named_after_a_function_that_others_are_called_like(tmp_path):
+    tensors = {"w": OffloadedTensor.from_original_tensor(torch.ones(1), "w", tmp_path)}
+    factor = 3
+
+    for fn in (lambda name, tensor: tensor, lambda name, tensor: tensor * factor, StopAt(), partial(double)):
+        with pytest.raises(JournalError, match=r"resume=True names a run after its function.*as resume='first pass'"):
+            map_values(fn, tensors, resume=True)
+
+    assert [1] == tensors["w"].tolist()
+
+
+def test_an_own_value_is_not_taken_from_a_folder_that_is_in_use(checkpoint, tmp_path):
+    first = loaded(checkpoint, tmp_path / "q")
+    map_values(double, first, resume=True)
+
+    with pytest.raises(NameInUseError, match=r"'table\.weight' is in use"):
+        map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+
+
+def test_a_folder_with_a_journal_is_an_offload_folder_still(checkpoint, plain, tmp_path):
+    map_values(double, loaded(checkpoint, tmp_path / "q"), resume=True)
+
+    assert verify(tmp_path / "q").is_whole
+    for name, tensor in offload.load_file(tmp_path / "q").items():
+        assert torch.equal(plain.state_dict()[name] * 2, tensor)
+
+
+def test_a_full_disk_stops_the_run_with_the_error_of_the_value(tmp_path, monkeypatch):
+    weights = {name: OffloadedTensor.from_original_tensor(torch.ones(2), name, tmp_path) for name in "abc"}
+
+    def full_at_b(name, tensor):
+        if name == "b":
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+        return tensor * 2
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(WriteError, match=r"tensor 'b'.*could not be written"):
+        map_values(full_at_b, weights, resume="double")
+    monkeypatch.undo()
+
+    report = map_values(double, weights, resume="double")
+    assert (("a",), ("b", "c")) == (report.before, report.replaced)
+    assert [2, 2, 2] == [weight[0].item() for weight in weights.values()]
+    assert not list(tmp_path.glob(".offload-tmp-*"))
+
+
+# Killed. The values are in the folder itself: a second call on one would show.
+
+KILLED = """
+    import json, mmap, os, random, signal, sys, time, torch, offload
+    from offload import OffloadedTensor
+    from offload.models.journal import Journal
+
+    torch.set_num_threads(1)
+    folder, how, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    random.seed(0)
+    most = int(sys.argv[4])
+    names = [f"w{number}" for number in range(most)]
+    for number, name in enumerate(names):
+        OffloadedTensor.from_original_tensor(torch.full((1 << (10 + number % 8),), float(number)), name, folder)
+    offload.load_file(folder)["w1"].detach()  # the first op imports much of torch: forks have it then
+    calls = mmap.mmap(-1, 8 * most)
+    limit = None
+
+    def times_3(name, tensor):
+        while limit is not None and called() >= limit:
+            time.sleep(1)  # until it is killed
+        at = int(name[1:]) * 8
+        calls[at : at + 8] = (int.from_bytes(calls[at : at + 8], "little") + 1).to_bytes(8, "little")
+        return tensor * 3
+
+    def die_after_a_value(journal):
+        "Between the value and the journal."
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run():
+        tensors = offload.load_file(folder, offload_dir=folder)
+        if how == "after a value":
+            Journal.write_at_times = die_after_a_value
+        print(offload.map_values(times_3, tensors, resume=True).before.__len__(), flush=True)
+
+    def called():
+        return sum(int.from_bytes(calls[at : at + 8], "little") for at in range(0, 8 * most, 8))
+
+    def forked(values):
+        global limit
+        before = called()
+        limit = None if values is None else before + values + 3
+        pid = os.fork()
+        if not pid:
+            try:
+                run()
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+        if values is not None:
+            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while called() < before + values and not os.waitid(os.P_PID, pid, ended):
+                time.sleep(0.0002)
+            time.sleep(random.uniform(0, 0.001))
+            os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    killed = 0
+    while True:
+        values = None if how == "after a value" or killed >= kills else random.randrange(1, 4)
+        status = forked(values)
+        assert status in (0, -signal.SIGKILL), status
+        if status == 0:
+            break
+        killed += 1
+        assert killed <= kills + most, "it does not get on"
+    values = {name: offload.load_file(folder)[name] for name in names}
+    right = all((value == 3.0 * number).all().item() for number, value in enumerate(values.values()))
+    seen = [int.from_bytes(calls[at : at + 8], "little") for at in range(0, 8 * most, 8)]
+    left = [name for name in os.listdir(folder) if name.startswith(".offload-tmp")]
+    print(json.dumps(dict(right=right, killed=killed, seen=seen, left=left)))
+"""
+
+
+def test_a_kill_between_a_value_and_the_journal_costs_no_value_and_doubles_none(tmp_path):
+    said = json.loads(run_script(KILLED, tmp_path, "after a value", 0, 8).splitlines()[-1])
+
+    assert said["right"]
+    assert 8 == said["killed"]
+    assert [1] * 8 == said["seen"]
+
+
+def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_path):
+    """Soon after it was given some values."""
+    said = json.loads(run_script(KILLED, tmp_path, "at random", 5, 60).splitlines()[-1])
+
+    assert said["right"]
+    assert 5 == said["killed"]
+    assert [] == said["left"]
+
+
+def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(quick_folder, monkeypatch):
+    """At each call that changes files; what was replaced is not given to the function."""
+    monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
+    folder = Path(quick_folder)
+    plain = {name: torch.full((3000,), number + 1.0) for number, name in enumerate("abc")}
+    offload.save_checkpoint(plain, folder / "model")
+
+    def load():
+        return offload.load_file(folder / "model", offload_dir=folder / "values")
+
+    def begin():
+        shutil.rmtree(folder / "values", ignore_errors=True)
+        return load()
+
+    def check(_, call):
+        tensors, seen = load(), []
+
+        def counted(name, tensor):
+            assert torch.equal(plain[name], tensor), name
+            seen.append(name)
+            return tensor * 2
+
+        report = map_values(counted, tensors, resume="double")
+        assert sorted(plain) == sorted([*seen, *report.before])
+        for name, value in plain.items():
+            assert torch.equal(value * 2, tensors[name].materialize()), (name, call)
+
+    def act(tensors):
+        map_values(lambda name, tensor: tensor * 2, tensors, resume="double")
+
+    died_at = killed_at_each(begin, act, check)
+
+    assert {"os.replace", "os.pwrite", "file.write"} <= {call.name for call in died_at}
+
+
+# Beside the original
+
+
+def test_a_result_stays_on_disk_beside_its_tensor(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w", tmp_path)
+
+    sums = offload.offloaded_like(lambda tensor: tensor.sum(0), weight, "sums")
+
+    assert is_offloaded(sums)
+    assert ("w.sums", tmp_path / "w.sums.safetensors") == (sums.name, sums.offload_path)
+    assert [3, 5, 7] == sums.tolist()
+
+
+def test_a_result_that_is_a_view_gets_a_file_of_its_own(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.ones(2, 3), "w", tmp_path)
+
+    turned = offload.offloaded_like(torch.t, weight, "t")
+    weight.mul_(2)
+
+    assert torch.equal(torch.ones(3, 2), turned)
+
+
+def test_each_tensor_of_several_is_stored_under_its_place(tmp_path):
+    weight = OffloadedTensor.from_original_tensor(torch.tensor([[3.0, 1.0], [2.0, 4.0]]), "w", tmp_path)
+
+    least = offload.offloaded_like(lambda tensor: tensor.min(0), weight, "min")
+    named = offload.offloaded_like(lambda tensor: {"sum": tensor.sum(), "n": 4, "parts": [tensor[0]]}, weight, "all")
+
+    assert type(least) is torch.return_types.min
+    assert ("w.min.0", [2, 1]) == (least.values.name, least.values.tolist())
+    assert ("w.min.1", [1, 0]) == (least.indices.name, least.indices.tolist())
+    assert ("w.all.sum", 10, 4, "w.all.parts.0") == (
+        named["sum"].name,
+        named["sum"].item(),
+        named["n"],
+        named["parts"][0].name,
+    )
+
+
+def test_a_plain_tensor_in_gives_a_plain_tensor_out():
+    tensor = torch.ones(2, requires_grad=True)
+
+    result = offload.offloaded_like(lambda tensor: tensor * 2, tensor, "double")
+
+    assert type(result) is torch.Tensor
+    assert result.requires_grad
+
+
+def test_what_is_made_of_a_checkpoints_tensor_is_never_beside_the_checkpoint(checkpoint, tmp_path):
+    before = contents(checkpoint.parent)
+    private = OffloadedTensor.from_file(checkpoint, "scale")
+    named = OffloadedTensor.from_file(checkpoint, "scale", offload_dir=tmp_path / "q")
+
+    results = [offload.offloaded_like(torch.neg, tensor, "negative") for tensor in (private, named)]
+
+    assert before == contents(checkpoint.parent)
+    assert tmp_path / "q" / "scale.negative.safetensors" == results[1].offload_path
+    assert results[0].offload_path.parent != checkpoint.parent

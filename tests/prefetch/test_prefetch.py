@@ -1,0 +1,434 @@
+"""Reading ahead, on made values: who is brought in when, in what order, and how much at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from weakref import ref
+
+import pytest
+
+from offload.prefetch import engine as engines
+from offload.prefetch import reads
+from offload.prefetch.engine import Engine
+from offload.prefetch.residency import SMALL, Pool
+from offload.prefetch.tracked import HERE, QUEUED, READ, Tracked
+from tests.processes import in_fork
+
+MIB = 1 << 20
+
+
+class File:
+    """Stands for a file that is not mapped; ranges hold weak references to theirs."""
+
+    def mapping(self, *, shared: bool) -> None:
+        return None
+
+
+class Made(Tracked):
+    """A value that notes what becomes of it, in a memory that notes how full it is."""
+
+    __slots__ = ("memory", "name")
+
+    def __init__(self, name: str, memory: Memory, pool: Pool, nbytes: int, start: int = 0) -> None:
+        super().__init__(pool, memory.file, start, nbytes, shared=False)  # type: ignore[arg-type]
+        self.name = name
+        self.memory = memory
+
+    @property
+    def may_ask(self) -> bool:
+        return True
+
+    def is_cached(self) -> bool:
+        return self in self.memory.here
+
+    def bring_in(self, *, exactly: bool = False) -> None:
+        if self.name == "broken":
+            raise OSError("the disk is broken")
+        self.memory.take(self)
+
+    def announce(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.memory.drop(self)
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.file = File()
+        self.here: set[Made] = set()
+        self.log: list[tuple[str, bool]] = []  # what was brought in, and whether by the reader
+        self.most = 0
+        self._lock = threading.Lock()
+
+    def take(self, value: Made) -> None:
+        with self._lock:
+            self.here.add(value)
+            self.log.append((value.name, threading.current_thread().name == "offload-reader"))
+            self.most = max(self.most, sum(value.nbytes for value in self.here))
+
+    def drop(self, value: Made) -> None:
+        with self._lock:
+            self.here.discard(value)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """One of its own, whose reader ends soon after the test."""
+    monkeypatch.setattr(engines, "_IDLE", 0.05)
+    return Engine()
+
+
+def made(memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window: int = 4 * MIB) -> list[Made]:
+    """Values that stream, unless there is a budget for them."""
+    pool = Pool(budget, window)
+    values = [Made(name, memory, pool, size, place * 2 * size) for place, name in enumerate(names)]  # far apart
+    pool.add(values)
+    return values
+
+
+def read(engine: Engine, values: list[Made]) -> None:
+    """As ops do, each of which takes a while: the reader comes to rest in between."""
+    for value in values:
+        if value.calm_until < time.monotonic():
+            engine.arrive(value)
+            assert value.is_cached()
+            rest(engine)
+
+
+def rest(engine: Engine) -> None:
+    """Wait until the reader has nothing to do."""
+    while True:
+        with engine.lock:
+            reader = engine._reader
+            busy = [value for stream in engine._streams for value in stream._ahead if value.state in (QUEUED, READ)]
+            if reader is not None and not reader.is_alive():
+                return
+            if not engine._queue and not engine._leaving and not busy:
+                return
+        time.sleep(0.0005)
+
+
+def seed(values: list[Made]) -> list[Made]:
+    for value, following in pairwise(values):
+        value.seeded = ref(following)
+    return values
+
+
+def test_the_order_of_the_first_pass_is_read_ahead_in_the_second(engine, memory):
+    values = made(memory, "abcdefgh")
+    read(engine, values)
+    assert [(name, False) for name in "abcdefgh"] == memory.log
+    memory.log.clear()
+
+    read(engine, values)
+
+    assert [("a", False)] == [entry for entry in memory.log if not entry[1]]
+    assert "abcdefghab" == "".join(name for name, _ in memory.log)  # and on to the next pass
+    assert (7, 0) == (engine.counts.ahead, engine.counts.wasted)
+    assert (16 + 2) * MIB == engine.counts.bytes_read
+
+
+def test_from_the_third_pass_on_the_beginning_is_read_ahead_too(engine, memory):
+    values = made(memory, "abcdefgh")
+    read(engine, values * 2)
+    memory.log.clear()
+
+    read(engine, values * 3)
+
+    assert [] == [entry for entry in memory.log if not entry[1]]
+    assert 0 == engine.counts.wasted
+
+
+def test_an_order_that_is_told_is_read_ahead_at_once(engine, memory):
+    values = seed(made(memory, "abcdefgh"))
+
+    read(engine, values)
+
+    assert [("a", False)] == [entry for entry in memory.log if not entry[1]]
+    assert 7 == engine.counts.ahead
+
+
+def test_forward_and_backward_are_told_apart(engine, memory):
+    """The same value is followed by another one on the way back."""
+    values = made(memory, "abcdef")
+    there_and_back = [*values, *values[-2:0:-1]]
+    read(engine, there_and_back * 2)
+    missed, wasted = engine.counts.missed, engine.counts.wasted
+
+    read(engine, there_and_back * 2)
+
+    assert (missed, wasted) == (engine.counts.missed, engine.counts.wasted)
+
+
+def test_two_models_in_turn_are_read_ahead(engine, memory):
+    first, second = made(memory, "abcdef"), made(memory, "uvwxyz")
+    read(engine, [*first, *second] * 2)
+    missed = engine.counts.missed
+
+    read(engine, [*first, *second] * 2)
+
+    assert missed == engine.counts.missed
+
+
+def test_where_the_order_branches_little_is_wasted(engine, memory):
+    """After `r` comes any of the experts, as a router picks them; what comes after them is not lost."""
+    *layer, router = made(memory, "abcdr")
+    experts = made(memory, "0123456789")
+    picks = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+    for pick in picks:
+        read(engine, [*layer, router, experts[pick]])
+
+    assert engine.counts.wasted <= 4
+    assert engine.counts.ahead >= 3 * len(picks)
+    for name in "0123456789":
+        read_ahead = [entry for entry in memory.log if entry == (name, True)]
+        assert len(read_ahead) <= 1
+
+
+def test_a_branch_that_settles_is_read_ahead_again(engine, memory):
+    a, b, c, d = made(memory, "abcd")
+    read(engine, [a, b, c, a, b, d, a, b, c, a, b, c, a, b])
+
+    assert c.state == HERE
+
+
+def test_small_values_are_no_part_of_the_order(engine, memory):
+    """They are read once; that they come no more must not look like a branch."""
+    pool = Pool(0, 4 * MIB)
+    large = [Made(name, memory, pool, MIB) for name in "ABCDEF"]
+    small = [Made(name, memory, pool, SMALL) for name in "abcdef"]
+    pool.add([*large, *small])
+    read(engine, [value for pair in zip(small, large, strict=True) for value in pair])
+    read(engine, large)
+    missed = engine.counts.missed
+
+    read(engine, large * 2)
+
+    assert missed == engine.counts.missed
+    assert set(small) <= memory.here
+
+
+def test_values_that_come_in_another_order_than_told_are_still_read_ahead(engine, memory):
+    """Query, key and value may be read in any order."""
+    values = seed(made(memory, "abcdefghij", window=6 * MIB))
+
+    read(engine, [values[index] for index in (0, 2, 1, 3, 5, 4, 6, 7, 9, 8)])
+
+    assert 1 == engine.counts.missed
+    assert 0 == engine.counts.wasted
+
+
+def test_a_wrong_guess_is_given_up(engine, memory):
+    """After an early exit the rest is not waited for, and what was read for nothing is dropped."""
+    values = seed(made(memory, "abcdefgh"))
+    others = made(memory, "uvwxyz")
+
+    read(engine, [values[0], *others])
+    rest(engine)
+
+    assert 3 == engine.counts.wasted
+    assert memory.here <= set(others)
+
+
+@pytest.mark.parametrize("window", [2 * MIB, 4 * MIB, 8 * MIB])
+def test_what_streams_stays_within_the_window(engine, memory, window):
+    """And a value may be in use beside it."""
+    values = seed(made(memory, "abcdefghijklmnopqrstuvwxyz", window=window))
+
+    read(engine, values * 3)
+
+    assert memory.most <= window + MIB
+
+
+@pytest.mark.parametrize(("count", "most"), [(5, 7), (12, 24)])
+def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(engine, memory, count, most):
+    """A value that was used a moment ago may be the next one again."""
+    values = made(memory, "abcdefghijklmnop"[:count], size=4 * MIB, window=64 * MIB)
+
+    read(engine, values * 6)
+
+    assert len(memory.log) <= most
+    for stream in engine._streams:
+        assert stream.in_flight == sum(value.nbytes for value in [*stream._ahead, *stream._used])
+
+
+def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
+    """It must not be taken to be here."""
+    value, *_ = made(memory, "a")
+    value.state = HERE
+    value.let_go()
+
+    engine.arrive(value)
+
+    assert value.is_cached()
+
+
+def test_threads_that_come_and_go_leave_nothing(engine, memory):
+    values = made(memory, "abcd", budget=8 * MIB)
+    for _ in range(20):
+        thread = threading.Thread(target=read, args=(engine, values))
+        thread.start()
+        thread.join()
+
+    assert len(engine._streams) <= 2
+
+
+def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memory):
+    values = seed(made(memory, "abcd", size=10 * MIB, window=MIB))
+
+    read(engine, values)
+
+    assert 3 == engine.counts.ahead
+    assert memory.most <= 30 * MIB  # in use, ahead, and not yet dropped
+
+
+def test_what_is_kept_is_read_once(engine, memory):
+    values = made(memory, "abcdefgh", budget=4 * MIB)
+    for _ in range(4):
+        read(engine, values)
+        for value in values:
+            value.calm_until = min(value.calm_until, 0.0)  # a second goes by
+
+    kept = [value.name for value in values if value.kept]
+    assert 4 == len(kept)
+    for name in kept:
+        assert 1 == sum(entry[0] == name for entry in memory.log)
+    assert 4 * 4 <= sum(entry[0] not in kept for entry in memory.log) <= 4 * 4 + 3
+
+
+def test_where_everything_fits_nothing_is_dropped_and_nobody_works(engine, memory):
+    values = made(memory, "abcdefgh", budget=8 * MIB)
+
+    read(engine, values * 3)
+
+    assert set(values) == memory.here
+    assert 8 == len(memory.log)
+    assert engine._reader is None
+
+
+def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, memory):
+    """One value that is missing is enough to look for the others; small ones too."""
+    pool = Pool(16 * MIB, 4 * MIB)
+    values = [Made(name, memory, pool, SMALL if name in "bd" else MIB) for name in "abcdefgh"]
+    pool.add(seed(values))
+    read(engine, values)
+    memory.here.clear()
+    values[0].calm_until = 1e-9  # a second goes by; for the others it has not
+
+    missed = engine.counts.missed
+    read(engine, values)
+
+    assert set(values) == memory.here
+    assert engine.counts.missed - missed <= 3  # the first, and the two small ones
+
+
+def test_without_a_window_nothing_is_read_ahead(engine, memory):
+    values = seed(made(memory, "abcdefgh", window=0))
+
+    read(engine, values * 2)
+
+    assert 16 == engine.counts.missed
+    assert 0 == engine.counts.ahead
+    assert memory.most <= 2 * MIB
+
+
+def test_the_reader_ends_when_nobody_reads_and_comes_back(engine, memory):
+    values = seed(made(memory, "abcd"))
+    read(engine, values)
+    reader = engine._reader
+    if reader is not None:
+        reader.join(10)
+        assert not reader.is_alive()
+
+    read(engine, values)
+
+    assert engine.counts.ahead >= 6
+
+
+def test_a_value_that_the_reader_cannot_read_is_an_error_for_who_asks_for_it(engine, memory):
+    first, *_ = values = seed([*made(memory, "a"), *made(memory, ["broken"]), *made(memory, "c")])
+    engine.arrive(first)
+    rest(engine)
+
+    with pytest.raises(OSError, match="broken"):
+        engine.arrive(values[1])
+    engine.arrive(values[2])
+
+    assert values[2].is_cached()
+
+
+def test_a_reader_that_fails_is_replaced_and_nobody_waits_for_ever(engine, memory, monkeypatch):
+    """Whatever goes wrong in it."""
+    values = seed(made(memory, "abcd"))
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    monkeypatch.setattr(engine, "_read", lambda batch: 1 / 0)
+    read(engine, values)
+    monkeypatch.undo()
+
+    read(engine, values * 2)
+
+    assert engine.counts.ahead > 0
+
+
+def test_eight_threads_share_one_window(engine, memory):
+    """Each reads its own model, many times over; what is ahead of all of them stays within the window."""
+    pool = Pool(0, 16 * MIB)
+    models = [[Made(f"{thread}{name}", memory, pool, MIB) for name in "abcdefghijkl"] for thread in range(8)]
+    for values in models:
+        pool.add(seed(values))
+    missing: list[str] = []
+
+    def run(values: list[Made]) -> None:
+        for value in values * 5:
+            engine.arrive(value)
+            if not value.is_cached():
+                missing.append(value.name)
+            time.sleep(0.0005)
+
+    threads = [threading.Thread(target=run, args=(values,)) for values in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rest(engine)
+
+    assert [] == missing
+    assert memory.most <= (16 + 2 * 8 + 4) * MIB  # one in use by each, one on its way out, and what the reader is at
+    assert engine.counts.ahead > 100
+    assert 8 * 12 * 5 == engine.counts.ahead + engine.counts.missed + engine.counts.found
+
+
+def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memory):
+    values = seed(made(memory, "abcdefgh"))
+    thread = threading.Thread(target=engine.arrive, args=(values[0],))
+    thread.start()
+    thread.join()
+    rest(engine)
+    assert 4 * MIB == sum(stream.in_flight for stream in engine._streams)
+
+    others = seed(made(memory, "stuvwxyz"))
+    read(engine, others)
+
+    assert 1 == sum(name in "stuvwxyz" and not by_reader for name, by_reader in memory.log)
+
+
+def test_a_forked_child_has_an_engine_of_its_own(memory):
+    """Also where the reader of its parent was at work: nobody waits for it."""
+    values = seed(made(memory, "abcd"))
+    values[1].state = READ
+
+    def child() -> bool:
+        for value in values:
+            reads.arrive(value)
+        return memory.here >= set(values[-2:])
+
+    assert in_fork(child)

@@ -1,0 +1,288 @@
+"""Copies to an accelerator: through pinned slots, in turn. The device is played by the CPU where there is none."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import OffloadedTensor
+from offload.prefetch import reads, staging
+from offload.prefetch.reads import POOL
+from offload.prefetch.residency import Pool
+from offload.prefetch.tracked import AWAY, READ
+from offload.tensor import accelerated
+from offload.tensor.wrapper import guest_of
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens on a made device with streams and events, which is the CPU."""
+    log: list[str] = []
+
+    class Event:
+        count = 0
+
+        def __init__(self) -> None:
+            self.name = f"event {Event.count}"
+            Event.count += 1
+
+        def record(self, stream: str) -> None:
+            log.append(f"{self.name} recorded on {'side' if stream == 'side' else 'current'}")
+
+        def synchronize(self) -> None:
+            log.append(f"{self.name} waited for")
+
+    class Current:
+        def wait_event(self, event: Event) -> None:
+            log.append(f"current stream waits for {event.name}")
+
+    @contextmanager
+    def on_stream(stream: str) -> Any:
+        log.append(f"on {stream}")
+        yield
+
+    module = SimpleNamespace(
+        Stream=lambda device: "side", Event=Event, stream=on_stream, current_stream=lambda device: Current()
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append("kept for current stream"))
+    monkeypatch.setattr(staging, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(staging, "_STAGINGS", {})
+    return log
+
+
+def test_a_large_value_goes_through_two_slots_in_turn(log, monkeypatch):
+    monkeypatch.setattr(staging, "_SLOT", 1 << 20)
+    values = torch.randn(5 << 17)  # two and a half slots
+
+    sent = staging.send(values, CPU)
+
+    assert torch.equal(values, sent)
+    assert sent.data_ptr() != values.data_ptr()
+    assert [
+        "on side",
+        "event 0 waited for", "event 0 recorded on side",
+        "event 1 waited for", "event 1 recorded on side",
+        "event 0 waited for", "event 0 recorded on side",
+        "event 2 recorded on current",
+        "current stream waits for event 0",
+        "kept for current stream",
+    ] == log  # fmt: skip
+
+
+def test_the_cpu_does_not_run_ahead_of_the_device_by_more_than_some_values(log):
+    """Those that were sent and are not used yet take its memory."""
+    for _ in range(4):
+        staging.send(torch.zeros(1 << 20), CPU)
+    uses = [line.split(" recorded")[0] for line in log if line.endswith("on current")]
+
+    assert 4 == len(uses)
+    assert [f"{use} waited for" in log for use in uses] == [True, True, False, False]
+
+
+def test_a_lazily_conjugated_value_is_sent_too(log):
+    values = torch.randn(1 << 18, dtype=torch.complex64).conj()
+
+    assert torch.equal(values, staging.send(values, CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
+def test_every_dtype_is_sent_as_bytes(log, dtype):
+    values = torch.randint(0, 2, (1 << 21,)).to(dtype)
+
+    sent = staging.send(values, CPU)
+
+    assert dtype == sent.dtype
+    assert torch.equal(values.view(torch.uint8), sent.view(torch.uint8))
+    assert log
+
+
+def test_a_small_value_is_copied_at_once(log):
+    assert torch.equal(torch.ones(9), staging.send(torch.ones(9), CPU))
+    assert [] == log
+
+
+def test_a_device_without_streams_gets_plain_copies(log, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    values = torch.randn(1 << 20)
+
+    assert torch.equal(values, staging.send(values, CPU))
+    assert [] == log
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that are sent to a made GPU, which holds them on the CPU."""
+    sent: list[int] = []
+
+    def send(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
+        if target == GPU:
+            sent.append(guest.nbytes)
+            return guest.clone()
+        return guest
+
+    monkeypatch.setattr(offload.tensor.wrapper, "sent_to", send)
+    monkeypatch.setattr(offload.tensor.cuts, "sent_to", send)
+    monkeypatch.setattr(accelerated, "sent_to", send)
+    monkeypatch.setattr(accelerated, "settle", lambda device: None)
+    monkeypatch.setattr(accelerated, "lend", lambda values, device: None)
+    return sent
+
+
+def referenced(tmp_path: Any, name: str, values: torch.Tensor) -> OffloadedTensor:
+    """A value in a file that is not written to, which computes on the GPU."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / f"{name}.safetensors"
+    save_file({name: values}, path)
+    w = OffloadedTensor.from_file(path)
+    w._target = GPU
+    return w
+
+
+@pytest.fixture
+def budget(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    """100 KiB on the GPU."""
+    pool = Pool(100 << 10, 0, available=lambda: 1 << 60)
+    monkeypatch.setattr(POOL, "on_devices", {GPU: pool})
+    return pool
+
+
+def test_what_fits_in_the_budget_of_a_device_is_sent_once(tmp_path, sent, budget):
+    w = referenced(tmp_path, "w", torch.randn(100, 100))
+
+    first, second = guest_of(w), guest_of(w)
+
+    assert [40_000] == sent
+    assert torch.equal(first, second)
+    assert torch.equal(w._on_cpu(), first)
+
+
+def test_views_are_cut_out_of_what_stays(tmp_path, sent, budget):
+    w = referenced(tmp_path, "w", torch.randn(100, 100))
+
+    assert torch.equal(w._on_cpu()[3:5].t(), guest_of(w[3:5].t()))
+    guest_of(w[7])
+
+    assert [40_000] == sent
+
+
+def test_what_does_not_fit_is_sent_each_time(tmp_path, sent, budget):
+    values = [referenced(tmp_path, f"w{number}", torch.randn(100, 300)) for number in range(2)]  # 120 kB each
+    for _ in range(2):
+        for w in values:
+            guest_of(w)
+
+    assert [120_000] * 4 == sent
+    assert 0 == sum(value.cached_bytes() for value in budget.values())
+
+
+def test_without_a_budget_nothing_stays(tmp_path, sent):
+    w = referenced(tmp_path, "w", torch.randn(100, 100))
+    guest_of(w), guest_of(w)
+
+    assert [40_000] * 2 == sent
+
+
+def test_a_value_that_is_written_to_does_not_stay(tmp_path, sent, budget):
+    """Somebody else may write to its file without being noticed."""
+    w = referenced(tmp_path, "w", torch.zeros(100, 100))
+    guest_of(w)
+    w._target = CPU
+    w.add_(1)
+    w._target = GPU
+
+    assert guest_of(w).eq(1).all()
+    assert guest_of(w).eq(1).all()
+    assert 3 == len(sent)
+    assert [] == budget.values()
+
+
+def test_a_checkpoint_that_changes_is_an_error_also_where_its_value_stays(tmp_path, sent, budget):
+    from safetensors.torch import save_file
+
+    w = referenced(tmp_path, "w", torch.zeros(100, 100))
+    guest_of(w)
+    save_file({"w": torch.ones(100, 100)}, tmp_path / "w.safetensors")
+
+    with pytest.raises(offload.errors.ChangedFileError):
+        guest_of(w)
+
+
+def test_evicted_values_leave_the_device(tmp_path, sent, budget):
+    w = referenced(tmp_path, "w", torch.zeros(100, 100))
+    guest_of(w)
+    offload.evict(w)
+    guest_of(w)
+
+    assert [40_000] * 2 == sent
+
+
+def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, budget):
+    """They hold values that no reader knows; those that it was at work on are free again."""
+    w = referenced(tmp_path, "w", torch.zeros(100, 100))
+    guest_of(w)
+    v = OffloadedTensor.from_original_tensor(torch.zeros(300, 300), "v")
+    v.sum()
+    value = v._handle.ranges[v._handle.extent]
+    value.state = READ
+
+    engine = reads._ENGINE
+    try:
+        reads._begin_anew()
+    finally:
+        reads._ENGINE = engine
+
+    assert AWAY == value.state
+
+
+def test_what_is_materialized_is_a_copy_of_its_own(tmp_path, sent, budget):
+    """What is done to it does not change what stays on the device."""
+    w = referenced(tmp_path, "w", torch.ones(100, 100))
+    guest_of(w)
+    w.materialize().zero_()
+
+    assert guest_of(w).eq(1).all()
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_values_reach_a_gpu_through_pinned_memory():
+    values = torch.randn(40 << 20)  # 160 MiB, several slots
+
+    for _ in range(3):
+        assert torch.equal(values, staging.send(values, GPU).cpu())
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_model_on_disk_runs_on_a_gpu_within_its_budget(tmp_path):
+    """Equal to the model on the GPU; with a budget for half of it, no more than that stays."""
+    from safetensors.torch import save_file
+    from torch import nn
+
+    plain = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with offload.init_empty_weights():
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    offload.load_checkpoint_and_dispatch(
+        model, tmp_path / "model.safetensors", device_map="disk:cuda:0", max_memory={0: 16 << 20}
+    )
+    x = torch.randn(4, 1024, device=GPU)
+    with torch.no_grad():
+        expected = plain.to(GPU)(x)
+        plain.to(CPU)
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            assert torch.equal(expected, model(x))
+
+        assert torch.cuda.memory_allocated() - before <= 17 << 20

@@ -1,0 +1,232 @@
+"""The page that tells what memory and disk did."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import contents
+from torch import nn
+
+from offload import OffloadedTensor, cli, disk_offload, evict, plot_memory, set_max_memory
+from offload.errors import ForeignFileError, WriteError
+from offload.report.charts import Line, Section, bar_chart, line_chart, page
+from tests.page_cache import needs_page_cache
+from tests.processes import run_script
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Text(HTMLParser):
+    """The words of a page, and the addresses that it names."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(html)
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+
+def in_words(value: float) -> str:
+    return f"{value:g} u"
+
+
+@needs_page_cache
+def test_a_page_tells_memory_reads_steps_and_waits(tmp_path: Path) -> None:
+    model = disk_offload(nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)), tmp_path / "values")
+    model(torch.zeros(1, 300))
+    evict(model)  # of what was mapped
+
+    with plot_memory(tmp_path / "new" / "report.html", model, title="Two <layers>") as recording:
+        for _ in range(3):
+            model(torch.zeros(1, 300))
+            recording.mark()
+
+    text = Text((tmp_path / "new" / "report.html").read_text())
+    assert {"Two <layers>", "Memory", "Read from disk", "Time per token", "Waits by layer"} <= set(text.words)
+    assert "3" == text.words[text.words.index("tokens") + 1]
+    read = text.words[text.words.index("read from disk") + 1]
+    assert read in ("720 kB", "716 kB", "712 kB")  # two weights of 300 x 300 floats, but for pages that were there
+    assert "0" in text.words
+    assert ["data:,"] == text.addresses
+
+
+@needs_page_cache
+def test_waits_are_told_by_layer(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(300, 300) for _ in range(2)])
+    model.head = nn.Linear(300, 300)
+    disk_offload(model, tmp_path / "values")
+    for layer in (*model.layers, model.head):
+        layer(torch.zeros(1, 300))
+    evict(model)
+
+    with plot_memory(tmp_path / "report.html", model):
+        model.layers[1](torch.zeros(1, 300))
+
+    words = Text((tmp_path / "report.html").read_text()).words
+    assert "layers.1" in words
+    assert "layers.0" not in words
+    assert "head" not in words
+
+
+def test_a_page_is_written_also_when_the_block_raises_and_replaces_an_earlier_one(tmp_path: Path) -> None:
+    for title in ("first", "second"):
+        with pytest.raises(ZeroDivisionError), plot_memory(tmp_path / "report.html", title=title):
+            1 / 0
+
+    assert ["report.html"] == sorted(contents(tmp_path))
+    assert "second" in Text((tmp_path / "report.html").read_text()).words
+
+
+def test_a_file_that_is_no_report_is_refused_before_the_block_runs(tmp_path: Path) -> None:
+    (tmp_path / "notes.html").write_text("<p>mine</p>")
+
+    with (
+        pytest.raises(ForeignFileError, match=r"notes\.html exists and is not a report"),
+        plot_memory(tmp_path / "notes.html"),
+    ):
+        pytest.fail("the block ran")
+
+    assert "<p>mine</p>" == (tmp_path / "notes.html").read_text()
+
+
+def test_a_page_that_can_t_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with (
+        pytest.raises(WriteError, match="a file is where a folder should be"),
+        plot_memory(tmp_path / "file" / "x.html"),
+    ):
+        pass
+
+
+def test_a_line_runs_from_its_first_point_to_its_last_within_the_picture() -> None:
+    chart = line_chart([Line("a", [(0, 0), (2, 30), (4, 10)])], unit=in_words, marks=[2])
+
+    [drawn] = re.findall(r'class="line c0" d="([^"]*)"', chart)
+    assert "M76.0 206.0" == drawn.partition("L")[0]
+    assert 2 == drawn.count("L")
+    assert [f"{value} u" for value in (10, 20, 30)] == re.findall(r">(\d+ u)<", chart)
+    assert 1 == chart.count('class="mark"')
+
+
+def test_steps_hold_a_value_until_the_next() -> None:
+    chart = line_chart([Line("a", [(0, 0), (2, 1), (4, 1)], steps=True)], unit=in_words, axis="")
+
+    [drawn] = re.findall(r'class="line c0" d="([^"]*)"', chart)
+    assert "L" not in drawn
+    assert 2 == drawn.count("H") == drawn.count("V")
+
+
+@pytest.mark.parametrize("points", [[(0.0, 0.0)], [(0.0, 5.0), (0.0, 5.0)], [(1e-9, 1e12), (1e9, 1e-12)]])
+def test_a_chart_of_extreme_values_stays_within_the_picture(points: list[tuple[float, float]]) -> None:
+    chart = line_chart([Line("", points)], unit=in_words)
+
+    [drawn] = re.findall(r'class="line c0" d="([^"]*)"', chart)
+    places = [tuple(map(float, pair.split())) for pair in re.split("[ML]", drawn)[1:]]
+    assert all(76 <= x <= 748 and 12 <= y <= 206 for x, y in places)
+
+
+def test_what_comes_from_outside_is_escaped() -> None:
+    evil = '<script>alert("x")</script>'
+
+    made = page(evil, [(evil, evil)], [Section(evil, evil, bar_chart([(evil, 1.0)], unit=lambda _: evil))])
+
+    assert "<script" not in made
+    assert made.count("&lt;script&gt;") >= 7
+
+
+def test_generate_writes_a_report(llama_folder: Path, tmp_path: Path) -> None:
+    from test_cli import _tokenizer
+
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    _tokenizer(folder)
+
+    command = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "w3 w5",
+        "--max-new-tokens",
+        "5",
+        "--report",
+        str(tmp_path / "r.html"),
+    ]
+    assert 0 == cli.main(command)
+
+    words = Text((tmp_path / "r.html").read_text()).words
+    assert "5" == words[words.index("tokens") + 1]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a headless Chromium")
+def test_a_browser_shows_the_page_without_errors_or_requests(tmp_path: Path) -> None:
+    """Drawn, in light and dark: the picture is neither empty nor the same in both."""
+    stored = OffloadedTensor.from_original_tensor(torch.randn(100, 100), "w")
+    with set_max_memory("1GB"), plot_memory(tmp_path / "report.html") as recording:
+        for _ in range(3):
+            stored.sum()
+            recording.mark()
+
+    pictures = [_seen(tmp_path, dark=dark) for dark in (False, True)]
+
+    light, dark = pictures
+    assert (255, 255, 255) in light
+    assert (255, 255, 255) not in dark
+    assert len(light) > 20
+    assert len(dark) > 20
+
+
+def _seen(folder: Path, *, dark: bool) -> list[tuple[int, ...]]:
+    """The colours that Chromium draws; anything that it logs is an error."""
+    from PIL import Image
+
+    picture = folder / "picture.png"
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=450,800",
+        "--enable-logging=stderr",
+        "--v=0",
+    ]
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    command = [str(CHROMIUM), *options, scheme, f"--screenshot={picture}", (folder / "report.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    colours = Image.open(picture).convert("RGB").getcolors(1 << 20)
+    assert colours is not None
+    return sorted(colour for _, colour in colours)
+
+
+def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    script = """
+        import sys, offload
+        with offload.plot_memory(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
+            pass
+    """
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    run_script(script, tmp_path / "report.html", env=ascii_alone)
+    run_script(script, tmp_path / "report.html", env=ascii_alone)  # it knows its own page
+
+    assert "\u010desk\u00fd \u00b5s" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_can_t_be_written_is_told_before_the_block_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+
+    with pytest.raises(WriteError, match="a file is where a folder should be"), plot_memory(tmp_path / "file" / "x"):
+        pytest.fail("it ran")

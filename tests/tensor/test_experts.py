@@ -1,0 +1,133 @@
+"""Experts in one tensor: of the file, what tokens are routed to is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offload import OffloadedTensor
+from offload.storage.pages import Range
+from tests.page_cache import needs_page_cache
+
+EXPERTS, INNER, WIDTH = 16, 512, 1024  # 2 MiB an expert
+ENDS = torch.tensor([0, 2, 2, *[5] * 13], dtype=torch.int32)  # rows 0 and 1 go to expert 1, the others to expert 3
+
+pytestmark = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm")
+
+
+@pytest.fixture
+def plain() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(EXPERTS, INNER, WIDTH)
+
+
+@pytest.fixture
+def rows() -> torch.Tensor:
+    return torch.randn(5, WIDTH)
+
+
+@pytest.fixture
+def cold(plain: torch.Tensor, tmp_path: Path) -> OffloadedTensor:
+    """In a file that is on the disk and not in memory."""
+    stored = OffloadedTensor.from_original_tensor(plain, "experts", tmp_path)
+    stored.flush()
+    path = stored.offload_path
+    del stored
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    return OffloadedTensor.from_file(path)
+
+
+def in_memory(stored: OffloadedTensor) -> int:
+    handle = stored._file_handle()
+    handle.base()
+    return Range(handle.file, *handle.extent, shared=handle.owned).cached_bytes()
+
+
+@needs_page_cache
+def test_a_grouped_product_reads_the_experts_that_have_rows(
+    plain: torch.Tensor, cold: OffloadedTensor, rows: torch.Tensor
+) -> None:
+    assert 0 == in_memory(cold)
+
+    result = F.grouped_mm(rows, cold.transpose(-2, -1), offs=ENDS)
+
+    assert torch.equal(F.grouped_mm(rows, plain.transpose(-2, -1), offs=ENDS), result)
+    assert in_memory(cold) <= 2.2 * plain[0].nbytes
+
+
+@needs_page_cache
+def test_an_expert_that_is_indexed_is_read_alone(
+    plain: torch.Tensor, cold: OffloadedTensor, rows: torch.Tensor
+) -> None:
+    result = F.linear(rows, cold[torch.tensor(3)])
+
+    assert torch.equal(F.linear(rows, plain[3]), result)
+    assert in_memory(cold) <= 1.2 * plain[0].nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients_are_those_in_memory(
+    plain: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, transposed: bool
+) -> None:
+    plain = plain[:, :64, :64].to(dtype).contiguous()
+    stored = OffloadedTensor.from_original_tensor(plain, "experts")
+    gradients = []
+    for weight in (plain, stored):
+        x = rows[:, :64].to(dtype).requires_grad_()
+        weight.requires_grad_()
+        result = F.grouped_mm(x, weight.transpose(-2, -1) if transposed else weight, offs=ENDS)
+        result.square().sum().backward()
+        gradients.append((result.detach(), x.grad, weight.grad))
+
+    for expected, got in zip(*gradients, strict=True):
+        assert torch.equal(expected, got)  # type: ignore[arg-type]
+
+
+def test_no_expert_has_rows(plain: torch.Tensor, cold: OffloadedTensor) -> None:
+    result = F.grouped_mm(torch.empty(0, WIDTH), cold.transpose(-2, -1), offs=torch.zeros(EXPERTS, dtype=torch.int32))
+
+    assert (0, INNER) == tuple(result.shape)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_elsewhere_the_chosen_experts_are_sent(plain: torch.Tensor, rows: torch.Tensor, transposed: bool) -> None:
+    """As on an accelerator, with a function in place of the copy that counts bytes."""
+    from offload.tensor import ops
+
+    matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()
+    groups = torch.tensor([1, 3])
+
+    chosen = ops._chosen(matrices, groups)
+
+    assert matrices.stride()[1:] == chosen.stride()[1:]
+    assert torch.equal(F.grouped_mm(rows, matrices, offs=ENDS), F.grouped_mm(rows, chosen, offs=ENDS[groups]))
+
+
+def test_where_values_are_not_known_the_shape_is(plain: torch.Tensor) -> None:
+    stored = OffloadedTensor.from_original_tensor(plain.bfloat16(), "experts")
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        result = F.grouped_mm(torch.ones(5, WIDTH).bfloat16(), stored.transpose(-2, -1), offs=torch.ones_like(ENDS))
+
+    assert (5, INNER) == tuple(result.shape)
+
+
+@pytest.mark.parametrize("count", [EXPERTS - 1, EXPERTS + 1])
+def test_another_number_of_groups_than_of_experts_is_an_error(
+    plain: torch.Tensor, rows: torch.Tensor, count: int
+) -> None:
+    stored = OffloadedTensor.from_original_tensor(plain, "experts")
+    ends = torch.zeros(count, dtype=torch.int32)
+    ends[-1] = 5
+
+    for weight in (plain, stored):
+        with pytest.raises(RuntimeError, match="matrix batch sizes have to match"):
+            F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)

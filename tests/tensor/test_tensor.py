@@ -1,0 +1,1311 @@
+"""What a value means: reads, views, writes, replacement, moves, coming back, ownership, copies, training."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import offload
+import offload.tensor.ops
+import offload.tensor.wrapper
+from offload import OffloadedTensor
+from offload.errors import (
+    ChangedFileError,
+    DtypeMismatchError,
+    MissingFileError,
+    NameInUseError,
+    ShapeMismatchError,
+    StaleViewError,
+    UnsupportedOpError,
+)
+from offload.tensor.tables import FUNCTIONS
+from offload.tensor.wrapper import wrap
+from tests.processes import in_fork, run_script
+
+
+def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = None) -> OffloadedTensor:
+    return OffloadedTensor.from_original_tensor(tensor, name, offload_dir)
+
+
+def stored_in(w: OffloadedTensor) -> torch.Tensor:
+    """The value as a stranger reads it from the file."""
+    return safetensors.torch.load_file(w.offload_path)[w.name]
+
+
+def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
+    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
+    assert expected.stride() == plain.stride()
+    torch.testing.assert_close(plain, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def plain() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(6, 8)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, plain: torch.Tensor) -> Path:
+    """A file that offload did not write, with one tensor `w`."""
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": plain}, path)
+    return path
+
+
+# Ways in
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 5)], ids=str)
+def test_a_tensor_goes_to_disk_and_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Bits, shape, dtype and strides."""
+    tensor = torch.testing.make_tensor(shape, dtype=dtype, device="cpu")
+    w = offloaded(tensor)
+
+    assert (tensor.shape, tensor.dtype, tensor.device) == (w.shape, w.dtype, w.device)
+    assert type(w.materialize()) is torch.Tensor
+    assert_equal(tensor, w)
+
+
+def test_channels_last_strides_are_kept() -> None:
+    """They choose the convolution kernel."""
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+
+    assert image.stride() == offloaded(image).stride()
+    assert offloaded(image).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_file_entry_is_referenced_in_place(checkpoint: Path, plain: torch.Tensor) -> None:
+    """Nothing is copied or written."""
+    before = checkpoint.stat()
+
+    w = OffloadedTensor.from_file(checkpoint, "w")
+    assert_equal(plain, w)
+    assert checkpoint == w.offload_path
+    assert before.st_mtime_ns == checkpoint.stat().st_mtime_ns
+
+
+def test_the_key_may_be_left_out_where_there_is_one(checkpoint: Path) -> None:
+    """With several, the error names some."""
+    assert "w" == OffloadedTensor.from_file(checkpoint).name
+    safetensors.torch.save_file({"a": torch.ones(1), "b": torch.ones(1)}, checkpoint)
+    with pytest.raises(KeyError, match=r"a, b.*key="):
+        OffloadedTensor.from_file(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (OffloadedTensor.empty, torch.zeros(2, 3, dtype=torch.int16)),
+        (OffloadedTensor.zeros, torch.zeros(2, 3, dtype=torch.int16)),
+        (lambda shape, **options: OffloadedTensor.full(shape, 7, **options), torch.full((2, 3), 7, dtype=torch.int16)),
+    ],
+    ids=["empty", "zeros", "full"],
+)
+def test_a_tensor_is_allocated_on_disk(make: Any, expected: torch.Tensor) -> None:
+    """And holds what torch's function of that name gives."""
+    assert_equal(expected, make((2, 3), dtype=torch.int16, name="w"))
+    with pytest.raises(TypeError, match="dtype"):
+        make((2, 3), dtype="int16", name="x")
+
+
+@pytest.mark.parametrize("number", [True, 3, 2.5, 1j])
+def test_full_takes_its_dtype_from_the_number(number: complex) -> None:
+    """As `torch.full`."""
+    assert_equal(torch.full((2,), number), OffloadedTensor.full((2,), number, name="w"))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8),
+    ],
+    ids=["meta", "sparse", "quantized"],
+)
+def test_what_is_not_a_dense_value_is_refused_by_name(tensor: torch.Tensor) -> None:
+    """The error names the tensor."""
+    with pytest.raises(UnsupportedOpError, match="'lm_head'"):
+        offloaded(tensor, "lm_head")
+
+
+def test_an_unknown_device_is_an_error_that_names_those_that_are_here() -> None:
+    """At the door, not at the first op."""
+    with pytest.raises(RuntimeError, match="finds no device 'floppy' here: use one of cpu"):
+        OffloadedTensor.empty((2,), name="w", device="floppy")
+
+
+# What it says of itself
+
+
+def test_metadata_need_no_file(plain: torch.Tensor) -> None:
+    """Shape, dtype, strides and device are known with the file gone."""
+    w = offloaded(plain)
+    os.unlink(w.offload_path)
+
+    assert (6, 8) == tuple(w.shape)
+    assert (torch.float32, torch.device("cpu"), (8, 1), 2) == (w.dtype, w.device, w.stride(), w.dim())
+    assert ("w", False, 48, 6) == (w.name, w.is_meta, w.numel(), len(w))
+
+
+def test_offload_dir_and_path_tell_where_it_is(tmp_path: Path, plain: torch.Tensor) -> None:
+    """The file is in the folder that was named."""
+    w = offloaded(plain, "a.weight", tmp_path)
+
+    assert tmp_path == w.offload_dir
+    assert tmp_path / "a.weight.safetensors" == w.offload_path
+
+
+def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> None:
+    """And `requires_grad`, as torch has it."""
+    assert "OffloadedTensor([1., 2.], name='w')" == repr(offloaded(torch.tensor([1.0, 2.0])))
+    assert "requires_grad=True" in repr(nn.Parameter(offloaded(plain)))
+    assert "OffloadedTensor(3, name='w')" == str(offloaded(torch.tensor(3)))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: path.unlink(), "(file missing)"),
+        (lambda path: path.write_bytes(b"short"), "(not readable: CorruptFileError)"),
+    ],
+)
+def test_text_of_a_tensor_whose_file_is_gone_tells_so(tmp_path: Path, harm: Any, words: str) -> None:
+    """A debugger, a notebook and `print(model)` show tensors that can't be read any more."""
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(offloaded(layer.weight.detach(), "w", tmp_path))
+    harm(tmp_path / "w.safetensors")
+
+    text = repr(layer.weight)
+
+    assert words in text
+    for part in ("shape=(2, 3)", "dtype=torch.float32", "requires_grad=True", "name='w'", str(tmp_path)):
+        assert part in text
+    assert "Linear(in_features=3" in repr(layer)
+
+
+def test_printing_a_large_tensor_reads_little() -> None:
+    """The edges only: the mapping's resident pages stay few."""
+    w = OffloadedTensor.empty((4096, 4096), name="w")
+    before = _resident_file_bytes()
+
+    assert "..." in repr(w)
+    assert _resident_file_bytes() - before < 4 << 20
+
+
+def _resident_file_bytes() -> int:
+    with open("/proc/self/status") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return sum(int(fields[key].split()[0]) * 1024 for key in ("RssFile", "RssShmem"))
+
+
+def test_numbers_are_formatted_as_of_a_plain_tensor() -> None:
+    """Entries in an f-string, and `float`, `int`, `bool`, as an index."""
+    w = offloaded(torch.tensor([1.5, 2.0]))
+
+    assert "1.50" == f"{w[0]:.2f}"
+    assert (1.5, 2, True) == (float(w[0]), int(w[1]), bool(w[1]))
+    assert "b" == "ab"[offloaded(torch.tensor(1), "i")]
+
+
+def test_truth_of_many_values_is_an_error(plain: torch.Tensor) -> None:
+    """As in torch."""
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(offloaded(plain))
+
+
+def test_it_iterates_and_contains_as_a_plain_tensor() -> None:
+    """Rows are offloaded views."""
+    w = offloaded(torch.arange(6.0).view(3, 2))
+
+    assert [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] == [row.tolist() for row in w]
+    assert all(offload.is_offloaded(row) for row in w)
+    assert 3.0 in w
+    assert 7.0 not in w
+
+
+# Reads
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda w, x: F.linear(x, w),
+        lambda w, x: w @ x.t(),
+        lambda w, x: torch.cat([w, x]),
+        lambda w, x: torch.einsum("ij,kj->ik", x, w),
+        lambda w, x: torch.where(w > 0, w, x),
+        lambda w, x: w.sum(0).softmax(-1),
+        lambda w, x: torch.stack([w, w, x]).norm(dim=1),
+        lambda w, x: w[torch.tensor([0, 5, 0])],
+        lambda w, x: F.embedding(torch.tensor([[1], [2]]), w),
+        lambda w, x: torch.linalg.svdvals(w),
+        lambda w, x: w.to(torch.bfloat16) + w.half(),
+        lambda w, x: torch._foreach_add([w, x], 1)[0],
+        lambda w, x: w.t().contiguous(),
+        lambda w, x: (torch.equal(w, w.clone()) and w.max()) or x,
+    ],
+)
+def test_an_op_gives_what_it_gives_on_the_plain_tensor(op: Any, plain: torch.Tensor) -> None:
+    """The same bits, in a plain tensor, that shares no memory with the file."""
+    x = torch.randn(6, 8)
+    w = offloaded(plain.clone())
+    expected, result = op(plain, x), op(w, x)
+
+    assert type(result) is torch.Tensor
+    assert_equal(expected, result)
+    result.fill_(0)
+    assert_equal(plain, w)
+
+
+def test_an_offloaded_tensor_twice_in_an_op_is_itself_twice(plain: torch.Tensor) -> None:
+    """`w @ w.T` and a list that holds it twice."""
+    w = offloaded(plain)
+
+    assert_equal(plain @ plain.T, w @ w.T)
+    assert_equal(torch.cat([plain, plain]), torch.cat([w, w]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.rand_like,
+        torch.randn_like,
+        lambda w: torch.full_like(w, 3.0),
+        lambda w: torch.randint_like(w, 9),
+        lambda w: torch.randint_like(w, 2, 9),
+        lambda w: w.new_empty(2),
+        lambda w: w.new_zeros(2, dtype=torch.int8),
+        lambda w: w.new_ones((2, 2)),
+        lambda w: w.new_full((2,), 5.0),
+        lambda w: w.new_tensor([1.0]),
+        lambda w: w.new_empty_strided((2,), (3,)),
+        lambda w: torch.zeros_like(w, dtype=torch.int64),
+        lambda w: torch.zeros_like(w.t()),
+        lambda w: torch.empty_like(w, device="meta"),
+    ],
+)
+def test_a_tensor_like_it_is_made_with_the_file_closed(make: Any, plain: torch.Tensor) -> None:
+    """Shape, strides, dtype and, where there are, values of the plain one's; the file is gone."""
+    w = offloaded(plain)
+    os.unlink(w.offload_path)
+    torch.manual_seed(1)
+    expected = make(plain)
+    torch.manual_seed(1)
+    result = make(w)
+
+    assert (type(expected), expected.shape, expected.stride()) == (type(result), result.shape, result.stride())
+    assert (expected.dtype, expected.device) == (result.dtype, result.device)
+    if "empty" not in make.__name__ and "<lambda>" != make.__name__:
+        assert_equal(expected, result)
+
+
+def test_equal_is_exact_about_nan() -> None:
+    """A tensor with a NaN does not equal itself; one of integers equals its own view."""
+    nan, whole = offloaded(torch.tensor([1.0, float("nan")])), offloaded(torch.arange(4))
+
+    assert not torch.equal(nan, nan)
+    assert torch.equal(whole, whole.detach())
+    assert torch.equal(whole[1:], whole[1:])
+    assert not torch.equal(whole, whole.flip(0))
+
+
+def test_a_missing_file_is_an_error_that_names_tensor_and_path(plain: torch.Tensor) -> None:
+    """Not zeros."""
+    w = offloaded(plain, "layers.0.weight")
+    os.unlink(w.offload_path)
+
+    with pytest.raises(MissingFileError, match=r"layers\.0\.weight.*safetensors"):
+        w.sum()
+    assert not w.offload_path.exists()
+
+
+def test_a_changed_checkpoint_is_an_error(checkpoint: Path, plain: torch.Tensor) -> None:
+    """Not other numbers."""
+    w = OffloadedTensor.from_file(checkpoint, "w")
+    assert_equal(plain, w)
+    safetensors.torch.save_file({"w": plain + 1}, checkpoint)
+
+    with pytest.raises(ChangedFileError, match=r"'w'.*model\.safetensors"):
+        w.sum()
+
+
+# Views
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda w: w[2],
+        lambda w: w[1:5:2],
+        lambda w: w[..., -3:],
+        lambda w: w.t(),
+        lambda w: w.view(4, 12),
+        lambda w: w.chunk(2)[1],
+        lambda w: w.split(4)[1],
+        lambda w: w.unbind(1)[3],
+        lambda w: w.unsqueeze(0).expand(3, 6, 8),
+        lambda w: w.detach(),
+        lambda w: w.transpose(0, 1)[1:],
+        lambda w: w.diagonal(),
+        lambda w: w.unfold(1, 3, 2),
+        lambda w: w.as_strided((2, 2), (3, 1), 5),
+        lambda w: w.view(torch.int32),
+        lambda w: w.view_as(w),
+        lambda w: w.T[0],
+        lambda w: w.movedim(0, 1),
+        lambda w: w.squeeze(),
+        lambda w: w.narrow(1, 2, 3),
+        lambda w: w.reshape(48),
+        lambda w: w[:0],
+        lambda w: torch.tensor_split(w, 4)[3],
+        lambda w: w.unflatten(1, (2, 4)),
+        lambda w: w[None, 1, None],
+        lambda w: w.data,
+    ],
+)
+def test_a_view_stays_on_disk_and_reads_nothing(cut: Any, plain: torch.Tensor) -> None:
+    """It is made with the file gone, and has the plain view's metadata."""
+    w = offloaded(plain)
+    path, kept = w.offload_path, w.offload_path.with_suffix(".kept")
+    path.rename(kept)
+    view, expected = cut(w), cut(plain)
+
+    assert offload.is_offloaded(view)
+    assert (expected.shape, expected.stride(), expected.dtype) == (view.shape, view.stride(), view.dtype)
+    assert expected.storage_offset() == view.storage_offset()
+    kept.rename(path)
+    torch.testing.assert_close(view.materialize(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cut", [lambda w: w.conj(), lambda w: w.real, lambda w: w.conj().imag, torch.view_as_real])
+def test_lazy_views_of_complex_values(cut: Any) -> None:
+    """Conjugation and negation stay bits."""
+    plain = torch.randn(3, 2, dtype=torch.complex64)
+    view, expected = cut(offloaded(plain)), cut(plain)
+
+    assert offload.is_offloaded(view)
+    assert (expected.is_conj(), expected.is_neg()) == (view.is_conj(), view.is_neg())
+    torch.testing.assert_close(torch.sin(view), torch.sin(expected), rtol=0, atol=0)
+
+
+def test_an_illegal_view_is_torchs_own_error(plain: torch.Tensor) -> None:
+    """Strides decide, as ever."""
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        offloaded(plain).t().view(48)
+
+
+# Writes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.add_(1),
+        lambda w: w[1:3, ::2].fill_(5),
+        lambda w: w.__setitem__(0, 7.0),
+        lambda w: w.t()[2].zero_(),
+        lambda w: w.__setitem__(w > 0, -1.0),
+        lambda w: w.__setitem__(([0, 1], [2, 3]), torch.tensor([8.0, 9.0])),
+        lambda w: w.__setitem__((..., 3), torch.arange(6.0)),
+        lambda w: nn.init.constant_(w, 2.0),
+        lambda w: w.copy_(torch.ones(8)),
+        lambda w: torch.add(torch.ones(6, 8), 1, out=w),
+        lambda w: torch.mul(w, 2, out=w),
+        lambda w: w.index_fill_(0, torch.tensor([1]), 3),
+        lambda w: w.index_add_(0, torch.tensor([0, 0]), torch.ones(2, 8)),
+        lambda w: w.view(-1)[10:20].mul_(0.5),
+        lambda w: w.scatter_(0, torch.zeros(1, 8, dtype=torch.int64), 1.0),
+        lambda w: torch._foreach_mul_([w], 3.0),
+        lambda w: w.masked_fill_(w < 0, 0),
+        lambda w: w.clamp_(-1, 1),
+        lambda w: w.exp_(),
+        lambda w: torch.sum(torch.ones(2, 8), 0, out=w[0]),
+        lambda w: w[1:].sub_(w[0]),
+        lambda w: w.unsqueeze(0).squeeze(0).neg_(),
+    ],
+)
+def test_a_write_goes_through_to_the_file(change: Any, plain: torch.Tensor) -> None:
+    """Of the tensor, of a view of it, or of `out=`; aliases made before see it."""
+    w = offloaded(plain.clone())
+    alias, row = w.detach(), w[0]
+    change(w)
+    change(plain)
+
+    assert_equal(plain, w)
+    assert_equal(plain, alias)
+    assert_equal(plain[0], row)
+    assert_equal(plain, stored_in(w))
+
+
+def test_an_inplace_op_gives_the_tensor_itself(plain: torch.Tensor) -> None:
+    """Also as `out=`, and in an augmented assignment."""
+    w = same = offloaded(plain)
+
+    assert w is w.add_(1).mul_(2)
+    assert w is torch.add(w, 1, out=w)
+    w += 1
+    assert same is w
+
+
+def test_out_of_another_shape_is_resized_as_in_torch() -> None:
+    """With its warning, for a value that is not empty."""
+    w = offloaded(torch.ones(2))
+    with pytest.warns(UserWarning, match="resized"):
+        torch.add(torch.ones(3), 1, out=w)
+
+    assert_equal(torch.full((3,), 2.0), w)
+    assert_equal(torch.full((3,), 2.0), stored_in(w))
+
+
+def test_several_outs_are_written() -> None:
+    """In the structure that torch gives."""
+    values, indices = offloaded(torch.empty(2), "v"), offloaded(torch.empty(2, dtype=torch.int64), "i")
+    result = torch.max(torch.tensor([[1.0, 3.0], [5.0, 4.0]]), dim=1, out=(values, indices))
+
+    assert result.values is values
+    assert result.indices is indices
+    assert ([3.0, 5.0], [1, 0]) == (values.tolist(), indices.tolist())
+
+
+def test_a_checkpoint_is_copied_at_the_first_write(checkpoint: Path, tmp_path: Path, plain: torch.Tensor) -> None:
+    """The file that offload did not create is never written; the copy goes to `offload_dir`."""
+    before = checkpoint.read_bytes()
+    w = OffloadedTensor.from_file(checkpoint, "w", offload_dir=tmp_path / "ours")
+    alias = w[0]
+    w[0].add_(1)
+
+    assert before == checkpoint.read_bytes()
+    assert tmp_path / "ours" / "w.safetensors" == w.offload_path
+    plain[0] += 1
+    assert_equal(plain, w)
+    assert_equal(plain[0], alias)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.add_(1),
+        lambda w: w[0].zero_(),
+        lambda w: torch.add(w, 1, out=w),
+        lambda w: w.update_values(torch.ones(6, 8)),
+        lambda w: w.__setitem__(0, 1.0),
+    ],
+)
+def test_the_version_counter_moves(change: Any, plain: torch.Tensor) -> None:
+    """So that autograd can tell."""
+    w = offloaded(plain)
+    before = w._version
+    change(w)
+
+    assert before < w._version
+
+
+def test_backward_through_a_changed_weight_raises(plain: torch.Tensor) -> None:
+    """As usual, also after update_values."""
+    w, x = offloaded(plain), torch.randn(2, 8, requires_grad=True)
+    for change in (lambda: w.add_(1), lambda: w.update_values(plain), lambda: torch.add(plain, 1, out=w)):
+        loss = F.linear(x, w).sum()
+        change()
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_trainable_leaf_refuses_inplace_ops(plain: torch.Tensor) -> None:
+    """Torch's own error; the file keeps its value."""
+    w = offloaded(plain).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        w.add_(1)
+
+    assert_equal(plain, stored_in(w))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (6,), (3, 4)])
+def test_resize_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    """Smaller, the same, and larger: what was there stays."""
+    plain, w = torch.arange(6.0), offloaded(torch.arange(6.0))
+    for tensor in (plain, w):
+        tensor.resize_(shape)
+
+    assert (plain.shape, plain.stride()) == (w.shape, w.stride())
+    count = min(6, plain.numel())
+    assert plain.flatten()[:count].tolist() == w.flatten()[:count].tolist()
+    w.resize_as_(torch.empty(2, 3))
+    assert (2, 3) == tuple(w.shape)
+
+
+def test_a_view_of_a_part_does_not_grow(plain: torch.Tensor) -> None:
+    """The error names the tensor and the way out."""
+    w = offloaded(plain)
+
+    with pytest.raises(UnsupportedOpError, match=r"'w'.*resize the tensor itself"):
+        w[5].resize_(100)
+    assert_equal(plain, w)
+
+
+def test_set_of_a_plain_tensor_stores_its_value(plain: torch.Tensor) -> None:
+    """And the shape is the new one."""
+    w = offloaded(torch.zeros(2))
+    assert w is w.set_(plain)
+
+    assert_equal(plain, w)
+    assert_equal(plain, stored_in(w))
+
+
+def test_set_of_an_offloaded_tensor_makes_an_alias(plain: torch.Tensor) -> None:
+    """Nothing is copied, and a write to one is seen by the other."""
+    w, other = offloaded(torch.zeros(2), "w"), offloaded(plain, "other")
+    w.set_(other)
+    w.zero_()
+
+    assert "other" == w.name
+    assert 0 == other.abs().sum()
+
+
+def test_a_plain_tensor_is_not_set_to_a_file(plain: torch.Tensor) -> None:
+    """It could not write through: an error says what to do."""
+    with pytest.raises(UnsupportedOpError, match=r"'w'.*copy_"):
+        torch.empty(0).set_(offloaded(plain))
+
+
+def test_inplace_views_change_metadata_only(plain: torch.Tensor) -> None:
+    """`t_`, `squeeze_`, `unsqueeze_`, `transpose_` leave the file alone."""
+    w = offloaded(plain)
+    before = w.offload_path.stat().st_mtime_ns
+    w.t_().unsqueeze_(0).squeeze_(0)
+
+    assert_equal(plain.t(), w)
+    assert before == w.offload_path.stat().st_mtime_ns
+
+
+# update_values
+
+
+def test_update_values_replaces_the_file(plain: torch.Tensor) -> None:
+    """Every alias and view sees the new value; a mapping that is read keeps the old one."""
+    w = offloaded(plain)
+    alias, row, array = w.detach(), w[0], w.numpy()
+    inode = w.offload_path.stat().st_ino
+    w.update_values(plain + 1)
+
+    assert_equal(plain + 1, w)
+    assert_equal(plain + 1, alias)
+    assert_equal(plain[0] + 1, row)
+    assert_equal(plain + 1, stored_in(w))
+    assert (plain.numpy() == array).all()
+    assert inode != w.offload_path.stat().st_ino
+
+
+def test_update_values_refuses_another_shape(plain: torch.Tensor) -> None:
+    """Names the tensor, both shapes and the flag; with the flag the shape changes."""
+    w = offloaded(plain)
+    with pytest.raises(ShapeMismatchError, match=r"'w'.*\(6, 8\).*\(2,\).*strict_shape=False"):
+        w.update_values(torch.ones(2))
+    assert_equal(plain, w)
+
+    w.update_values(torch.ones(2), strict_shape=False)
+    assert_equal(torch.ones(2), w)
+
+
+def test_update_values_refuses_another_dtype(plain: torch.Tensor) -> None:
+    """Names the tensor, both dtypes and the flag; with the flag the dtype changes."""
+    w = offloaded(plain)
+    with pytest.raises(DtypeMismatchError, match=r"'w'.*float32.*float16.*strict_dtype=False"):
+        w.update_values(plain.half())
+    assert_equal(plain, w)
+
+    w.update_values(plain.half(), strict_dtype=False)
+    assert torch.float16 == w.dtype
+    assert_equal(plain.half(), w)
+
+
+def test_update_values_takes_an_offloaded_value_even_its_own_view() -> None:
+    """A transpose of itself reads the old value while the new one is written."""
+    square = torch.randn(5, 5)
+    w = offloaded(square)
+    w.update_values(w.t())
+
+    assert_equal(square.t().contiguous(), w)
+
+
+def test_update_values_through_a_part_is_refused(plain: torch.Tensor) -> None:
+    """The error says what to use."""
+    w = offloaded(plain)
+    with pytest.raises(UnsupportedOpError, match=r"'w'.*copy_"):
+        w[:2].update_values(torch.ones(2, 8))
+
+
+def test_update_values_refuses_integers_for_what_requires_grad(plain: torch.Tensor) -> None:
+    """Before anything is written."""
+    w = nn.Parameter(offloaded(plain))
+    with pytest.raises(RuntimeError, match=r"'w'.* floating point .*, not torch\.int8: call requires_grad_\(False\)"):
+        w.update_values(torch.ones(6, 8, dtype=torch.int8), strict_dtype=False)
+
+    assert_equal(plain, w)
+
+
+def test_an_old_view_of_a_new_layout_is_an_error(plain: torch.Tensor) -> None:
+    """It would be cut out of other numbers."""
+    w = offloaded(plain)
+    row, alias = w[0], w.detach()
+    w.update_values(torch.ones(3), strict_shape=False)
+
+    for stale in (row, alias):
+        with pytest.raises(StaleViewError, match=r"'w'.*cut the view again"):
+            stale.sum()
+        with pytest.raises(StaleViewError):
+            stale[0]
+        with pytest.raises(StaleViewError):
+            torch.zeros_like(stale)
+    assert [1.0] == w[:1].tolist()
+
+
+# Moves and casts
+
+
+def with_another_device(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a forked child where a device `elsewhere` can be named; torch has no kernels for it.
+
+    The test gets a list to which comes what is sent there, in bytes.
+    """
+
+    @functools.wraps(test)
+    def run(plain: torch.Tensor, **others: Any) -> None:
+        assert in_fork(lambda: test(plain, sent=_set_up_device(), **others))
+
+    parameters = [parameter for name, parameter in inspect.signature(test).parameters.items() if name != "sent"]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _set_up_device() -> list[int]:
+    _setup_privateuseone_for_python_backend("elsewhere")
+    sent: list[int] = []
+
+    def send(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
+        if target.type == "elsewhere":
+            sent.append(guest.numel() * guest.itemsize)
+        return guest
+
+    def known(device: Any) -> torch.device:
+        return torch.device(torch.device(device).type, 0) if "elsewhere" in str(device) else torch.device(device)
+
+    offload.tensor.wrapper.sent_to = offload.tensor.rules.sent_to = offload.tensor.ops.sent_to = send
+    offload.tensor.wrapper.checked_device = offload.tensor.ops.checked_device = known
+    return sent
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda w: w.to("elsewhere"),
+        lambda w: w.to(device="elsewhere:0"),
+        lambda w: w.to("elsewhere", torch.float32),
+        lambda w: torch.ops.aten._to_copy(w, device="elsewhere"),
+    ],
+)
+@with_another_device
+def test_a_move_gives_the_same_file_with_another_target(plain: torch.Tensor, sent: list[int], move: Any) -> None:
+    """Nothing is read: the file is away meanwhile."""
+    w = offloaded(plain)
+    path, kept = w.offload_path, w.offload_path.with_suffix(".kept")
+    path.rename(kept)
+    moved = move(w)
+    back = moved.cpu()
+    kept.rename(path)
+
+    assert offload.is_offloaded(moved)
+    assert ("elsewhere:0", w.offload_path) == (str(moved.device), moved.offload_path)
+    assert torch.device("cpu") == w.device
+    assert offload.is_offloaded(back)
+    assert torch.device("cpu") == back.device
+    assert [] == sent
+    assert_equal(plain, back)
+
+
+@with_another_device
+def test_a_moved_tensor_shares_the_value(plain: torch.Tensor, sent: list[int]) -> None:
+    """A write through one is seen by the other."""
+    w = offloaded(plain.clone())
+    moved = w.to("elsewhere")
+    w.add_(1)
+    assert_equal(plain + 1, moved.cpu())
+
+    moved[0].zero_()
+    assert 0 == w[0].abs().sum()
+
+
+def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
+    """So that autograd sees a write through the other one. (torch can exchange the CPU for some devices only.)"""
+    w = offloaded(plain)
+    gpu = torch.device("cuda", 0)
+    moved = offload.tensor.ops.move_with_version(lambda t: wrap(t._handle, t._twin, gpu), (w,), {})
+    w.add_(1)
+
+    assert gpu == moved.device
+    assert 1 == w._version == moved._version
+    torch.autograd.graph.increment_version(moved)
+    assert 2 == w._version
+    for move in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+        assert offload.tensor.ops.move_with_version is FUNCTIONS[move]
+
+
+@with_another_device
+def test_parameters_and_modules_move(plain: torch.Tensor, sent: list[int]) -> None:
+    """A moved trainable tensor is followed by autograd; a module keeps its parameters on disk."""
+    layer = nn.Linear(8, 6, bias=False)
+    layer.weight = nn.Parameter(offloaded(plain))
+    moved = layer.weight.to("elsewhere")
+    path = moved.offload_path
+
+    assert (True, False) == (moved.requires_grad, moved.is_leaf)
+    del moved
+    layer.to("elsewhere")
+    assert isinstance(layer.weight, nn.Parameter)
+    assert offload.is_offloaded(layer.weight)
+    assert ("elsewhere:0", path) == (str(layer.weight.device), layer.weight.offload_path)
+    layer.to("cpu")
+    assert_equal(plain, layer.weight.detach())
+    assert [] == sent
+
+
+@with_another_device
+def test_tensors_are_made_for_another_device(plain: torch.Tensor, sent: list[int]) -> None:
+    """The values go there op by op."""
+    w = OffloadedTensor.full((2,), 5, name="w", device="elsewhere")
+
+    assert "elsewhere:0" == str(w.device)
+    assert "elsewhere:0" == str(OffloadedTensor.from_file(w.offload_path, device="elsewhere").device)
+    assert [5, 5] == w.cpu().tolist()
+    assert [] == sent
+    w.sum()
+    assert [16] == sent
+
+
+@with_another_device
+def test_a_part_is_sent_alone(plain: torch.Tensor, sent: list[int]) -> None:
+    """A view of a moved tensor is a view on that device."""
+    row = offloaded(plain).to("elsewhere")[2]
+    row.sum()
+
+    assert ("elsewhere:0", (8,)) == (str(row.device), tuple(row.shape))
+    assert [8 * 4] == sent
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda w: F.embedding(torch.tensor([0, 3, 3]), w),
+        lambda w: torch.index_select(w, 0, torch.tensor([5, 1])),
+        lambda w: w.index_select(0, torch.tensor([5, 1])),
+        lambda w: w[torch.tensor([4, 0])],
+        lambda w: w[torch.tensor([4, 0]), torch.tensor([1, 1])],
+        lambda w: torch.gather(w, 0, torch.tensor([[1] * 8])),
+        lambda w: w.gather(dim=0, index=torch.tensor([[2] * 8])),
+    ],
+)
+@with_another_device
+def test_picked_rows_are_sent_alone(plain: torch.Tensor, sent: list[int], pick: Any) -> None:
+    """On another device the rows are picked where the file is; the table stays."""
+    expected, result = pick(plain), pick(offloaded(plain).to("elsewhere"))
+
+    assert [expected.numel() * 4] == sent
+    assert_equal(expected, result)
+
+
+@pytest.mark.parametrize(
+    "cast", [lambda w: w.to(torch.float16), lambda w: w.half(), lambda w: w.to("cpu", torch.int8), lambda w: w.double()]
+)
+def test_a_cast_is_plain_and_leaves_the_original(cast: Any, plain: torch.Tensor) -> None:
+    """Models cast weights inside their forward: that writes no files."""
+    w = offloaded(plain)
+    result = cast(w)
+
+    assert type(result) is torch.Tensor
+    assert_equal(cast(plain), result)
+    assert torch.float32 == w.dtype
+    assert_equal(plain, stored_in(w))
+
+
+def test_to_where_it_is_gives_the_tensor_itself(plain: torch.Tensor) -> None:
+    """As in torch; with `copy=True` a plain copy."""
+    w = offloaded(plain)
+
+    assert w is w.to("cpu")
+    assert w is w.cpu()
+    assert w is w.to(torch.float32)
+    assert type(w.to("cpu", copy=True)) is torch.Tensor
+
+
+def test_to_meta_gives_a_meta_tensor_without_reading(plain: torch.Tensor) -> None:
+    """With the plain one's strides and dtype."""
+    w = offloaded(plain)
+    os.unlink(w.offload_path)
+    for move in (lambda t: t.to("meta"), lambda t: t.t().to("meta"), lambda t: t.to("meta", torch.float16)):
+        expected, result = move(plain), move(w)
+
+        assert result.is_meta
+        assert (type(expected), expected.shape, expected.stride()) == (type(result), result.shape, result.stride())
+        assert expected.dtype == result.dtype
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a device that is not there")
+def test_a_device_that_is_not_there_is_torchs_own_error(plain: torch.Tensor) -> None:
+    """At the move, not later."""
+    with pytest.raises(AssertionError) as expected:
+        plain.to("cuda")
+    with pytest.raises(AssertionError) as raised:
+        offloaded(plain).to("cuda")
+
+    assert str(expected.value) == str(raised.value)
+
+
+# Assigning .data
+
+
+def test_assigning_data_replaces_the_stored_value(plain: torch.Tensor) -> None:
+    """Of another dtype and shape too; the tensor stays a trainable leaf, with its grad."""
+    w = nn.Parameter(offloaded(plain))
+    w.grad = torch.ones(6, 8)
+    w.data = plain[:2].half()
+
+    assert isinstance(w, nn.Parameter)
+    assert offload.is_offloaded(w)
+    assert (True, True) == (w.requires_grad, w.is_leaf)
+    assert (6, 8) == tuple(w.grad.shape)
+    assert_equal(plain[:2].half(), w.detach())
+    assert_equal(plain[:2].half(), stored_in(w))
+
+
+def test_assigning_data_leaves_the_old_value_to_others(plain: torch.Tensor) -> None:
+    """As in torch: a value that was kept can be put back."""
+    w = nn.Parameter(offloaded(plain))
+    kept = w.data
+    w.data = plain * 2
+
+    assert_equal(plain, kept)
+    assert_equal(plain * 2, w.detach())
+    w.data = kept
+    assert_equal(plain, w.detach())
+
+
+def test_assigning_a_view_of_itself_makes_it_that_view(plain: torch.Tensor) -> None:
+    """`p.data = p.data.t()`: strides as in torch, nothing written, old views right."""
+    w, p = nn.Parameter(offloaded(plain)), nn.Parameter(plain.clone())
+    kept, before = w.data, w.offload_path.stat().st_mtime_ns
+    for parameter in (w, p):
+        parameter.data = parameter.data.t()
+
+    assert (p.shape, p.stride(), p.requires_grad) == (w.shape, w.stride(), w.requires_grad)
+    assert_equal(p.detach(), w.detach())
+    assert_equal(plain, kept)
+    assert before == w.offload_path.stat().st_mtime_ns
+
+
+def test_assigning_an_offloaded_tensor_shares_its_file(plain: torch.Tensor) -> None:
+    """As in torch, where both are over one storage from then on."""
+    w, other = offloaded(torch.zeros(2), "w"), offloaded(plain, "other")
+    w.data = other
+    other[0].zero_()
+
+    assert other.offload_path == w.offload_path
+    assert 0 == w[0].abs().sum()
+
+
+def test_assigning_data_in_a_named_folder_makes_old_views_an_error(tmp_path: Path, plain: torch.Tensor) -> None:
+    """There one name has one file: what can't be kept is not shown wrong."""
+    w = offloaded(plain, "w", tmp_path)
+    kept = w.data
+    w.data = plain * 2
+
+    assert_equal(plain * 2, stored_in(w))
+    assert_equal(plain * 2, w)
+    with pytest.raises(StaleViewError):
+        kept.sum()
+
+
+def test_assigning_data_to_a_part_leaves_the_whole(tmp_path: Path, plain: torch.Tensor) -> None:
+    """As in torch: the part gets a value of its own."""
+    w = offloaded(plain, "w", tmp_path)
+    part = w[1:]
+    part.data = torch.ones(3)
+
+    assert_equal(torch.ones(3), part)
+    assert_equal(plain, w)
+    assert_equal(plain, stored_in(w))
+
+
+def test_assigning_data_refuses_integers_for_what_requires_grad(plain: torch.Tensor) -> None:
+    """Torch's own words; the file keeps its value."""
+    w = nn.Parameter(offloaded(plain))
+    with pytest.raises(RuntimeError, match="data set to a tensor that requires gradients must be floating point"):
+        w.data = torch.ones(2, dtype=torch.int64)
+
+    assert_equal(plain, w.detach())
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.set_data, torch.ops.aten.set_data.default])
+def test_set_data_is_refused_with_the_way_out(op: Any, plain: torch.Tensor) -> None:
+    """torch would swap metadata and leave the file."""
+    w = offloaded(plain)
+    with pytest.raises(UnsupportedOpError, match=r"set_data.*'w'.*\.data"):
+        op(w, torch.ones(2))
+
+
+# Coming back
+
+
+def test_materialize_is_independent(plain: torch.Tensor) -> None:
+    """Writing to it leaves the file, and the other way round."""
+    w = offloaded(plain)
+    result = w.materialize()
+    result.zero_()
+
+    assert_equal(plain, w)
+    assert not result.requires_grad
+
+
+def test_materialize_takes_nests(plain: torch.Tensor) -> None:
+    """Lists, tuples and dicts are rebuilt; the rest stays as it is; equal views come back as one."""
+    w = offloaded(plain)
+    result = offload.materialize({"a": [w, 1], "b": (w.detach(), "x", w[0]), "c": plain})
+
+    assert_equal(plain, result["a"][0])
+    assert result["a"][0] is result["b"][0]
+    assert_equal(plain[0], result["b"][2])
+    assert (1, "x") == (result["a"][1], result["b"][1])
+    assert plain is result["c"]
+    assert not any(offload.is_offloaded(leaf) for leaf in torch.utils._pytree.tree_leaves(result))
+
+
+def test_materialize_brings_a_module_back_into_memory(plain: torch.Tensor) -> None:
+    """In place, with ties, grads and buffers."""
+    module = nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 6))
+    module[0].weight = module[1].weight = nn.Parameter(offloaded(plain), requires_grad=False)
+    module[0].register_buffer("steps", offloaded(torch.tensor(3), "steps"))
+
+    assert module is offload.materialize(module)
+    assert module[0].weight is module[1].weight
+    assert type(module[0].weight) is nn.Parameter
+    assert not module[0].weight.requires_grad
+    assert_equal(plain, module[0].weight.detach())
+    assert_equal(torch.tensor(3), module[0].steps)
+
+
+def test_is_offloaded_tells_which_are_on_disk(plain: torch.Tensor) -> None:
+    """Parameters and views are; results and other things are not."""
+    w = nn.Parameter(offloaded(plain))
+
+    assert offload.is_offloaded(w)
+    assert offload.is_offloaded(w[0])
+    assert not offload.is_offloaded(w + 1)
+    assert not offload.is_offloaded("w")
+
+
+def test_numpy_shares_the_file(plain: torch.Tensor) -> None:
+    """Of a file of ours; writing to the array is writing to the tensor."""
+    w = offloaded(plain)
+    array = w.numpy()
+    array[0, 0] = 7
+
+    assert 7 == w[0, 0].item()
+    assert array.flags.writeable
+    assert np.asarray(w).base is not None
+    assert np.array_equal(np.asarray(w, dtype=np.float64), w.double().numpy())
+
+
+def test_numpy_over_a_checkpoint_is_read_only(checkpoint: Path, plain: torch.Tensor) -> None:
+    """A file that offload did not create is never written."""
+    array = OffloadedTensor.from_file(checkpoint, "w").numpy()
+
+    with pytest.raises(ValueError, match="read-only"):
+        array[0, 0] = 1
+    assert (plain.numpy() == array).all()
+
+
+def test_numpy_of_a_trainable_tensor_is_torchs_own_error(plain: torch.Tensor) -> None:
+    """Unless forced."""
+    w = offloaded(plain).requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        w.numpy()
+
+    assert (plain.numpy() == w.numpy(force=True)).all()
+
+
+def test_dlpack_shares_a_file_of_ours_and_copies_a_checkpoint(checkpoint: Path, plain: torch.Tensor) -> None:
+    """`from_dlpack` of torch and numpy; a trainable tensor is refused as in torch."""
+    w, referenced = offloaded(plain), OffloadedTensor.from_file(checkpoint, "w")
+
+    assert_equal(plain, torch.from_dlpack(w))
+    assert (plain.numpy() == np.from_dlpack(w)).all()
+    torch.from_dlpack(w)[0, 0] = 7
+    assert 7 == w[0, 0].item()
+    torch.from_dlpack(referenced).zero_()
+    assert_equal(plain, referenced)
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.from_dlpack(w.requires_grad_())
+
+
+def test_lists_and_items(plain: torch.Tensor) -> None:
+    """`tolist`, `item`, `__array__` of views."""
+    w = offloaded(plain)
+
+    assert plain.tolist() == w.tolist()
+    assert plain[1, 2].item() == w[1, 2].item()
+    assert (plain.t().numpy() == np.asarray(w.t())).all()
+
+
+# Ownership
+
+
+def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
+    """Views and parameters keep it; no cycle keeps it longer: the collector is off."""
+    gc.disable()
+    try:
+        w = offloaded(plain)
+        path = w.offload_path
+        view, parameter = w[0], nn.Parameter(w)
+        del w
+        assert path.exists()
+        del parameter
+        assert_equal(plain[0], view)
+        del view
+        assert not path.exists()
+    finally:
+        gc.enable()
+
+
+def test_a_file_in_a_named_folder_stays(tmp_path: Path, plain: torch.Tensor) -> None:
+    """And is opened again."""
+    w = offloaded(plain, "a/b", tmp_path)
+    w.add_(1)
+    w.flush()
+    path = w.offload_path
+    del w
+
+    assert_equal(plain + 1, OffloadedTensor.from_file(path))
+    assert "a/b" == OffloadedTensor.from_file(path).name
+
+
+def test_two_live_tensors_do_not_share_a_name(tmp_path: Path, plain: torch.Tensor) -> None:
+    """In one folder, whatever is allowed; a dropped one frees it, and leaves its file."""
+    w = offloaded(plain, "w", tmp_path)
+    with pytest.raises(NameInUseError, match=r"'w'.*a live tensor"):
+        OffloadedTensor.from_original_tensor(plain, "w", tmp_path, exist_ok=True)
+    del w
+
+    assert_equal(plain, OffloadedTensor.from_original_tensor(plain, "w", tmp_path, exist_ok=True))
+
+
+def test_private_files_go_when_the_process_ends_badly(tmp_path: Path) -> None:
+    """After an exception."""
+    code = """
+        import sys, torch
+        from offload import OffloadedTensor
+        kept = OffloadedTensor.from_original_tensor(torch.ones(3), "w")
+        print(kept.offload_path)
+        raise RuntimeError
+    """
+    path = Path(run_script(code, expected=1).strip())
+
+    assert not path.exists()
+    assert not path.parent.exists()
+
+
+# Copies
+
+
+def test_clone_is_plain_and_deepcopy_offloaded(plain: torch.Tensor) -> None:
+    """Both independent."""
+    w = offloaded(plain)
+    cloned, copied = w.clone(), copy.deepcopy(w)
+    w.zero_()
+
+    assert type(cloned) is torch.Tensor
+    assert offload.is_offloaded(copied)
+    assert w.offload_path != copied.offload_path
+    assert_equal(plain, cloned)
+    assert_equal(plain, copied)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
+def test_deepcopy_keeps_parameter_and_grad_as_torch_does(kind: Any, plain: torch.Tensor) -> None:
+    """A leaf keeps its gradient, as a copy; a parameter comes without."""
+    expected, w = (kind(tensor) for tensor in (plain.clone(), offloaded(plain)))
+    for tensor in (expected, w):
+        tensor.grad = torch.ones(6, 8)
+    expected, copied = copy.deepcopy(expected), copy.deepcopy(w)
+
+    assert isinstance(expected, nn.Parameter) == isinstance(copied, nn.Parameter)
+    assert (expected.grad is None) == (copied.grad is None)
+    if expected.grad is not None:
+        assert_equal(expected.grad, copied.grad)
+        assert w.grad is not copied.grad
+
+
+def test_deepcopy_keeps_the_cut(plain: torch.Tensor) -> None:
+    """Of a leaf; for another tensor it raises, as torch does."""
+    w = nn.Parameter(offloaded(plain))
+    view = copy.deepcopy(w.detach().t())
+
+    assert_equal(plain.t(), view)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(w[0])
+
+
+def test_deepcopy_keeps_ties(plain: torch.Tensor) -> None:
+    """One object stays one; two tensors over one file stay over one."""
+    w = offloaded(plain)
+    first, second, row = copy.deepcopy([w, w, w[0]])
+
+    assert first is second
+    assert first.offload_path == row.offload_path
+    row.zero_()
+    assert 0 == first[0].abs().sum()
+    assert_equal(plain, w)
+
+
+def test_copy_is_an_alias(plain: torch.Tensor) -> None:
+    """`copy.copy` shares the value, and keeps what it is."""
+    w = nn.Parameter(offloaded(plain), requires_grad=False)
+    alias = copy.copy(w)
+    alias.zero_()
+
+    assert isinstance(alias, nn.Parameter)
+    assert not alias.requires_grad
+    assert 0 == w.abs().sum()
+
+
+@pytest.mark.parametrize("dump", [pickle.dumps, lambda value: _saved(value)], ids=["pickle", "torch.save"])
+def test_pickles_hold_plain_values(dump: Callable[[Any], bytes], plain: torch.Tensor) -> None:
+    """Parameters stay parameters."""
+    data = dump({"w": offloaded(plain), "p": nn.Parameter(offloaded(plain)), "row": offloaded(plain)[0]})
+    loaded = torch.load(io.BytesIO(data), weights_only=True) if dump is not pickle.dumps else pickle.loads(data)
+
+    assert type(loaded["w"]) is torch.Tensor
+    assert type(loaded["p"]) is nn.Parameter
+    assert_equal(plain, loaded["w"])
+    assert_equal(plain[0], loaded["row"])
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def test_a_saved_state_dict_loads_without_offload(tmp_path: Path, plain: torch.Tensor) -> None:
+    """In a process where offload can't be imported, with `weights_only`."""
+    module = nn.Linear(8, 6)
+    module.weight = nn.Parameter(offloaded(plain))
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    code = """
+        import sys
+        sys.modules["offload"] = None
+        import torch
+        state = torch.load(sys.argv[1], weights_only=True)
+        print(type(state["weight"]).__name__, state["weight"].double().sum().item())
+    """
+
+    assert f"Tensor {plain.double().sum().item()}" == run_script(code, tmp_path / "state.pt").strip()
+
+
+def test_torch_save_keeps_ties(plain: torch.Tensor) -> None:
+    """Two views of one value are over one storage after loading."""
+    w = offloaded(plain)
+    loaded = torch.load(io.BytesIO(_saved([w, w[0]])), weights_only=True)
+    loaded[1].zero_()
+
+    assert 0 == loaded[0][0].abs().sum()
+
+
+def test_safetensors_saves_offloaded_tensors(tmp_path: Path, plain: torch.Tensor) -> None:
+    """`save_file` of separate ones, `save_model` of tied ones, which it finds by address."""
+    module = nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 6))
+    module[0].weight = module[1].weight = nn.Parameter(offloaded(plain))
+    safetensors.torch.save_model(module, str(tmp_path / "model.safetensors"))
+    safetensors.torch.save_file({"w": offloaded(plain), "v": offloaded(plain + 1)}, tmp_path / "file.safetensors")
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "file.safetensors")
+
+    assert {"0.bias", "1.bias", "0.weight"} == set(saved)
+    assert_equal(plain, saved["0.weight"])
+    assert_equal(plain + 1, loaded["v"])
+
+
+# Training
+
+
+def test_gradients_flow_through_a_frozen_weight(plain: torch.Tensor) -> None:
+    """To the input and to adapters, with the plain one's bits."""
+    results = []
+    for weight in (plain, offloaded(plain)):
+        torch.manual_seed(0)
+        x = torch.randn(3, 8, requires_grad=True)
+        adapter = torch.randn(6, 6, requires_grad=True)
+        (F.linear(x, weight) @ adapter).square().sum().backward()
+        results.append((x.grad, adapter.grad))
+
+    for expected, actual in zip(*results, strict=True):
+        assert_equal(expected, actual)
+
+
+def test_a_trainable_tensor_gets_a_plain_grad(plain: torch.Tensor) -> None:
+    """And hooks on it run."""
+    w, p = nn.Parameter(offloaded(plain)), nn.Parameter(plain.clone())
+    seen: list[torch.Tensor] = []
+    w.register_hook(lambda grad: seen.append(grad))
+    for parameter in (w, p):
+        (parameter * parameter).sum().backward()
+
+    assert type(w.grad) is torch.Tensor
+    assert_equal(p.grad, w.grad)
+    assert 1 == len(seen)
+
+
+def test_hash_and_eq_are_those_of_tensors(plain: torch.Tensor) -> None:
+    """Identity for dicts and sets, element by element for `==`."""
+    w, other = offloaded(plain), offloaded(plain)
+
+    assert "here" == {w: "here", other: "there"}[w]
+    assert 2 == len({w, other, w})
+    assert (w == other).all()
+    assert type(w == other) is torch.Tensor
+
+
+def test_values_of_dtypes_that_torch_can_not_copy_come_back() -> None:
+    """torch has no copy kernel for these: their bytes are copied."""
+    bits = torch.arange(4, dtype=torch.uint8)
+
+    back = OffloadedTensor.from_original_tensor(bits.view(torch.uint4), "bits").materialize()
+
+    assert torch.uint4 == back.dtype
+    assert torch.equal(bits, back.view(torch.uint8))
+
+
+def test_sizes_may_be_of_any_integer_type() -> None:
+    """numpy's, say."""
+    import numpy
+
+    assert (3, 2) == tuple(OffloadedTensor.empty((numpy.int64(3), 2), name="sized").shape)
