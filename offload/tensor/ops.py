@@ -23,6 +23,7 @@ from offload.tensor.outside import CPU
 from offload.tensor.rules import (
     call,
     decompose_in_sight,
+    decompose_with_views,
     guests_of,
     is_followed,
     named_guests,
@@ -149,6 +150,12 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def convolve(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.jit.trace` records the op that it is made of, and not this one."""
     return decompose_in_sight(func, args, kwargs) if is_traced() else read(func, args, kwargs)
+
+
+@implements(aten.linear.default, aten.matmul.default)
+def multiply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """In inference mode they come whole, and take another kernel for a weight that requires grad."""
+    return decompose_with_views(func, args, kwargs)
 
 
 # What only needs to know the tensor, not its value

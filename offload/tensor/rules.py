@@ -100,6 +100,13 @@ def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return call(func._op_dk, (torch._C.DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
+def decompose_with_views(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As `decompose`, and views know whether their base requires grad, as outside of this."""
+    with _keys_kept():
+        _exclude(_VIEWS, False)
+        return decompose(func, args, kwargs)
+
+
 def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As `decompose`, of an op that has a kernel for all: and `torch.jit.trace`, excluded here, records the others."""
     caller = sys._getframe(3)  # above this, the rule, and `__torch_dispatch__`
@@ -168,6 +175,7 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 _LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _TRACER = torch._C._dispatch_key_parse("Tracer")
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _keys_kept = torch._C._PreserveDispatchKeyGuard

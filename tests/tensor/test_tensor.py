@@ -712,7 +712,7 @@ def _set_up_device() -> list[int]:
         return torch.device(torch.device(device).type, 0) if "elsewhere" in str(device) else torch.device(device)
 
     offload.tensor.wrapper.sent_to = offload.tensor.rules.sent_to = offload.tensor.ops.sent_to = send
-    offload.tensor.wrapper.checked_device = offload.tensor.ops.checked_device = known
+    offload.tensor.wrapper.computing_device = offload.tensor.ops.checked_device = known
     return sent
 
 

@@ -211,7 +211,7 @@ def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
     before = contents(tmp_path)
 
     def puts(call):
-        return call.name == "os.replace" and "put_file" in call.where
+        return call.name == "os.replace" and "put_beside" in call.where
 
     with faults.failing(1, errno.ENOSPC, only=puts) as fault, pytest.raises(OSError, match="free some space"):
         offload.save_training(tmp_path, network(), step=2)
