@@ -82,6 +82,5 @@ def test_a_call_leaves_no_descriptor_open(name, tmp_path):
 
     act()
     before = act()
-    after = min(act() for _ in range(2))
 
-    assert before >= after
+    assert any(act() <= before for _ in range(50))  # what leaks one each time never comes back to it
