@@ -63,9 +63,9 @@ class FolderLock:
     def close(self) -> None:
         """Let go of the file, and of the lock with it; whoever wants that again opens it again."""
         with self._threads:
-            if self._pid == os.getpid():
+            is_ours, self._pid = self._pid == os.getpid(), 0  # first: after an interrupt it is not closed again
+            if is_ours:
                 os.close(self._fd)
-            self._pid = 0
 
 
 def lock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bool:

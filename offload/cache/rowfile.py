@@ -76,9 +76,10 @@ class Descriptors:
             raise
 
     def close(self) -> None:
-        for fd in {self.fd, self.random} - {-1}:
+        left = {self.fd, self.random} - {-1}
+        self.fd = self.random = -1  # first: after an interrupt none is closed again, which may be another's by then
+        for fd in left:
             os.close(fd)
-        self.fd = self.random = -1
 
     def __del__(self) -> None:
         if getattr(self, "random", -1) != -1:
