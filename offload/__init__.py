@@ -10,34 +10,41 @@
 | have large results and loads go to disk | `offloading` |
 | know which is which | `is_offloaded` |
 | load a transformers model | `from_pretrained` |
-| keep a model's keys and values on disk | `kv_cache` |
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
 | move a model that is in memory to disk | `disk_offload` |
-| say how much stays in memory | `set_max_memory`, `keep_resident`, `evict`, `set_read_ahead` |
-| see what is in memory | `memory_summary`, `plot_memory` |
+| say how much stays in memory, and see it | `set_max_memory`, `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | keep rows by index, for months, from many processes | `TensorCache` |
-| read files and tables of others into one | `cache_from` |
 | write a checkpoint, in little memory | `save_checkpoint` |
 | quantize a model with torchao, on disk | `quantize_` |
 | merge an adapter into its base, on disk | `merge_lora` |
 | round a tensor to 4 bits | `quantize_int4` |
-| train with state on disk | `offload_optimizer`, `offload_activations` |
-| save training as a whole, and go on after a crash | `save_training`, `load_training` |
 | keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
-| open, or write, a folder of tensordict's | `offload.integrations.tensordict` |
 | store a tensor subclass of your own | `register_subclass` |
-| catch what can go wrong | `OffloadError` and the others in `offload.errors` |
+| catch what can go wrong | `OffloadError` |
+
+In modules, which `import offload` brings along:
+
+| in | to | use |
+| --- | --- | --- |
+| `offload.budget` | keep values in memory, or drop them | `keep_resident` `evict` |
+| | say how far to read ahead | `set_read_ahead` |
+| `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
+| | save training as a whole, and go on after a crash | `save_training` `load_training` |
+| `offload.report` | write a page of what memory and disk did | `plot_memory` |
+| `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
+| | read files and tables of others into a cache | `cache_from` |
+| | open, or write, a folder of tensordict's | `tensordict` |
+| `offload.errors` | catch what can go wrong, by its name | |
 """
 
-from offload.budget import evict, keep_resident, memory_summary, set_max_memory, set_read_ahead
+from offload import budget, errors, integrations, report, training  # noqa: F401
+from offload.budget import memory_summary, set_max_memory
 from offload.cache.table import TensorCache
 from offload.errors import OffloadError
 from offload.integrations.accelerate import init_empty_weights
-from offload.integrations.kv_cache import kv_cache
 from offload.integrations.peft import merge_lora
-from offload.integrations.rows import cache_from
 from offload.integrations.torchao import quantize_
 from offload.integrations.transformers import from_pretrained
 from offload.models.device_map import ON_DISK
@@ -52,15 +59,11 @@ from offload.models.saving import save_checkpoint
 from offload.models.values import MapReport, map_values, offloaded_like
 from offload.offloading.context import offloading
 from offload.quantizer import quantize_int4
-from offload.report.page import plot_memory
 from offload.storage.subclasses import register_subclass
 from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded
-from offload.training.activations import offload_activations
-from offload.training.checkpoints import load_training, save_training
-from offload.training.optimizer import offload_optimizer
 from offload.tree.saved import load_tree, save_tree
 
 __all__ = [
@@ -70,35 +73,25 @@ __all__ = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
-    "cache_from",
     "disk_offload",
-    "evict",
     "from_pretrained",
     "init_empty_weights",
     "is_offloaded",
-    "keep_resident",
-    "kv_cache",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
-    "load_training",
     "load_tree",
     "map_values",
     "materialize",
     "memory_summary",
     "merge_lora",
-    "offload_activations",
-    "offload_optimizer",
     "offloaded_like",
     "offloading",
-    "plot_memory",
     "quantize_",
     "quantize_int4",
     "register_subclass",
     "save_checkpoint",
-    "save_training",
     "save_tree",
     "set_max_memory",
-    "set_read_ahead",
 ]
 __version__ = "0.1.0"

@@ -26,6 +26,8 @@ from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.wrapper import OffloadedTensor
 
+__all__ = ["evict", "keep_resident", "set_read_ahead"]
+
 Amount: TypeAlias = "int | float | str"
 MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 

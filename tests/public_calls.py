@@ -90,8 +90,8 @@ _OPS: dict[str, Callable[[Any], object]] = {
     "to another process": lambda w: bytes(ForkingPickler.dumps(w)),
     "offloaded_like": lambda w: offload.offloaded_like(torch.neg, w, ".neg"),
     "memory_summary": lambda w: str(offload.memory_summary()),
-    "keep_resident": lambda w: offload.keep_resident(w),
-    "evict": lambda w: offload.evict(w),
+    "keep_resident": lambda w: offload.budget.keep_resident(w),
+    "evict": lambda w: offload.budget.evict(w),
     "map_values": lambda w: offload.map_values(lambda name, value: NEW, {"w": w}),
 }
 
@@ -265,9 +265,9 @@ def _is_tree(folder: Path) -> None:
 
 def _trained(folder: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     model = offload.disk_offload(_filled(), folder / "work")
-    optimizer = offload.offload_optimizer(torch.optim.AdamW(model.parameters()), folder / "state", min_bytes=1)
+    optimizer = offload.training.offload_optimizer(torch.optim.AdamW(model.parameters()), folder / "state", min_bytes=1)
     _step((folder, model, optimizer))
-    offload.save_training(folder / "saved", model, optimizer)
+    offload.training.save_training(folder / "saved", model, optimizer)
     return folder, model, optimizer
 
 
@@ -280,12 +280,12 @@ def _step(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
 
 def _save_training(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
     folder, model, optimizer = given
-    offload.save_training(folder / "saved", model, optimizer)
+    offload.training.save_training(folder / "saved", model, optimizer)
 
 
 def _load_training(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
     folder, model, optimizer = given
-    offload.load_training(folder / "saved", model, optimizer)
+    offload.training.load_training(folder / "saved", model, optimizer)
 
 
 def _trains(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
@@ -297,7 +297,7 @@ def _trains(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
 
 def _with_activations(weight: torch.Tensor) -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    with offload.offload_activations(min_bytes=1):
+    with offload.training.offload_activations(min_bytes=1):
         y = F.linear(x, weight).exp().exp().sum()
     y.backward()
 
@@ -319,7 +319,7 @@ def _large(folder: Path) -> list[OffloadedTensor]:
 
 
 def _read_cold(weights: list[OffloadedTensor]) -> None:
-    offload.evict(*weights)
+    offload.budget.evict(*weights)
     for weight in weights:
         weight.sum()
 

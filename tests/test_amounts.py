@@ -58,7 +58,7 @@ def test_one_and_one_point_nought_never_both_mean_something():
 BUDGETS = {
     "set_max_memory": offload.set_max_memory,
     "set_max_memory by device": lambda amount: offload.set_max_memory({"cpu": amount}),
-    "set_read_ahead": offload.set_read_ahead,
+    "set_read_ahead": offload.budget.set_read_ahead,
     "max_memory": lambda amount: offload.load_checkpoint_and_dispatch(nn.Linear(1, 1), "nowhere", max_memory=amount),
     "read_ahead": lambda amount: offload.load_checkpoint_and_dispatch(nn.Linear(1, 1), "nowhere", read_ahead=amount),
 }
@@ -80,7 +80,7 @@ def test_a_budget_of_some_bytes_is_refused_with_what_was_probably_meant(way, amo
 
 @pytest.mark.parametrize("amount", [0, "0", 0.0, 1 << 20, "1MiB"])
 def test_a_budget_of_nothing_and_a_small_one_are_budgets(amount):
-    with offload.set_max_memory(amount), offload.set_read_ahead(amount):
+    with offload.set_max_memory(amount), offload.budget.set_read_ahead(amount):
         assert POOL.max_memory in (0, 1 << 20)
 
 
@@ -91,14 +91,16 @@ def made(min_bytes):
 
 def saved(min_bytes):
     """Whether what an op saves for backward is to go to disk."""
-    with offload.offload_activations(min_bytes=min_bytes):
+    with offload.training.offload_activations(min_bytes=min_bytes):
         result = torch.ones(1000, requires_grad=True).exp()
     return type(result.grad_fn._raw_saved_result.data).__name__ != "_Kept"
 
 
 def kept(min_bytes):
     layer = nn.Linear(30, 30)
-    optimizer = offload.offload_optimizer(torch.optim.SGD(layer.parameters(), momentum=0.9), min_bytes=min_bytes)
+    optimizer = offload.training.offload_optimizer(
+        torch.optim.SGD(layer.parameters(), momentum=0.9), min_bytes=min_bytes
+    )
     layer(torch.ones(1, 30)).sum().backward()
     optimizer.step()
     return offload.is_offloaded(optimizer.state[layer.weight]["momentum_buffer"])

@@ -77,13 +77,13 @@ def entered(manager: Any) -> None:
 
 def stepped(**options: Any) -> None:
     made = model()
-    optimizer = offload.offload_optimizer(torch.optim.AdamW(made.parameters()), **options)
+    optimizer = offload.training.offload_optimizer(torch.optim.AdamW(made.parameters()), **options)
     made(torch.ones(1, 3)).sum().backward()
     optimizer.step()
 
 
 def with_activations(*args: Any, **options: Any) -> None:
-    with offload.offload_activations(*args, **options):
+    with offload.training.offload_activations(*args, **options):
         out = model()(torch.ones(2, 3)).sum()
     out.backward()
 
@@ -229,19 +229,19 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "offloading(min_bytes)": lambda bad: entered(offload.offloading(min_bytes=bad)),
     "offload_activations(folder)": lambda bad: with_activations(bad, 0),
     "offload_activations(min_bytes)": lambda bad: with_activations(None, bad),
-    "offload_optimizer(optimizer)": lambda bad: offload.offload_optimizer(bad),
+    "offload_optimizer(optimizer)": lambda bad: offload.training.offload_optimizer(bad),
     "offload_optimizer(folder)": lambda bad: stepped(folder=bad, min_bytes=0),
     "offload_optimizer(model)": lambda bad: stepped(model=bad),
     "offload_optimizer(min_bytes)": lambda bad: stepped(min_bytes=bad),
     "offload_optimizer(step_bytes)": lambda bad: stepped(step_bytes=bad),
     "set_max_memory(max_memory)": lambda bad: entered(offload.set_max_memory(bad)),
     "set_max_memory(an amount)": lambda bad: entered(offload.set_max_memory({"cpu": bad})),
-    "set_read_ahead(window)": lambda bad: entered(offload.set_read_ahead(bad)),
-    "keep_resident(what)": lambda bad: offload.keep_resident(bad),
-    "evict(what)": lambda bad: offload.evict(bad),
-    "plot_memory(path)": lambda bad: entered(offload.plot_memory(bad)),
-    "plot_memory(model)": lambda bad: entered(offload.plot_memory("page.html", bad)),
-    "plot_memory(title)": lambda bad: entered(offload.plot_memory("page.html", title=bad)),
+    "set_read_ahead(window)": lambda bad: entered(offload.budget.set_read_ahead(bad)),
+    "keep_resident(what)": lambda bad: offload.budget.keep_resident(bad),
+    "evict(what)": lambda bad: offload.budget.evict(bad),
+    "plot_memory(path)": lambda bad: entered(offload.report.plot_memory(bad)),
+    "plot_memory(model)": lambda bad: entered(offload.report.plot_memory("page.html", bad)),
+    "plot_memory(title)": lambda bad: entered(offload.report.plot_memory("page.html", title=bad)),
     "quantize_int4(tensor)": lambda bad: offload.quantize_int4(bad),
     "quantize_int4(group_size)": lambda bad: offload.quantize_int4(torch.ones(2, 4), bad),
     "quantize_int4(candidates)": lambda bad: offload.quantize_int4(torch.ones(2, 4), 2, candidates=bad),
@@ -254,14 +254,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "load_tree(device)": lambda bad: offload.load_tree("tree", bad),
     "load_tree(types)": lambda bad: offload.load_tree("tree", types=bad),
     "load_tree(offload_dir)": lambda bad: offload.load_tree("tree", offload_dir=bad),
-    "save_training(folder)": lambda bad: offload.save_training(bad, model()),
-    "save_training(model)": lambda bad: offload.save_training("out", bad),
-    "save_training(optimizer)": lambda bad: offload.save_training("out", model(), bad),
-    "save_training(extra)": lambda bad: offload.save_training("out", model(), step=bad),
-    "load_training(folder)": lambda bad: offload.load_training(bad, model()),
-    "load_training(model)": lambda bad: offload.load_training("training", bad),
-    "load_training(optimizer)": lambda bad: offload.load_training("training", model(), bad),
-    "load_training(stateful)": lambda bad: offload.load_training("training", model(), step=bad),
+    "save_training(folder)": lambda bad: offload.training.save_training(bad, model()),
+    "save_training(model)": lambda bad: offload.training.save_training("out", bad),
+    "save_training(optimizer)": lambda bad: offload.training.save_training("out", model(), bad),
+    "save_training(extra)": lambda bad: offload.training.save_training("out", model(), step=bad),
+    "load_training(folder)": lambda bad: offload.training.load_training(bad, model()),
+    "load_training(model)": lambda bad: offload.training.load_training("training", bad),
+    "load_training(optimizer)": lambda bad: offload.training.load_training("training", model(), bad),
+    "load_training(stateful)": lambda bad: offload.training.load_training("training", model(), step=bad),
     "TensorCache(tensors)": lambda bad: TensorCache(bad),
     "TensorCache(a tensor)": lambda bad: TensorCache({"x": bad})[0],
     "TensorCache(metadata)": lambda bad: TensorCache(COLUMN, metadata=bad),
@@ -333,12 +333,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "TensorCache.as_dataset(columns)": lambda bad: with_cache(lambda cache: cache.as_dataset(bad)[0]),
     "TensorCache.to_disk(path)": lambda bad: TensorCache(COLUMN).to_disk(bad),
     "TensorCache.to_disk(columns)": lambda bad: TensorCache(COLUMN).to_disk("out", bad),
-    "cache_from(source)": lambda bad: offload.cache_from(bad).close(),
-    "cache_from(a tensor)": lambda bad: offload.cache_from({"x": bad}).close(),
-    "cache_from(folder)": lambda bad: offload.cache_from(COLUMN, bad).close(),
-    "cache_from(columns)": lambda bad: offload.cache_from(COLUMN, columns=bad).close(),
-    "cache_from(metadata)": lambda bad: offload.cache_from(COLUMN, metadata=bad).close(),
-    "cache_from(device)": lambda bad: offload.cache_from(COLUMN, device=bad).close(),
+    "cache_from(source)": lambda bad: offload.integrations.cache_from(bad).close(),
+    "cache_from(a tensor)": lambda bad: offload.integrations.cache_from({"x": bad}).close(),
+    "cache_from(folder)": lambda bad: offload.integrations.cache_from(COLUMN, bad).close(),
+    "cache_from(columns)": lambda bad: offload.integrations.cache_from(COLUMN, columns=bad).close(),
+    "cache_from(metadata)": lambda bad: offload.integrations.cache_from(COLUMN, metadata=bad).close(),
+    "cache_from(device)": lambda bad: offload.integrations.cache_from(COLUMN, device=bad).close(),
     "register_subclass(cls)": lambda bad: offload.register_subclass(bad),
     "convert(source)": lambda bad: convert_checkpoint(bad, "out"),
     "convert(target)": lambda bad: convert_checkpoint("ok.safetensors", bad),
@@ -351,9 +351,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "from_pretrained(max_memory)": lambda bad: pretrained("llama", max_memory=bad),
     "from_pretrained(dtype)": lambda bad: pretrained("llama", dtype=bad),
     "from_pretrained(gguf_file)": lambda bad: pretrained("llama", gguf_file=bad),
-    "kv_cache(model)": lambda bad: offload.kv_cache(bad),
-    "kv_cache(offload_dir)": lambda bad: offload.kv_cache(llama_config(), bad),
-    "kv_cache(max_length)": lambda bad: offload.kv_cache(llama_config(), max_length=bad),
+    "kv_cache(model)": lambda bad: offload.integrations.kv_cache(bad),
+    "kv_cache(offload_dir)": lambda bad: offload.integrations.kv_cache(llama_config(), bad),
+    "kv_cache(max_length)": lambda bad: offload.integrations.kv_cache(llama_config(), max_length=bad),
     "quantize_(model)": lambda bad: offload.quantize_(bad, int8_weights(), progress=False),
     "quantize_(config)": lambda bad: offload.quantize_(model(), bad, progress=False),
     "quantize_(filter_fn)": lambda bad: offload.quantize_(model(), int8_weights(), bad, progress=False),
@@ -403,7 +403,7 @@ def place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.rename("checkpoint/model.safetensors", "model.safetensors")
     os.rmdir("checkpoint")
     offload.save_tree([torch.ones(2)], "tree")
-    offload.save_training("training", model(), step=1)
+    offload.training.save_training("training", model(), step=1)
     with TensorCache.create("cache", {**X, "r": (torch.float32, (None,)), "j": "json"}) as cache:
         cache.append({"x": torch.ones(2), "r": [torch.ones(1), torch.ones(2)], "j": [1, {}]})
     return Path(quick_folder)

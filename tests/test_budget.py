@@ -26,7 +26,7 @@ LAYERS = 12
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    with offload.set_max_memory(None), offload.set_read_ahead(True):
+    with offload.set_max_memory(None), offload.budget.set_read_ahead(True):
         yield
 
 
@@ -65,7 +65,7 @@ def test_results_are_the_same_within_any_budget(checkpoint, budget):
     x = torch.randn(3, 512)
     expected = in_memory(checkpoint)(x)
     model = on_disk(checkpoint)
-    with offload.set_max_memory(budget), offload.set_read_ahead("3MiB"), torch.no_grad():
+    with offload.set_max_memory(budget), offload.budget.set_read_ahead("3MiB"), torch.no_grad():
         results = [model(x) for _ in range(3)]
 
     for result in results:
@@ -111,7 +111,7 @@ def test_a_write_is_seen_whatever_is_dropped(checkpoint, tmp_path):
     expected = torch.zeros(512, 512)
     with offload.set_max_memory(0), torch.no_grad():
         for number in range(1, 5):
-            offload.evict(w)
+            offload.budget.evict(w)
             w.add_(number)
             expected.add_(number)
             assert torch.equal(expected, w.materialize())
@@ -119,7 +119,7 @@ def test_a_write_is_seen_whatever_is_dropped(checkpoint, tmp_path):
             assert expected.sum() == w.sum()
             w[3:5] = 7
             expected[3:5] = 7
-            offload.evict(w)
+            offload.budget.evict(w)
             assert torch.equal(expected[2:6], w[2:6].clone())
 
 
@@ -130,7 +130,7 @@ def test_evicted_values_leave_memory_and_come_back(checkpoint):
     with torch.no_grad():
         expected = model(x)
         full = offload.memory_summary().resident
-        offload.evict(model)
+        offload.budget.evict(model)
         empty = offload.memory_summary().resident
 
         assert full - empty >= LAYERS * MIB * 0.95
@@ -143,7 +143,7 @@ def test_evicted_values_leave_memory_and_come_back(checkpoint):
 def test_pinned_values_stay_under_a_budget_that_would_not_keep_them(checkpoint):
     model = on_disk(checkpoint, max_memory="3MiB", read_ahead="2MiB")
     last = list(model)[-1]
-    offload.keep_resident(last)
+    offload.budget.keep_resident(last)
     with torch.no_grad():
         for _ in range(3):
             model(torch.randn(3, 512))
@@ -151,7 +151,7 @@ def test_pinned_values_stay_under_a_budget_that_would_not_keep_them(checkpoint):
     value = last.weight._handle.ranges[last.weight._handle.extent]
     assert value.kept
     assert value.is_cached()
-    offload.evict(last)
+    offload.budget.evict(last)
     assert not value.pinned
     assert value.cached_bytes() < MIB // 8
 
@@ -160,13 +160,13 @@ def test_more_than_the_budget_cannot_be_pinned(checkpoint):
     model = on_disk(checkpoint, max_memory="3MiB")
 
     with pytest.raises(BudgetError, match=r"12\d+ bytes can't stay in memory: the budget is 3145728"):
-        offload.keep_resident(model)
+        offload.budget.keep_resident(model)
 
     assert not any(value.pinned for value in next(model.parameters())._handle.pool.values())  # type: ignore[attr-defined]
 
 
 def test_a_setting_ends_with_its_with_and_else_stays():
-    with offload.set_max_memory("1GiB"), offload.set_read_ahead("1MiB"):
+    with offload.set_max_memory("1GiB"), offload.budget.set_read_ahead("1MiB"):
         assert (1 << 30, MIB) == (POOL.max_memory, POOL.window)
         with offload.set_max_memory({"cpu": 5 * MIB}):
             assert 5 * MIB == POOL.max_memory
@@ -235,7 +235,7 @@ def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
     os.close(fd)
     experts = OffloadedTensor.from_file(path)
     expected = {index: experts._on_cpu()[index].clone() for index in (3, 9)}
-    offload.evict(experts)
+    offload.budget.evict(experts)
     before = counts().bytes_read
 
     x = torch.randn(2, 512)
@@ -285,7 +285,7 @@ def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
                 if not torch.equal(expected, models[number](x)):
                     wrong.append(number)
 
-    with offload.set_max_memory("8MiB"), offload.set_read_ahead("8MiB"):
+    with offload.set_max_memory("8MiB"), offload.budget.set_read_ahead("8MiB"):
         threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
@@ -309,7 +309,7 @@ def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
         assert torch.equal(left.grad, right.grad)
 
 
-@pytest.mark.parametrize("act", [offload.keep_resident, offload.evict])
+@pytest.mark.parametrize("act", [offload.budget.keep_resident, offload.budget.evict])
 def test_a_name_is_not_taken_for_a_module(act):
     """It would be left out without a word."""
     with pytest.raises(TypeError, match=r"'layers\.0' is no tensor and no module"):

@@ -62,37 +62,34 @@ PUBLIC = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
-    "cache_from",
     "disk_offload",
-    "evict",
     "from_pretrained",
     "init_empty_weights",
     "is_offloaded",
-    "keep_resident",
-    "kv_cache",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_file",
-    "load_training",
     "load_tree",
     "map_values",
     "materialize",
     "memory_summary",
     "merge_lora",
-    "offload_activations",
-    "offload_optimizer",
     "offloaded_like",
     "offloading",
-    "plot_memory",
     "quantize_",
     "quantize_int4",
     "register_subclass",
     "save_checkpoint",
-    "save_training",
     "save_tree",
     "set_max_memory",
-    "set_read_ahead",
 ]
+
+IN_MODULES = {
+    "budget": ["evict", "keep_resident", "set_read_ahead"],
+    "integrations": ["cache_from", "kv_cache", "tensordict"],
+    "report": ["plot_memory"],
+    "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
+}
 
 
 def dotted(path: Path) -> str:
@@ -300,6 +297,16 @@ def test_the_public_names_are_these():
     assert all(hasattr(offload, name) for name in offload.__all__)
     assert offload.__doc__
     assert all(f"`{name}" in offload.__doc__ for name in set(PUBLIC) - {"LoadReport", "is_offloaded"})
+
+
+def test_the_public_names_of_the_modules_are_these():
+    """Each module comes along with `import offload`, and is in the table of its top."""
+    found = {module: sorted(getattr(offload, module).__all__) for module in IN_MODULES}
+
+    assert IN_MODULES == found
+    for module, names in IN_MODULES.items():
+        assert all(f"`{name}`" in offload.__doc__ for name in (f"offload.{module}", *names))
+    assert not [name for names in IN_MODULES.values() for name in names if name in vars(offload)]
 
 
 def test_importing_offload_imports_no_neighbour():

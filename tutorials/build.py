@@ -122,8 +122,9 @@ def reference() -> Iterator[tuple[str, str, str]]:
 
 
 def modules() -> dict[str, list[str]]:
-    """By module, the public names that it defines."""
-    found: dict[str, list[str]] = {"offload.errors": list(offload.errors.__all__)}
+    """By module, the public names that it has."""
+    named = (offload.budget, offload.errors, offload.integrations, offload.report, offload.training)
+    found: dict[str, list[str]] = {module.__name__: list(module.__all__) for module in named}
     for name in offload.__all__:
         module = inspect.getmodule(getattr(offload, name))
         place = module.__name__ if module else "offload"

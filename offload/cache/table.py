@@ -235,7 +235,7 @@ class TensorCache(ReadByIndex):
         metadata: Mapping[str, Any] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
-        """A cache of rows that come in batches, as `from_records` and `offload.cache_from` make them.
+        """A cache of rows that come in batches, as `from_records` and `offload.integrations.cache_from` make them.
 
         Raises: as `create`, and what the batches raise; nothing is left in `folder` then.
         """

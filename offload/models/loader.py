@@ -117,7 +117,7 @@ def load_checkpoint_and_dispatch(
         strict: missing, unexpected and mismatched keys are errors.
         max_memory: what of the values on disk may stay in memory between ops, for this model (`offload.set_max_memory`
             for all); with an automatic device map, what may be placed on each device, as in accelerate.
-        read_ahead: see `offload.set_read_ahead`, for this model.
+        read_ahead: see `offload.budget.set_read_ahead`, for this model.
         no_split_module_classes: for an automatic device map, as in accelerate.
         offload_buffers: whether buffers of modules on disk are on disk too; else they are on the executing device.
         skip_keys: for a map over several devices: keyword arguments of forward that are not moved.

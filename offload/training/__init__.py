@@ -7,3 +7,9 @@
 | `checkpoints` | model, optimizer and the rest, saved as one and loaded as one |
 | `plain` | nested data with tensors in it, as JSON and named tensors |
 """
+
+from offload.training.activations import offload_activations
+from offload.training.checkpoints import load_training, save_training
+from offload.training.optimizer import offload_optimizer
+
+__all__ = ["load_training", "offload_activations", "offload_optimizer", "save_training"]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offload import TensorCache, cache_from, cli
+from offload import TensorCache, cli
+from offload.integrations import cache_from
 
 Capsys = pytest.CaptureFixture[str]
 

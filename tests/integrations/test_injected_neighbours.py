@@ -21,7 +21,7 @@ def begun(folder):
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 9}
-    past = offload.kv_cache(LlamaConfig(**sizes, num_hidden_layers=1), offload_dir=folder / "cache")
+    past = offload.integrations.kv_cache(LlamaConfig(**sizes, num_hidden_layers=1), offload_dir=folder / "cache")
     past.update(STATES[:, :, :10], STATES[:, :, :10] * 2, 0)
     return past
 

@@ -110,7 +110,7 @@ def test_a_padded_batch_generates_as_with_a_cache_in_memory(
     config: Any, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     model = model_of(config, dtype=dtype)
-    past = offload.kv_cache(model)
+    past = offload.integrations.kv_cache(model)
 
     expected = generated(model, ids(2, 13), DynamicCache(config=config), attention_mask=PADDED, **options)
     assert same(expected, generated(model, ids(2, 13), past, attention_mask=PADDED, **options))
@@ -122,7 +122,7 @@ def test_guesses_that_are_taken_back_leave_the_cache_as_in_memory(model: Any, op
     options = dict(options)
     if options.pop("assistant", False):
         options["assistant_model"] = model_of(model.config, seed=3)
-    past, plain = offload.kv_cache(model), DynamicCache(config=model.config)
+    past, plain = offload.integrations.kv_cache(model), DynamicCache(config=model.config)
 
     assert same(generated(model, ids(1, 13), plain, **options), generated(model, ids(1, 13), past, **options))
     assert is_on_disk(past)
@@ -133,7 +133,7 @@ def test_guesses_that_are_taken_back_leave_the_cache_as_in_memory(model: Any, op
 
 def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
     """The second call reads its new tokens at once, the first of which follow those of the call before."""
-    caches = DynamicCache(config=model.config), offload.kv_cache(model)
+    caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     said = [generated(model, ids(1, 9), past)[0] for past in caches]
     asked = torch.cat([said[0], ids(1, 15)], dim=1)
 
@@ -145,7 +145,7 @@ def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
 
 
 def test_a_cache_that_was_reset_begins_anew(model: Any) -> None:
-    past = offload.kv_cache(model)
+    past = offload.integrations.kv_cache(model)
     first = generated(model, ids(2, 13), past)
     file = past.layers[0]._rows_of_keys._file.offload_path
 
@@ -157,7 +157,7 @@ def test_a_cache_that_was_reset_begins_anew(model: Any) -> None:
 
 
 def test_a_cache_that_was_reset_takes_a_batch_of_another_size(model: Any) -> None:
-    past = offload.kv_cache(model)
+    past = offload.integrations.kv_cache(model)
     generated(model, ids(2, 13), past)
 
     past.reset()
@@ -167,7 +167,7 @@ def test_a_cache_that_was_reset_takes_a_batch_of_another_size(model: Any) -> Non
 
 
 def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
-    past = offload.kv_cache(model)
+    past = offload.integrations.kv_cache(model)
     generated(model, ids(2, 13), past)
 
     past.reset()
@@ -182,7 +182,7 @@ def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
 def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None:
     """While the past is recorded nothing leaves it, also over several calls."""
     model = model_of(CONFIGS["sliding"])
-    caches = DynamicCache(config=model.config), offload.kv_cache(model)
+    caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     caches[1].activate_past_recording()
 
     for tokens in ids(1, 40).split([12, 3, 1, 24], dim=1):
@@ -194,7 +194,7 @@ def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None
 @torch.no_grad()
 def test_the_room_grows_and_the_tokens_stay(model: Any) -> None:
     """256 tokens to begin with, and half as many again as there are; a window moves to the beginning of the room."""
-    caches = DynamicCache(config=model.config), offload.kv_cache(model)
+    caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     rooms = set()
 
     for tokens in ids(1, 800).split([200, 40, 30, 1, 1, 528], dim=1):
@@ -206,7 +206,7 @@ def test_the_room_grows_and_the_tokens_stay(model: Any) -> None:
 
 @torch.no_grad()
 def test_room_that_was_reserved_does_not_grow_before_it_is_full(llama: Any) -> None:
-    past = offload.kv_cache(llama, max_length=640)
+    past = offload.integrations.kv_cache(llama, max_length=640)
 
     for tokens in ids(1, 640).split(320, dim=1):
         llama(tokens, past_key_values=past)
@@ -219,7 +219,7 @@ def test_room_that_was_reserved_does_not_grow_before_it_is_full(llama: Any) -> N
 @torch.no_grad()
 def test_sliding_layers_need_no_more_room_than_their_window() -> None:
     model = model_of(CONFIGS["sliding"])
-    past = offload.kv_cache(model, max_length=4096)
+    past = offload.integrations.kv_cache(model, max_length=4096)
 
     for tokens in ids(1, 1000).split(1, dim=1):
         model(tokens, past_key_values=past)
@@ -230,7 +230,7 @@ def test_sliding_layers_need_no_more_room_than_their_window() -> None:
 @torch.no_grad()
 def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
     """The rest of the file stays as it is, and what was cut before shows the same tokens."""
-    past = offload.kv_cache(llama)
+    past = offload.integrations.kv_cache(llama)
     llama(ids(1, 20), past_key_values=past)
     file, earlier = past.layers[0]._rows_of_keys._file, past.layers[0].keys
     before, kept = file.materialize(), earlier.materialize()
@@ -244,7 +244,7 @@ def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
 
 @torch.no_grad()
 def test_a_view_from_before_the_room_grew_says_that_it_is_stale(llama: Any) -> None:
-    past = offload.kv_cache(llama)
+    past = offload.integrations.kv_cache(llama)
     llama(ids(1, 200), past_key_values=past)
     earlier = past.layers[0].keys
 
@@ -256,7 +256,7 @@ def test_a_view_from_before_the_room_grew_says_that_it_is_stale(llama: Any) -> N
 
 @torch.no_grad()
 def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama: Any) -> None:
-    caches = DynamicCache(config=llama.config), offload.kv_cache(llama)
+    caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
 
     for act in (
         lambda past: llama(ids(2, 20), past_key_values=past),
@@ -277,7 +277,7 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
 @torch.no_grad()
 def test_a_deep_copy_goes_its_own_way(model: Any, tmp_path: Path) -> None:
     """As for prompts that many conversations begin with."""
-    past = offload.kv_cache(model, tmp_path)
+    past = offload.integrations.kv_cache(model, tmp_path)
     model(ids(1, 12), past_key_values=past)
     plain = DynamicCache(config=model.config)
     model(ids(1, 12), past_key_values=plain)
@@ -292,7 +292,7 @@ def test_a_deep_copy_goes_its_own_way(model: Any, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_deep_copy_of_an_empty_cache_does_not_claim_its_names(llama: Any, tmp_path: Path) -> None:
-    past = offload.kv_cache(llama, tmp_path)
+    past = offload.integrations.kv_cache(llama, tmp_path)
 
     other = copy.deepcopy(past)
 
@@ -300,7 +300,7 @@ def test_a_deep_copy_of_an_empty_cache_does_not_claim_its_names(llama: Any, tmp_
 
 
 def test_under_inference_mode_and_outside_it(llama: Any) -> None:
-    caches = DynamicCache(config=llama.config), offload.kv_cache(llama)
+    caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
     with torch.inference_mode():
         expected, got = (llama(ids(1, 9), past_key_values=past).logits for past in caches)
         assert torch.equal(expected, got)
@@ -317,7 +317,7 @@ def test_an_encoder_with_a_decoder() -> None:
         vocab_size=99, d_model=16, **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in sides.items()}
     )
     model = AutoModelForSeq2SeqLM.from_config(config).eval()
-    past = offload.kv_cache(model)
+    past = offload.integrations.kv_cache(model)
     options = {"forced_eos_token_id": None, "num_beams": 2}
 
     expected = generated(model, ids(2, 9), None, **options)
@@ -337,7 +337,7 @@ def test_states_of_linear_attention_stay_in_memory() -> None:
         **SIZES, **linear, num_experts=0, layer_types=["linear_attention", "full_attention"], pad_token_id=0
     )
     model = model_of(config)
-    past = offload.kv_cache(model)
+    past = offload.integrations.kv_cache(model)
 
     expected = generated(model, ids(1, 9), DynamicCache(config=config))
     assert same(expected, generated(model, ids(1, 9), past))
@@ -349,7 +349,7 @@ def test_a_model_and_its_cache_on_disk(llama_folder: Path, tokens: torch.Tensor)
     plain, model = AutoModelForCausalLM.from_pretrained(llama_folder), offload.from_pretrained(llama_folder)
 
     expected = generated(plain, tokens, DynamicCache(config=plain.config))
-    assert same(expected, generated(model, tokens, offload.kv_cache(model)))
+    assert same(expected, generated(model, tokens, offload.integrations.kv_cache(model)))
 
 
 def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -> None:
@@ -357,7 +357,7 @@ def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -
 
     before = dict(DYNAMIC_LAYER_TYPE_MAPPING)
 
-    offload.kv_cache(llama)
+    offload.integrations.kv_cache(llama)
 
     assert before == DYNAMIC_LAYER_TYPE_MAPPING
 
@@ -367,7 +367,7 @@ def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -
 
 @torch.no_grad()
 def test_private_files_go_with_the_cache(llama: Any) -> None:
-    past = offload.kv_cache(llama)
+    past = offload.integrations.kv_cache(llama)
     llama(ids(1, 400), past_key_values=past)
     paths = [states.offload_path for layer in past.layers for states in (layer.keys, layer.values)]
     assert all(path.exists() for path in paths)
@@ -381,7 +381,7 @@ def test_private_files_go_with_the_cache(llama: Any) -> None:
 @torch.no_grad()
 def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama: Any, tmp_path: Path) -> None:
     """Also after the room has grown, which replaces a file."""
-    past = offload.kv_cache(llama, tmp_path / "past")
+    past = offload.integrations.kv_cache(llama, tmp_path / "past")
     for tokens in ids(1, 400).split(200, dim=1):
         llama(tokens, past_key_values=past)
     kept = past.layers[1].keys.materialize()
@@ -399,7 +399,7 @@ def test_a_folder_that_is_not_empty_is_refused(llama: Any, tmp_path: Path) -> No
     (tmp_path / "letter.txt").write_text("not yours")
 
     with pytest.raises(ForeignFileError, match="is not empty") as caught:
-        offload.kv_cache(llama, tmp_path)
+        offload.integrations.kv_cache(llama, tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "not yours" == (tmp_path / "letter.txt").read_text()
 
@@ -409,12 +409,12 @@ def test_a_folder_that_is_not_empty_is_refused(llama: Any, tmp_path: Path) -> No
 
 def test_gradients_are_refused(llama: Any) -> None:
     with pytest.raises(UnsupportedOpError, match=r"layers\.0\.keys.*no_grad"):
-        llama(ids(1, 5), past_key_values=offload.kv_cache(llama))
+        llama(ids(1, 5), past_key_values=offload.integrations.kv_cache(llama))
 
 
 @torch.no_grad()
 def test_another_batch_is_refused_and_not_broadcast(llama: Any) -> None:
-    past = offload.kv_cache(llama)
+    past = offload.integrations.kv_cache(llama)
     llama(ids(2, 5), past_key_values=past)
     layer = past.layers[0]
 
@@ -438,7 +438,8 @@ LONG = """
 
     torch.set_num_threads(1)
     layers, heads, size, block, blocks = 10, 8, 64, 1024, 10
-    past = offload.kv_cache(LlamaConfig(num_hidden_layers=layers, num_attention_heads=heads, head_dim=size))
+    config = LlamaConfig(num_hidden_layers=layers, num_attention_heads=heads, head_dim=size)
+    past = offload.integrations.kv_cache(config)
     attention, new = Attention(), torch.randn(3, 1, heads, block, size)
     most, totals = 0, []
 
@@ -477,7 +478,7 @@ def test_keys_and_values_of_400_mb_take_the_anonymous_memory_of_a_layer() -> Non
 
 def test_a_token_leaves_nothing_behind(llama: Any) -> None:
     """Neither ranges that are read ahead, nor objects: a step costs what the step before it cost."""
-    past = offload.kv_cache(llama, max_length=4096)
+    past = offload.integrations.kv_cache(llama, max_length=4096)
     with torch.no_grad():
         llama(ids(2, 2200), past_key_values=past)
         found = []
@@ -493,4 +494,4 @@ def test_a_length_that_is_no_number_of_tokens_is_an_error(
     llama_folder: Path, max_length: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="max_length, a number of tokens, should be "):
-        offload.kv_cache(offload.from_pretrained(llama_folder), max_length=max_length)
+        offload.integrations.kv_cache(offload.from_pretrained(llama_folder), max_length=max_length)

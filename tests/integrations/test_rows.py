@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from offload import TensorCache, cache_from
+from offload import TensorCache
 from offload.errors import CacheError, CheckpointError, CorruptFileError, MissingFileError
+from offload.integrations import cache_from
 from tests.processes import run_script
 
 N = 17
@@ -349,7 +350,7 @@ def test_a_file_is_streamed_in_little_memory(tmp_path: Path, form: str) -> None:
         pq.write_table(pa.table({"values": flat}), path, row_group_size=4, use_dictionary=False, compression="none")
     script = """
         import sys, threading
-        from offload import cache_from
+        from offload.integrations import cache_from
         from offload.memory import anonymous_bytes
 
         small, large, folder = sys.argv[1:]

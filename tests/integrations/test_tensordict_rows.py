@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import _pytree  # noqa: F401  tensordict's import needs it loaded
 
-from offload import TensorCache, cache_from, is_offloaded
+from offload import TensorCache, is_offloaded
 from offload.errors import (
     ArgumentError,
     CacheError,
@@ -21,6 +21,7 @@ from offload.errors import (
     OffloadError,
     UnsupportedOpError,
 )
+from offload.integrations import cache_from
 from tests import faults
 from tests.processes import run_script
 

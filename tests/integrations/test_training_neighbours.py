@@ -47,10 +47,12 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 def test_the_trainer_of_transformers_has_the_losses_of_memory(llama_folder, tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
     model = offload.disk_offload(copy.deepcopy(plain), tmp_path / "live")
-    optimizer = offload.offload_optimizer(adamw(model), tmp_path / "live", model=model, gradients=True, min_bytes=1)
+    optimizer = offload.training.offload_optimizer(
+        adamw(model), tmp_path / "live", model=model, gradients=True, min_bytes=1
+    )
     expected = trained(plain, tmp_path / "plain", adamw(plain))
 
-    with offload.offload_activations(min_bytes=1):
+    with offload.training.offload_activations(min_bytes=1):
         found = trained(model, tmp_path / "run", optimizer)
 
     assert 4 == len(found)
@@ -64,7 +66,7 @@ def test_the_trainers_own_checkpoints_resume(llama_folder, tmp_path):
     def run() -> tuple[list[float], Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
         model = offload.disk_offload(model)
-        optimizer = offload.offload_optimizer(adamw(model), model=model, min_bytes=1)
+        optimizer = offload.training.offload_optimizer(adamw(model), model=model, min_bytes=1)
         return trained(model, tmp_path / "run", optimizer, save_strategy="steps", save_steps=2), optimizer
 
     expected, _ = run()
@@ -88,7 +90,7 @@ def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tm
     def losses(model: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> list[float]:
         found = []
         for row in rows:
-            with offload.offload_activations(min_bytes=1):
+            with offload.training.offload_activations(min_bytes=1):
                 loss = model(**{name: value[None] for name, value in row.items()}).loss
             loss.backward()
             optimizer.step()
@@ -99,16 +101,16 @@ def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tm
     plain, expected = adapted(transformers.AutoModelForCausalLM.from_pretrained(llama_folder))
     in_memory = losses(plain, expected, data()[:6])
     model, optimizer = adapted(offload.from_pretrained(llama_folder))
-    optimizer = offload.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
+    optimizer = offload.training.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
     first = losses(model, optimizer, data()[:3])
-    made = offload.save_training(tmp_path / "run", model, optimizer, frozen=False)
+    made = offload.training.save_training(tmp_path / "run", model, optimizer, frozen=False)
     second = losses(model, optimizer, data()[3:6])
     names = list(offload.load_file(made))
     del model, optimizer
 
     model, optimizer = adapted(offload.from_pretrained(llama_folder))
-    offload.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
-    offload.load_training(tmp_path / "run", model, optimizer)
+    offload.training.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
+    offload.training.load_training(tmp_path / "run", model, optimizer)
 
     assert in_memory == first + second
     assert second == losses(model, optimizer, data()[3:6])

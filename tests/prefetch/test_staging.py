@@ -221,7 +221,7 @@ def test_a_checkpoint_that_changes_is_an_error_also_where_its_value_stays(tmp_pa
 def test_evicted_values_leave_the_device(tmp_path, sent, budget):
     w = referenced(tmp_path, "w", torch.zeros(100, 100))
     guest_of(w)
-    offload.evict(w)
+    offload.budget.evict(w)
     guest_of(w)
 
     assert [40_000] * 2 == sent

@@ -13,8 +13,10 @@ import torch
 from conftest import contents
 from torch import nn
 
-from offload import OffloadedTensor, cli, disk_offload, evict, plot_memory, set_max_memory
+from offload import OffloadedTensor, cli, disk_offload, set_max_memory
+from offload.budget import evict
 from offload.errors import ForeignFileError, WriteError
+from offload.report import plot_memory
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
 from tests.page_cache import needs_page_cache
 from tests.processes import run_script
@@ -214,7 +216,7 @@ def _seen(folder: Path, *, dark: bool) -> list[tuple[int, ...]]:
 def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     script = """
         import sys, offload
-        with offload.plot_memory(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
+        with offload.report.plot_memory(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
             pass
     """
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

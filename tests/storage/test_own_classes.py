@@ -86,14 +86,14 @@ WAYS_IN = {
     "disk_offload": lambda tensor, folder: offload.disk_offload(model_of(tensor), offload_buffers=True),
     "save_tree": lambda tensor, folder: offload.save_tree({"x": tensor}, folder),
     "save_checkpoint": lambda tensor, folder: offload.save_checkpoint({"x": tensor}, folder),
-    "save_training": lambda tensor, folder: offload.save_training(folder, nn.Linear(1, 1), x=[tensor]),
+    "save_training": lambda tensor, folder: offload.training.save_training(folder, nn.Linear(1, 1), x=[tensor]),
     "offloaded_like": lambda tensor, folder: offload.offloaded_like(lambda _: tensor, stored("o", tensor), "x"),
-    "offload_optimizer": lambda tensor, folder: offload.offload_optimizer(optimizer_of(tensor), min_bytes=1),
+    "offload_optimizer": lambda tensor, folder: offload.training.offload_optimizer(optimizer_of(tensor), min_bytes=1),
     "map_values": lambda tensor, folder: offload.map_values(lambda *_: tensor, {"x": stored("x", tensor)}),
     "cache": lambda tensor, folder: offload.TensorCache.create(folder, {"x": (tensor.dtype, ())}, num_rows=0).append(
         {"x": tensor}
     ),
-    "cache_from": lambda tensor, folder: offload.cache_from({"x": tensor}, folder),
+    "cache_from": lambda tensor, folder: offload.integrations.cache_from({"x": tensor}, folder),
     "from_records": lambda tensor, folder: offload.TensorCache.from_records([{"x": tensor}], folder),
 }
 
@@ -162,7 +162,7 @@ def test_saved_for_backward_such_a_tensor_stays_in_memory():
     x = torch.ones(1000, requires_grad=True)
     scale = torch.full((1000,), 2.0).as_subclass(Image)
 
-    with offload.offload_activations(min_bytes=1):
+    with offload.training.offload_activations(min_bytes=1):
         (x * scale).sum().as_subclass(torch.Tensor).backward()
 
     assert torch.equal(torch.full((1000,), 2.0), x.grad.as_subclass(torch.Tensor))

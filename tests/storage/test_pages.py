@@ -141,7 +141,7 @@ def test_what_the_disk_does_not_take_is_not_dropped_and_flush_says_so(tmp_path, 
     w.add_(1)
     w.sum()
     monkeypatch.setattr(pages, "write_out", lambda *_: False)
-    offload.evict(w)
+    offload.budget.evict(w)
     monkeypatch.undo()
 
     assert 512 * 512 == w.sum()

@@ -59,7 +59,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = ran
 
 def offloaded(optimizer: torch.optim.Optimizer, folder: Any = None, **options: Any) -> Any:
     """With nothing left in memory for being small, and a parameter a step."""
-    return offload.offload_optimizer(optimizer, folder, **{"min_bytes": 1, "step_bytes": 1, **options})
+    return offload.training.offload_optimizer(optimizer, folder, **{"min_bytes": 1, "step_bytes": 1, **options})
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -131,7 +131,7 @@ def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, tmp_path):
         found = []
         for number in range(20):
             tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(number))
-            with offload.offload_activations(tmp_path, min_bytes=1):
+            with offload.training.offload_activations(tmp_path, min_bytes=1):
                 loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
@@ -398,7 +398,7 @@ def test_a_step_that_fails_leaves_the_groups_as_they_were():
 @pytest.mark.parametrize(("given", "said"), [(torch.optim.AdamW, "AdamW'> was given"), (nn.ReLU(), "a ReLU was given")])
 def test_what_is_no_optimizer_is_refused(given, said):
     with pytest.raises(TypeError, match=said):
-        offload.offload_optimizer(given)
+        offload.training.offload_optimizer(given)
 
 
 def test_optimizers_that_need_all_parameters_at_once_are_refused():
@@ -409,9 +409,9 @@ def test_optimizers_that_need_all_parameters_at_once_are_refused():
     model = network()
 
     with pytest.raises(UnsupportedOpError, match="step_bytes=None"):
-        offload.offload_optimizer(torch.optim.LBFGS(model.parameters()))
+        offload.training.offload_optimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(UnsupportedOpError, match="step_bytes=None"):
-        offload.offload_optimizer(Sum(model.parameters(), {}))
+        offload.training.offload_optimizer(Sum(model.parameters(), {}))
     with pytest.raises(ValueError, match="on disk already"):
         offloaded(offloaded(torch.optim.SGD(model.parameters())))
 
@@ -455,7 +455,7 @@ MEMORY = """
             offload.disk_offload(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
         if is_on_disk:
-            offload.offload_optimizer(optimizer, gradients=True, step_bytes="4MiB")
+            offload.training.offload_optimizer(optimizer, gradients=True, step_bytes="4MiB")
         count_freed(1 << 30)
         before = peak = anonymous_bytes()
         stop = threading.Event()
@@ -466,8 +466,8 @@ MEMORY = """
             optimizer.step()
             optimizer.zero_grad()
         if is_on_disk:
-            offload.save_training(folder, model, optimizer)
-            offload.load_training(folder, model, optimizer)
+            offload.training.save_training(folder, model, optimizer)
+            offload.training.load_training(folder, model, optimizer)
         stop.set()
         watcher.join()
         return peak - before, model[3].weight.detach().double().sum().item()
@@ -499,8 +499,8 @@ def test_a_refused_argument_leaves_the_optimizer_and_its_scheduler_as_they_were(
     before = dict(vars(optimizer))
 
     with pytest.raises(offload.OffloadError):
-        offload.offload_optimizer(optimizer, **{option: 1j})
+        offload.training.offload_optimizer(optimizer, **{option: 1j})
 
     assert type(optimizer) is torch.optim.AdamW
     assert before == vars(optimizer)
-    assert type(offload.offload_optimizer(optimizer)) is not torch.optim.AdamW
+    assert type(offload.training.offload_optimizer(optimizer)) is not torch.optim.AdamW
