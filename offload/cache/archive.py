@@ -26,7 +26,7 @@ import torch
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, OffloadError, ReadError
 from offload.storage.beside import written_beside
 from offload.storage.file import TensorFile
-from offload.storage.header import Layout
+from offload.storage.layout import Layout
 from offload.storage.regular import MOST_JSON, as_file, parse_json, reading
 from offload.storage.write import bytes_of
 

@@ -27,7 +27,8 @@ from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column
 from offload.errors import CorruptFileError, DtypeMismatchError, OffloadError, ShapeMismatchError
 from offload.storage.file import Identity, TensorFile, file_status
-from offload.storage.header import Entry, build, contiguous
+from offload.storage.header import build
+from offload.storage.layout import Entry, contiguous
 from offload.storage.names import file_name
 from offload.storage.regular import reading
 from offload.storage.write import bytes_of, explained, put_file, refuse_foreign, write_all

@@ -33,7 +33,7 @@ from offload.errors import (
 from offload.models.checkpoint import open_checkpoint
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import contiguous
+from offload.storage.layout import contiguous
 from offload.storage.regular import reading
 from offload.storage.write import explained, sweep, write_values
 from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable

@@ -23,7 +23,7 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
-from offload.storage.header import Layout, contiguous_stride
+from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, reading
 from offload.tensor.arguments import checked_count

@@ -18,7 +18,8 @@ from typing import Any
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.storage.file import TensorFile
-from offload.storage.header import MARK, Layout, is_unicode
+from offload.storage.header import MARK, is_unicode
+from offload.storage.layout import Layout
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, read_json, reading, short
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from offload.errors import UnsupportedOpError
 from offload.storage.handle import Handle
-from offload.storage.header import contiguous
+from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.scratch import scratch
 from offload.storage.write import layout_of

@@ -42,7 +42,8 @@ from offload.models.checkpoint import Checkpoint
 from offload.models.loader import PathLike, referenced
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
-from offload.storage.header import MARK, VERSION, Layout, contiguous, is_standard, is_unicode
+from offload.storage.header import MARK, VERSION, is_standard, is_unicode
+from offload.storage.layout import Layout, contiguous
 from offload.storage.paths import absolute
 from offload.storage.regular import is_there, read_json, reading
 from offload.storage.subclasses import is_subclass_value, with_inner

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.offloading.place import Place
-from offload.storage.header import Layout
+from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.outside import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in

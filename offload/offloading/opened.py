@@ -25,7 +25,7 @@ from offload.errors import OffloadError
 from offload.offloading.place import Place
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Entry, Layout
+from offload.storage.layout import Entry, Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle

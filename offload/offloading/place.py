@@ -18,7 +18,7 @@ import torch
 
 from offload.storage.folders import discard
 from offload.storage.handle import Handle
-from offload.storage.header import Layout
+from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.wrapper import OffloadedTensor, mapped_value, wrap_handle

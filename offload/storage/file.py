@@ -26,7 +26,8 @@ import torch
 
 from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingKeyError, OffloadError
 from offload.storage import pickled
-from offload.storage.header import Entry, Header, header_length, parse
+from offload.storage.header import Header, header_length, parse
+from offload.storage.layout import Entry
 from offload.storage.locks import fork_safe_lock
 from offload.storage.paths import absolute
 from offload.storage.regular import as_file, explained, not_regular, open_regular, reading

@@ -13,17 +13,27 @@ Source of the format: https://huggingface.co/docs/safetensors (8 bytes of length
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
+from offload.storage.layout import (
+    Entry,
+    Layout,
+    Loose,
+    Record,
+    are_counts,
+    can_be_over,
+    contiguous,
+    contiguous_stride,
+    is_countable,
+    layout_as,
+)
 from offload.storage.regular import parse_json, short
 
 ALIGNMENT = 4096
@@ -31,109 +41,7 @@ MARK = "offload"
 VERSION = 1
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100_000_000  # the limit of the safetensors library
-_MOST = 2**63 - 1  # bytes and elements that torch can count
 _FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How one value lies in memory: dtype, shape and strides, in elements.
-
-    The strides are dense, or those of an expanded value, or another whose elements overlap.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes; of elements that overlap, those from the first one to the last."""
-        return min(math.prod(self.shape) * self.dtype.itemsize, span_of(self.dtype, self.shape, self.stride))
-
-    @property
-    def overlaps(self) -> bool:
-        """True if it has more elements than its bytes can hold apart."""
-        return self.nbytes < math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The dimensions from the outermost in memory to the innermost."""
-        return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
-
-    @property
-    def is_dense(self) -> bool:
-        """True if the elements fill their bytes without a gap or an overlap."""
-        step = 1
-        for dim in reversed(self.order):
-            if self.shape[dim] > 1 and self.stride[dim] != step:
-                return 0 in self.shape
-            step *= self.shape[dim]
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One value inside a file: its key, its layout, and the byte at which it starts."""
-
-    key: str
-    layout: Layout
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The bytes of a storage in a file.
-
-    Attributes:
-        start: where they begin.
-        nbytes: how many they are, unpacked.
-        packed: how many they are in the file, where they are deflated; None where they lie as they are.
-        is_swapped: whether their byte order is that of another machine.
-    """
-
-    start: int
-    nbytes: int
-    packed: int | None = None
-    is_swapped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Loose:
-    """A value that no tensor can be over where it lies: it is cut out of a record.
-
-    Attributes:
-        layout: how it lies once it is copied out.
-        begin: the byte of the record at which it begins.
-        stride: in elements, how it lies in the record.
-        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of those that are stored.
-    """
-
-    key: str
-    layout: Layout
-    record: Record
-    begin: int
-    stride: tuple[int, ...]
-    is_conjugated: bool = False
-    is_negated: bool = False
-
-    @property
-    def entry(self) -> Entry | None:
-        """Its bytes as they lie in the file, if copying these is enough."""
-        lies_otherwise = self.stride != self.layout.stride or self.is_conjugated or self.is_negated
-        if lies_otherwise or self.record.packed is not None or self.record.is_swapped:
-            return None
-        return Entry(self.key, self.layout, self.start)
-
-    @property
-    def start(self) -> int:
-        """The byte of the file at which it begins, where its record is not packed."""
-        return self.record.start + self.begin
-
-    @property
-    def span(self) -> int:
-        """Bytes from its first element to its last one."""
-        return span_of(self.layout.dtype, self.layout.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,71 +68,6 @@ class Header:
     def notes(self) -> Mapping[str, Any] | None:
         """What `offload` noted in a file of its own; None in a file of somebody else's."""
         return _notes(self.metadata)
-
-
-def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Bytes from the first element to the end of the last one."""
-    last = 0
-    for size, step in zip(shape, stride, strict=True):
-        if not size:
-            return 0
-        last += (size - 1) * step
-    return (last + 1) * dtype.itemsize
-
-
-def is_countable(shape: Iterable[int], itemsize: int) -> bool:
-    """True if torch can count the bytes, and the strides, of such a value; one step at a time, as it may be long."""
-    total = itemsize
-    for size in shape:
-        total *= max(size, 1)
-        if total > _MOST:
-            return False
-    return True
-
-
-def layout_as(dtype: torch.dtype, shape: Any, stride: Any) -> Layout | None:
-    """A layout as a file says it; None if no tensor is like that, and torch would fail at it, or worse."""
-    shape, stride = list(shape), list(stride)
-    if len(shape) != len(stride) or not _are_counts(shape) or not _are_counts(stride) or not is_countable(shape, 1):
-        return None
-    layout = Layout(dtype, tuple(shape), tuple(stride))
-    return layout if span_of(dtype, layout.shape, layout.stride) <= _MOST else None
-
-
-def is_aligned(entry: Entry) -> bool:
-    """Whether its elements begin at multiples of their size."""
-    return entry.start % entry.layout.dtype.itemsize == 0
-
-
-def can_be_over(entry: Entry) -> bool:
-    """Whether a tensor can be over it where it lies.
-
-    In safetensors files without padding, of which there are many, values begin at any byte. Kernels for most dtypes
-    read them there; those for complex128 end the process (torch 2.13, x86).
-    """
-    return entry.layout.dtype != torch.complex128 or is_aligned(entry)
-
-
-def extent_of(entries: Iterable[Entry]) -> tuple[int, int]:
-    """Where values that lie together are in their file: the first byte, and how many."""
-    ends = [(entry.start, entry.start + entry.layout.nbytes) for entry in entries]
-    start = min(start for start, _ in ends)
-    return start, max(end for _, end in ends) - start
-
-
-@lru_cache(maxsize=1024)
-def contiguous(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
-    """The row-major layout; the many values of a model share few of them."""
-    return Layout(dtype, shape, contiguous_stride(shape))
-
-
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides, in elements, as torch gives them (a size of 0 counts as 1)."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def header_length(prefix: bytes, size: int) -> int:
@@ -329,7 +172,7 @@ def _refuse_unstorable(key: str, layout: Layout) -> None:
             f"{key!r} is of {layout.dtype}, which means nothing without its scale: dequantize() it"
         )
     itemsize = 1 if layout.overlaps else layout.dtype.itemsize
-    if not _are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
+    if not are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
         raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: no tensor is like that")
 
 
@@ -395,13 +238,9 @@ def _checked_spec(key: str, spec: Any) -> tuple[str, tuple[int, ...], int, int]:
         word, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"its header says of {short(key)!r} no dtype, shape and data_offsets") from error
-    if not isinstance(word, str) or not _are_counts(shape) or not _are_counts([begin, end]) or begin > end:
+    if not isinstance(word, str) or not are_counts(shape) or not are_counts([begin, end]) or begin > end:
         raise CorruptFileError(f"its header has a malformed entry {short(key)!r}: {short(spec)}")
     return word, tuple(shape), begin, end
-
-
-def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
 
 
 def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layout | None:
@@ -434,7 +273,7 @@ def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | 
 
 def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
     """The layout of a value whose dimensions lie in another order in memory, which is that of `shape`."""
-    if not _are_counts(stride) or len(stride) != len(shape):
+    if not are_counts(stride) or len(stride) != len(shape):
         raise CorruptFileError("its `offload` metadata gives a value malformed strides")
     order = Layout(dtype, shape, tuple(stride)).order
     logical = dict(zip(order, shape, strict=True))

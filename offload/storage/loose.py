@@ -10,17 +10,14 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from offload.errors import CorruptFileError
-from offload.storage.header import Loose, Record, contiguous
+from offload.storage.file import TensorFile
+from offload.storage.layout import Loose, Record, contiguous
 from offload.storage.regular import reading
 from offload.storage.scratch import scratch, scratch_bytes
-
-if TYPE_CHECKING:
-    from offload.storage.file import TensorFile
 
 _STEP = 1 << 20  # bytes that are read at a time
 

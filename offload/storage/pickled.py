@@ -32,7 +32,8 @@ from torch import _weights_only_unpickler
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.header import Entry, Header, Loose, Record, contiguous, is_aligned, is_unicode, layout_as, span_of
+from offload.storage.header import Header, is_unicode
+from offload.storage.layout import Entry, Loose, Record, contiguous, is_aligned, layout_as, span_of
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import short
 

@@ -12,7 +12,7 @@ import mmap
 import torch
 
 from offload.errors import ReadError
-from offload.storage.header import Layout
+from offload.storage.layout import Layout
 
 
 def scratch_bytes(count: int) -> mmap.mmap:

@@ -31,7 +31,8 @@ from offload.errors import (
     WriteError,
 )
 from offload.storage.file import TensorFile
-from offload.storage.header import Entry, Layout, build, contiguous
+from offload.storage.header import build
+from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.naming import naming
 from offload.storage.process import is_dead, process_tag
 from offload.storage.regular import is_there, reading

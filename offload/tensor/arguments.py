@@ -23,7 +23,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.storage.file import TensorFile
-from offload.storage.header import Layout, contiguous
+from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.outside import SeenFromOutside

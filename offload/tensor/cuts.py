@@ -15,7 +15,7 @@ import torch
 from offload.errors import StaleViewError
 from offload.prefetch.staging import send
 from offload.storage.handle import Handle
-from offload.storage.header import Layout
+from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value, with_inner
 

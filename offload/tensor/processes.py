@@ -20,7 +20,7 @@ import torch
 from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Entry, Layout
+from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import metadata_of, twin_with, whole_twin

@@ -28,7 +28,7 @@ from offload.errors import (
 )
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Entry, contiguous
+from offload.storage.layout import Entry, contiguous
 from offload.storage.write import layout_of, write_values
 from tests import faults
 from tests.conftest import contents

@@ -24,10 +24,10 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
-from offload.storage import stored as stored_module
+from offload.storage import handle as handle_module
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Layout
+from offload.storage.layout import Layout
 from offload.storage.names import file_name
 from offload.storage.write import write_values
 from tests.processes import in_fork
@@ -478,7 +478,7 @@ def test_pointers_lie_in_a_storage_that_no_op_computes_with(tmp_path):
 
 
 def test_too_many_mappings_let_go_of_the_oldest_and_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_module, "MOST_MAPPINGS", 4)
+    monkeypatch.setattr(handle_module, "MOST_MAPPINGS", 4)
     handles = [Handle.create(torch.tensor(number), f"w{number}", tmp_path) for number in range(10)]
 
     def mapped():

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, deserialize
 
 from offload.errors import CorruptFileError, UnsupportedOpError
 from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.header import ALIGNMENT, MARK, Layout, build, contiguous_stride, header_length, parse
+from offload.storage.header import ALIGNMENT, MARK, build, header_length, parse
+from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.write import layout_of
 
 DTYPES = [

@@ -19,7 +19,8 @@ from offload.errors import ChangedFileError, ForeignFileError, ReadError, WriteE
 from offload.storage import write as write_module
 from offload.storage.dtypes import WORDS, dtype_name, dtype_named
 from offload.storage.file import TensorFile
-from offload.storage.header import ALIGNMENT, Layout, contiguous_stride
+from offload.storage.header import ALIGNMENT
+from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.process import process_tag
 from offload.storage.write import (
     copy_entries,

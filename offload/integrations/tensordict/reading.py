@@ -33,7 +33,8 @@ from offload.integrations.tensordict.layout import INNER, META, Way, escaped
 from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import Entry, contiguous, contiguous_stride, is_unicode
+from offload.storage.header import is_unicode
+from offload.storage.layout import Entry, contiguous, contiguous_stride
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, open_regular, read_json
 from offload.storage.regular import reading as as_read
