@@ -24,7 +24,7 @@ from offload.prefetch.residency import WINDOW, Pool, Value
 from offload.prefetch.tracked import Tracked
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import handle_of, is_offloaded
 
 __all__ = ["evict", "keep_resident", "set_read_ahead"]
 
@@ -301,7 +301,7 @@ def _handles_in(what: Iterable[Any]) -> set[Handle]:
                 f"{leaf!r} is no tensor and no module: nothing of it can stay in memory, or be dropped"
             )
         parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
-    return {tensor._file_handle() for tensor in parts if type(tensor) is OffloadedTensor}
+    return {handle_of(tensor) for tensor in parts if is_offloaded(tensor)}
 
 
 def _in_mib(nbytes: int) -> str:

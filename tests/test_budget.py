@@ -18,6 +18,7 @@ from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
 from offload.prefetch.reads import POOL, counts
 from offload.prefetch.residency import Pool
+from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
 MIB = 1 << 20
@@ -329,7 +330,7 @@ def cold(tmp_path, monkeypatch):
         path = tmp_path / "w.safetensors"
         save_file({"w": torch.randn(shape)}, path)
         w = OffloadedTensor.from_file(path)
-        w._file_handle().pool = pool
+        handle_of(w).pool = pool
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # also what was read along with the header
@@ -393,7 +394,7 @@ def test_a_strided_view_counts_as_what_the_disk_gives(shape, cut, gives, cold):
 @needs_page_cache
 def test_values_whose_views_overlap_stay_if_their_bytes_fit(cold):
     w = cold(2048, 256)
-    pool = w._file_handle().pool
+    pool = handle_of(w).pool
     pool.max_memory = 3 * MIB
     for part in (w[:1000], w[1048:], w):
         part.sum()

@@ -590,7 +590,7 @@ def test_17_a_registered_subclass_computes_and_trains() -> None:
         torch.save(x, io.BytesIO())
         with contextlib.suppress(RuntimeError):  # a class without numpy
             x.numpy()
-        assert not x._file_handle().base().requires_grad  # who looks at the value has one of his own
+        assert not x._handle.base().requires_grad  # who looks at the value has one of his own
         for parameter in (w, p):
             (parameter * parameter).sum().backward()
         assert w.grad.a.tolist() == p.grad.a.tolist() == [2.0] * 3, w.grad

@@ -33,7 +33,7 @@ from offload.storage.names import file_name
 from offload.storage.regular import reading
 from offload.storage.write import bytes_of, explained, put_file, refuse_foreign, write_all
 from offload.tensor.arguments import checked_dense, refuse_unstorable
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import is_offloaded
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
 _SHAPE = b'"shape": ['  # of a column; within a name the quotes would have slashes before them
@@ -230,7 +230,7 @@ class FixedColumn:
 
 def _is_elsewhere(out: torch.Tensor) -> bool:
     """Whether memory of this process is not what the tensor says."""
-    return out.device.type != "cpu" or isinstance(out, OffloadedTensor) or out.is_conj() or out.is_neg()
+    return out.device.type != "cpu" or is_offloaded(out) or out.is_conj() or out.is_neg()
 
 
 def row_bytes(column: Column) -> int:

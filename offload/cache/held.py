@@ -38,7 +38,7 @@ from offload.storage.regular import reading
 from offload.storage.write import explained, sweep, write_values
 from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
 from offload.tensor.outside import CPU
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handles
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, mapped_value, wrap_handles
 
 _NOTE = "rows"  # what a file of ours says of itself
 
@@ -61,12 +61,12 @@ class HeldColumn:
             MissingFileError, ChangedFileError, CorruptFileError
         """
         if is_offloaded(self.tensor):
-            return self._from_file(self.tensor, rows, pinned=pinned)  # type: ignore[arg-type]
+            return self._from_file(self.tensor, rows, pinned=pinned)
         values = self.tensor[torch.from_numpy(rows.numbers).to(self.tensor.device)]
         return values.pin_memory() if pinned and values.device.type == "cpu" else values
 
     def _from_file(self, tensor: OffloadedTensor, rows: Rows, *, pinned: bool) -> torch.Tensor:
-        handle = tensor._file_handle()
+        handle = handle_of(tensor)
         if handle.owned:
             handle.base()  # which may be another file by now
         if self._rows is None or self._of is not handle.file:
@@ -86,10 +86,10 @@ class HeldColumn:
         """
         if not is_offloaded(self.tensor):
             return
-        tensor: OffloadedTensor = self.tensor  # type: ignore[assignment]
-        handle = tensor._file_handle()
+        tensor: OffloadedTensor = self.tensor
+        handle = handle_of(tensor)
         files = kept.of(handle.file, is_settled=not handle.owned)
-        if tensor._is_part() or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
+        if is_part(tensor) or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
             self._rows = mapped_value(tensor)
         else:
             self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]), files=files)

@@ -12,7 +12,7 @@ import logging
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -29,7 +29,7 @@ from offload.storage.regular import is_folder, reading
 from offload.tensor.arguments import checked_count
 from offload.tensor.outside import CPU
 from offload.tensor.rules import is_followed
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_stale, mapped_value, wrap_handle
 
 _LEAST_ROOM = 256  # tokens
 _STEP = 64  # tokens to a multiple of which there is room: heads then begin at whole cache lines, as plain tensors do
@@ -174,7 +174,7 @@ class _Rows:
 
     def again(self, kept: torch.Tensor | None) -> torch.Tensor | None:
         """The tokens of `kept`, which may have been given more room, and stand at the beginning of that then."""
-        if kept is None or not self._holds(kept) or kept._generation == kept._handle.generation:  # type: ignore[attr-defined]
+        if kept is None or not self._holds(kept) or not is_stale(kept):
             return kept
         assert self._file is not None
         return self._file[:, :, : kept.shape[-2]].to(kept.device)
@@ -184,8 +184,8 @@ class _Rows:
         copy._file = None if self._file is None else self._file.__deepcopy__(memo)
         return copy
 
-    def _holds(self, states: torch.Tensor) -> bool:
-        return is_offloaded(states) and self._file is not None and states._handle is self._file._handle  # type: ignore[attr-defined]
+    def _holds(self, states: torch.Tensor) -> TypeGuard[OffloadedTensor]:
+        return is_offloaded(states) and self._file is not None and handle_of(states) is handle_of(self._file)
 
     def _takes(self, states: torch.Tensor, end: int) -> bool:
         """Whether `states` fit in the file after so many tokens."""
@@ -209,7 +209,7 @@ class _Rows:
                 shape, dtype=states.dtype, name=self._name, offload_dir=self._folder, exist_ok=True
             )
             return 0
-        handle, layout = self._file._file_handle(), Layout(states.dtype, shape, contiguous_stride(shape))
+        handle, layout = handle_of(self._file), Layout(states.dtype, shape, contiguous_stride(shape))
         before = () if kept is None else mapped_value(kept.to(CPU)).flatten(0, 1)  # type: ignore[arg-type]
         row = layout.nbytes // (batch * heads)
         try:

@@ -31,7 +31,7 @@ from offload.storage.paths import text_of
 from offload.storage.regular import as_file, is_folder, open_regular, reading
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.tensor.wrapper import handle_of, is_offloaded
 
 _BLOCK = 1 << 20  # bytes that are read at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -259,7 +259,7 @@ def _with_adapter(
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    identity = tensor._file_handle().file.identity if isinstance(tensor, OffloadedTensor) else None
+    identity = handle_of(tensor).file.identity if is_offloaded(tensor) else None
     return identity, tensor._version
 
 

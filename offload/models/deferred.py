@@ -31,7 +31,15 @@ from offload.tensor.cuts import sent_to
 from offload.tensor.outside import CPU
 from offload.tensor.rules import written_arguments
 from offload.tensor.tables import Rule
-from offload.tensor.wrapper import OffloadedTensor, mapped_value, value_on_cpu, wrap_handle
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    handle_of,
+    is_offloaded,
+    is_part,
+    mapped_value,
+    value_on_cpu,
+    wrap_handle,
+)
 
 _BLOCK = 8 << 20  # bytes that are put together at a time
 _FEW = 64 << 10  # bytes of a part up to which it is joined with others before it is written
@@ -139,7 +147,7 @@ class DeferredTensor(torch.Tensor):
     def is_stored(self) -> bool:
         """Whether it is on disk as it is, as a whole value: it will stay there."""
         source = self._as_it_is()
-        return isinstance(source, OffloadedTensor) and not (source._is_part() or self._body.made)
+        return is_offloaded(source) and not (is_part(source) or self._body.made)
 
     @torch.no_grad()
     def stored(
@@ -194,7 +202,7 @@ class DeferredTensor(torch.Tensor):
         is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
         source = settled(self if is_dense else self.contiguous())
         with no_functions(), no_modes():
-            value = mapped_value(source) if isinstance(source, OffloadedTensor) else source
+            value = mapped_value(source) if is_offloaded(source) else source
             start = value.storage_offset() * value.itemsize
             span = value.untyped_storage()[start : start + value.numel() * value.itemsize]
             return torch.empty(0, dtype=value.dtype, device=CPU).set_(span, 0, value.shape, value.stride())
@@ -209,13 +217,13 @@ class DeferredTensor(torch.Tensor):
     def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
         """What this is a cast of, if that is stored, and open to be written, where this is to be."""
         source = self._parts[0].source
-        if offload_dir is None or len(self._parts) > 1 or not isinstance(source, OffloadedTensor):
+        if offload_dir is None or len(self._parts) > 1 or not is_offloaded(source):
             return None
-        handle = source._file_handle()
+        handle = handle_of(source)
         if not handle.owned or handle.folder is None or handle.name != name:
             return None
         is_there = os.path.realpath(handle.folder) == os.path.realpath(offload_dir)
-        return source if is_there and not source._is_part() and source.shape == self.shape else None
+        return source if is_there and not is_part(source) and source.shape == self.shape else None
 
 
 def deferred(source: torch.Tensor) -> DeferredTensor:
@@ -318,7 +326,7 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _deferred(tensor: torch.Tensor) -> DeferredTensor:
     if isinstance(tensor, DeferredTensor):
         return tensor
-    return deferred(tensor if isinstance(tensor, OffloadedTensor) else tensor.clone())  # it may be written to later
+    return deferred(tensor if is_offloaded(tensor) else tensor.clone())  # it may be written to later
 
 
 def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -380,7 +388,7 @@ def _stored_as_it_is(tensor: torch.Tensor) -> DeferredTensor:
 
 
 def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
-    if type(result) is OffloadedTensor:
+    if is_offloaded(result):
         return deferred(result)
     if result.device != CPU or result.numel() * result.itemsize < _BIG:
         return result
@@ -460,7 +468,7 @@ def _joined(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, b
 
 
 def _on_cpu(source: torch.Tensor) -> torch.Tensor:
-    return value_on_cpu(source) if isinstance(source, OffloadedTensor) else source
+    return value_on_cpu(source) if is_offloaded(source) else source
 
 
 def _place_in(whole: torch.Tensor, part: Part) -> torch.Tensor:

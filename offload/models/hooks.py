@@ -265,7 +265,7 @@ def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return value
     if not is_offloaded(value):
         return value.to(dtype)
-    value.update_values(value.to(dtype), strict_dtype=False)  # type: ignore[attr-defined]
+    value.update_values(value.to(dtype), strict_dtype=False)
     return value
 
 

@@ -56,7 +56,7 @@ from offload.storage.paths import absolute
 from offload.tensor.arguments import computing_device, floating_dtype, refuse_other_class
 from offload.tensor.materialize import materialize
 from offload.tensor.outside import CPU
-from offload.tensor.wrapper import OffloadedTensor, wrap_handles
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
@@ -501,8 +501,8 @@ def _converted(
 
 def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A value in another dtype: deferred, but for one of a subclass."""
-    assert isinstance(stored, OffloadedTensor)
-    if not stored._file_handle().is_subclass:
+    assert is_offloaded(stored)
+    if not handle_of(stored).is_subclass:
         return deferred(stored).to(dtype)
     stored.update_values(stored.to(dtype), strict_dtype=False)
     return stored

@@ -14,7 +14,7 @@ from offload.memory import uncollected
 from offload.prefetch.reads import expect
 from offload.prefetch.residency import SMALL, Pool
 from offload.storage.handle import Handle
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import handle_of, is_offloaded
 
 
 @uncollected()
@@ -31,9 +31,9 @@ def expect_reads(model: nn.Module, pool: Pool | None = None) -> None:
     for block in _blocks(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         members = [member for module in modules for member in (*module._parameters.values(), *module._buffers.values())]
-        stored = [member for member in members if type(member) is OffloadedTensor and member._twin.dim() != 3]
-        for tensor in sorted(stored, key=lambda tensor: tensor._twin.nbytes > SMALL):
-            handles.setdefault(id(tensor._handle), tensor._file_handle())
+        stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
+        for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
+            handles.setdefault(id(handle_of(tensor)), handle_of(tensor))
     expect(handles.values(), pool)
 
 

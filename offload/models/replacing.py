@@ -18,7 +18,15 @@ from offload.memory import return_freed
 from offload.models.journal import RUNS, marks_of
 from offload.models.slots import tensor_slots
 from offload.storage.handle import Handle
-from offload.tensor.wrapper import OffloadedTensor, dressed, guest_of, replace_value, wrap_handle
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    dressed,
+    guest_of,
+    handle_of,
+    is_offloaded,
+    replace_value,
+    wrap_handle,
+)
 
 
 class Replacing:
@@ -34,7 +42,7 @@ class Replacing:
         self._suffix = suffix
         self._slots = tensor_slots(model)  # also keeps the tensors, whose identity tells them apart
         tensors = [slot.tensor for slot in self._slots]
-        self._handles = {tensor._file_handle() for tensor in tensors if type(tensor) is OffloadedTensor}
+        self._handles = {handle_of(tensor) for tensor in tensors if is_offloaded(tensor)}
         self._holders = Counter({id(slot.tensor): len(slot.owners) for slot in self._slots})
 
     def stored(
@@ -48,7 +56,7 @@ class Replacing:
             name: of the new one, if it gets a file of its own.
             marks: what the file is to say of runs. One that says all of it already is left as it is.
         """
-        if type(old) is not OffloadedTensor or (type(new) is OffloadedTensor and new._file_handle() in self._handles):
+        if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
             return None
         return_freed()  # what the new one was computed with
         if self._holders[id(old)] > 1:
@@ -75,7 +83,7 @@ class Replacing:
 
     def _beside(self, old: OffloadedTensor, new: torch.Tensor, name: str, marks: Sequence[str]) -> OffloadedTensor:
         """`new` in a file of its own, in the folder and under the memory budget of `old`."""
-        handle, value = old._file_handle(), guest_of(new.detach())
+        handle, value = handle_of(old), guest_of(new.detach())
         notes = {RUNS: list(marks)} if marks else None
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
         made = Handle.create(value, own_name, handle.folder, notes, exist_ok=True)
@@ -85,5 +93,5 @@ class Replacing:
 
 
 def _marks_of(tensor: OffloadedTensor) -> tuple[str, ...]:
-    handle = tensor._file_handle()
+    handle = handle_of(tensor)
     return marks_of(handle.file) if handle.owned else ()

@@ -27,7 +27,16 @@ from offload.storage.handle import Handle
 from offload.tensor.attributes import carry_attributes
 from offload.tensor.outside import CPU
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, dressed, is_offloaded, wrap
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    PathLike,
+    current_twin,
+    dressed,
+    handle_of,
+    is_offloaded,
+    target_of,
+    wrap,
+)
 
 _log = logging.getLogger("offload")
 
@@ -200,9 +209,9 @@ def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> 
 
 def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
     """Whether writes to an offloaded tensor go to this folder, if one is named; of another tensor nothing is asked."""
-    if offload_dir is None or not isinstance(tensor, OffloadedTensor):
+    if offload_dir is None or not is_offloaded(tensor):
         return True
-    folder = tensor._file_handle().folder
+    folder = handle_of(tensor).folder
     is_it = folder is not None and os.fspath(folder) == os.path.abspath(offload_dir)
     return is_it or (folder is not None and os.path.realpath(folder) == os.path.realpath(offload_dir))
 
@@ -214,10 +223,10 @@ def _moved(
     if isinstance(tensor, DeferredTensor):
         return brought(tensor, slot.name, place, offload_dir)
     if not place.on_disk and is_offloaded(tensor):
-        tensor = tensor.materialize()  # type: ignore[attr-defined]
-    elif place.on_disk and not isinstance(tensor, OffloadedTensor):
+        tensor = tensor.materialize()
+    elif place.on_disk and not is_offloaded(tensor):
         tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir, exist_ok=True)
-    elif isinstance(tensor, OffloadedTensor) and not _is_in(tensor, offload_dir):
+    elif is_offloaded(tensor) and not _is_in(tensor, offload_dir):
         same = identity_of(tensor)  # other parameters may be over the same file, and are to stay so
         if same not in brought_over:
             brought_over[same] = _brought_over(tensor, slot.name, offload_dir)
@@ -227,20 +236,20 @@ def _moved(
 
 def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
     """A tensor on disk as one in another folder; what is referenced stays where it is, and is written to there."""
-    handle = tensor._file_handle()
+    handle = handle_of(tensor)
     if handle.owned:
         value = tensor.detach().to(CPU)
         stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
     else:
         other = Handle.reference(handle.file, handle.name, offload_dir)
-        stored = wrap(other, current_twin(tensor), tensor._target)
-    stored._file_handle().pool = handle.pool
+        stored = wrap(other, current_twin(tensor), target_of(tensor))
+    handle_of(stored).pool = handle.pool
     return stored
 
 
 def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
     if is_offloaded(tensor):
-        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)  # type: ignore[arg-type]
+        return dressed(tensor, requires_grad=requires_grad, is_parameter=True)
     return nn.Parameter(tensor, requires_grad)
 
 

@@ -44,7 +44,19 @@ from offload.tensor.arguments import (
     refuse_uncalled,
 )
 from offload.tensor.cuts import metadata_of, twin_of
-from offload.tensor.wrapper import OffloadedTensor, become, guest_of, redress, replace_value, wrap_handle
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    become,
+    current_twin,
+    guest_of,
+    handle_of,
+    is_offloaded,
+    is_part,
+    redress,
+    replace_value,
+    target_of,
+    wrap_handle,
+)
 
 Function: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
@@ -163,9 +175,9 @@ def offloaded_like(
         ('w.norms', [6.0, 6.0])
     """
     refuse_uncalled(fn, "what makes a tensor of another")
-    if not isinstance(tensor, OffloadedTensor):
+    if not is_offloaded(tensor):
         return fn(tensor)
-    folder = tensor._file_handle().folder
+    folder = handle_of(tensor).folder
 
     def look(result: torch.Tensor, name: str) -> torch.Tensor:
         if folder is not None and not exist_ok:
@@ -224,23 +236,23 @@ class Value:
     @property
     def folder(self) -> Path | None:
         """The user's folder that it is, or will be, stored in."""
-        return self.tensor._file_handle().folder if isinstance(self.tensor, OffloadedTensor) else None
+        return handle_of(self.tensor).folder if is_offloaded(self.tensor) else None
 
     @property
     def source(self) -> str | None:
         """The file that it is read from, if that is not its own."""
         tensor = self.tensor
-        if not isinstance(tensor, OffloadedTensor) or tensor._file_handle().owned:
+        if not is_offloaded(tensor) or handle_of(tensor).owned:
             return None
-        return source_of(tensor._file_handle().file)
+        return source_of(handle_of(tensor).file)
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The runs that it has gone through."""
         tensor = self.tensor
-        if not isinstance(tensor, OffloadedTensor):
+        if not is_offloaded(tensor):
             return getattr(tensor, _MARKS, ())
-        handle = tensor._file_handle()
+        handle = handle_of(tensor)
         if not handle.owned:
             return ()
         handle.base()  # what stands in its place, also after a replacement that was interrupted once it was done
@@ -250,15 +262,15 @@ class Value:
         """Give it a new value, in all its places."""
         tensor = self.tensor
         notes = {RUNS: list(marks)} if marks else None
-        if isinstance(tensor, OffloadedTensor) and not self._is_cut_from_a_checkpoint(tensor):
+        if is_offloaded(tensor) and not self._is_cut_from_a_checkpoint(tensor):
             replace_value(tensor, new, notes, **strict)
             self._follow(tensor)
             return
         refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
-        if isinstance(tensor, OffloadedTensor):
+        if is_offloaded(tensor):
             refuse_other_class(new, self.name)
             handle = Handle.create(guest_of(new.detach()), self.name, self.folder, notes)
-            become(tensor, wrap_handle(handle, tensor._target))
+            become(tensor, wrap_handle(handle, target_of(tensor)))
             self._follow(tensor)
         else:
             self._fill(_own(new))
@@ -277,10 +289,10 @@ class Value:
     def adopt(self, key: str) -> None:
         """Go on from what the run of this key has stored already, if this is still as it was before."""
         tensor = self.tensor
-        if self.source is None or self.folder is None or not isinstance(tensor, OffloadedTensor):
+        if self.source is None or self.folder is None or not is_offloaded(tensor):
             return
         is_cut = self._is_cut_from_a_checkpoint(tensor)
-        handle = tensor._file_handle()
+        handle = handle_of(tensor)
         path = self.folder / file_name(self.name if is_cut else handle.name)
         if not is_there(path):
             return
@@ -288,19 +300,19 @@ class Value:
         if not file.is_ours or key not in marks_of(file):
             return
         if is_cut:
-            become(tensor, wrap_handle(Handle.adopt(file, self.name), tensor._target))
+            become(tensor, wrap_handle(Handle.adopt(file, self.name), target_of(tensor)))
         else:
             handle.take_over(file)
-            redress(tensor, twin_of(handle), tensor._target)
+            redress(tensor, twin_of(handle), target_of(tensor))
         self._follow(tensor)
 
     def _follow(self, tensor: OffloadedTensor) -> None:
         for other in self.others:
-            if isinstance(other, OffloadedTensor):
+            if is_offloaded(other):
                 become(other, tensor)
 
     def _is_cut_from_a_checkpoint(self, tensor: OffloadedTensor) -> bool:
-        return tensor._is_part() and not tensor._file_handle().owned
+        return is_part(tensor) and not handle_of(tensor).owned
 
 
 def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Value]:
@@ -345,8 +357,8 @@ def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
 
 def _bytes_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors over the same bytes."""
-    if isinstance(tensor, OffloadedTensor):
-        return id(tensor._handle), metadata_of(tensor._twin)
+    if is_offloaded(tensor):
+        return id(handle_of(tensor)), metadata_of(current_twin(tensor))
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
         return id(tensor)
     return id(tensor) if is_meta(tensor) else (tensor.device, tensor.data_ptr(), metadata_of(tensor))

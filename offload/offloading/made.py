@@ -21,7 +21,7 @@ from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.outside import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
-from offload.tensor.wrapper import OffloadedTensor, current_twin, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, target_of, wrap_handle
 
 Fill: TypeAlias = Callable[[torch.Tensor, Sequence[Any], dict[str, Any]], object]
 
@@ -123,8 +123,8 @@ def _are_here(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_dense_here(tensor: torch.Tensor) -> bool:
-    if type(tensor) is OffloadedTensor:
-        return tensor._target == CPU and tensor._file_handle().recipe is None
+    if is_offloaded(tensor):
+        return target_of(tensor) == CPU and handle_of(tensor).recipe is None
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device == CPU
@@ -163,7 +163,7 @@ def _twins_of(values: Iterable[Any]) -> list[Any]:
 
 def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
     """A number stays as it is: whether it was one in Python counts for the dtype of the result."""
-    if type(tensor) is OffloadedTensor:
+    if is_offloaded(tensor):
         return current_twin(tensor)
     if tensor.dim() == 0:
         return tensor

@@ -28,7 +28,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.outside import CPU
-from offload.tensor.wrapper import OffloadedTensor, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
 
 _MAPS = Path("/proc/self/maps")
 _PAGE_MAP = Path("/proc/self/pagemap")
@@ -193,7 +193,7 @@ def _is_untouched(address: int, nbytes: int) -> bool:
 
 def _in_a_row(stored: OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
     """The elements of a dense value as they lie in its file, as `dtype`."""
-    flat = stored.permute(stored._file_handle().layout.order).reshape(-1)
+    flat = stored.permute(handle_of(stored).layout.order).reshape(-1)
     return flat if flat.dtype == dtype else flat.view(torch.uint8).view(dtype)
 
 

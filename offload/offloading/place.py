@@ -21,7 +21,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.wrapper import OffloadedTensor, mapped_value, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Place:
 
 def over_mappings(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor subclass with plain tensors over their files in place of the offloaded ones inside it."""
-    if type(tensor) is OffloadedTensor:
+    if is_offloaded(tensor):
         return mapped_value(tensor)
     if not is_subclass_value(tensor):
         return tensor

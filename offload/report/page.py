@@ -27,7 +27,7 @@ from offload.storage.paths import absolute
 from offload.storage.regular import is_there
 from offload.storage.write import explained, put_file
 from offload.tensor.arguments import refuse_other
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import handle_of, is_offloaded
 
 _EVERY = 0.02  # seconds between two looks
 _MOST = 4000  # looks that are kept; then every second one goes
@@ -212,9 +212,9 @@ def _waits(model: nn.Module) -> dict[str, float]:
     waits: dict[str, float] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if type(tensor) is not OffloadedTensor:
+        if not is_offloaded(tensor):
             continue
-        handle = tensor._file_handle()
+        handle = handle_of(tensor)
         if id(handle) not in seen:
             seen.add(id(handle))
             layer = _layer_of(name)

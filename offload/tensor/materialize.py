@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from offload.tensor.attributes import carry_attributes
 from offload.tensor.cuts import metadata_of
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.tensor.wrapper import is_offloaded
 
 
 def materialize(value: Any) -> Any:
@@ -41,7 +41,7 @@ def _in_memory(leaf: Any, memo: dict[Any, Any]) -> Any:
 def _fill_module(module: nn.Module, memo: dict[Any, Any]) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if is_offloaded(parameter):
+            if parameter is not None and is_offloaded(parameter):
                 part._parameters[name] = _plain_parameter(parameter, memo)
         for name, buffer in part._buffers.items():
             part._buffers[name] = _plain(buffer, memo)
@@ -57,7 +57,7 @@ def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
 
 
 def _plain(leaf: Any, memo: dict[Any, Any]) -> Any:
-    if type(leaf) is not OffloadedTensor:
+    if not is_offloaded(leaf):
         return leaf
     key = (leaf._handle, metadata_of(leaf._twin), leaf._target)
     if key not in memo:

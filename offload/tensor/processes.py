@@ -24,7 +24,7 @@ from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.cuts import metadata_of, twin_with, whole_twin
-from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap
+from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handle_of, wrap
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
         raise UnsupportedOpError(
             f"{tensor.name!r} is not a leaf and requires grad: it can't be passed to a process. detach() it first."
         )
-    handle = tensor._file_handle()
+    handle = handle_of(tensor)
     identity = None if handle.owned else handle.file.identity
     entry = handle.file.entry(handle.name) if handle.file.is_raw else None
     reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry)

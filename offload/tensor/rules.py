@@ -27,6 +27,7 @@ from offload.tensor.wrapper import (
     OffloadedTensor,
     current_twin,
     guest_of,
+    is_part,
     mapped_value,
     modes_are_on,
     redress,
@@ -376,7 +377,7 @@ def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...
     elif before is not None and before[0] == guest.untyped_storage().data_ptr() and tensor._target == CPU:
         with no_functions(), no_modes():
             redress(tensor, cut_like(twin, guest), tensor._target)
-    elif tensor._is_part():
+    elif is_part(tensor):
         raise UnsupportedOpError(
             f"this op would resize {tensor.name!r} through a view of a part of it: resize the tensor itself"
         )

@@ -23,7 +23,7 @@ from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
 from offload.tensor.cuts import metadata_of
 from offload.tensor.extents import start_of_run
-from offload.tensor.wrapper import OffloadedTensor, current_twin, mapped_value
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value
 
 
 def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -62,7 +62,7 @@ def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, 
 def identity_of(tensor: torch.Tensor) -> Hashable:
     """Equal for two tensors that are the same view of the same memory or file: tied weights."""
     if type(tensor) is OffloadedTensor:
-        return tensor._file_handle(), metadata_of(current_twin(tensor))
+        return handle_of(tensor), metadata_of(current_twin(tensor))
     if is_subclass_value(tensor):
         attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return type(tensor), tuple(identity_of(getattr(tensor, attribute)) for attribute in attributes)
@@ -106,7 +106,7 @@ def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The wrapper subclass, such as a quantized weight, that this is or holds, over its mapped file; None if none."""
     if type(tensor) is not OffloadedTensor:
         return tensor if is_subclass_value(tensor) else None
-    if not tensor._file_handle().is_subclass:
+    if not handle_of(tensor).is_subclass:
         return None
     with no_functions(), no_modes():
         return mapped_value(tensor)
@@ -116,7 +116,7 @@ def _copied(fd: int, at: int, tensor: torch.Tensor) -> bool:
     """Whether it could be copied from file to file."""
     if type(tensor) is not OffloadedTensor:
         return False
-    handle, twin = tensor._file_handle(), current_twin(tensor)
+    handle, twin = handle_of(tensor), current_twin(tensor)
     start = start_of_run(handle, twin)
     if start is None:
         return False

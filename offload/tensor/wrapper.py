@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.fx.experimental._constant_symnode import ConstantIntNode
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import TypeIs
 
 from offload.errors import ArgumentTypeError, StaleViewError, UnsupportedOpError
 from offload.prefetch.reads import UNTRACKED
@@ -210,7 +211,7 @@ class OffloadedTensor(SeenFromOutside):
         number, target = checked_number(fill_value, dtype, name), computing_device(device)
         stored = cls.empty(shape, dtype=number.dtype, name=name, offload_dir=offload_dir, exist_ok=exist_ok)
         stored.fill_(number)
-        return wrap_handle(stored._file_handle(), target)
+        return wrap_handle(handle_of(stored), target)
 
     @classmethod
     def ones(cls, shape: int | Sequence[int], *sizes: int, **options: Any) -> OffloadedTensor:
@@ -222,17 +223,17 @@ class OffloadedTensor(SeenFromOutside):
     @property
     def name(self) -> str:
         """Its name, which is its key in the file."""
-        return self._file_handle().name
+        return handle_of(self).name
 
     @property
     def offload_path(self) -> Path:
         """The file that holds the value now."""
-        return self._file_handle().path
+        return handle_of(self).path
 
     @property
     def offload_dir(self) -> Path:
         """The folder that writes go to; before the first write to a referenced file, that file's folder."""
-        handle = self._file_handle()
+        handle = handle_of(self)
         return handle.folder or handle.path.parent
 
     # Values in and out
@@ -258,7 +259,7 @@ class OffloadedTensor(SeenFromOutside):
 
     def flush(self) -> None:
         """Wait until everything written to the file so far is on the disk."""
-        self._file_handle().flush()
+        handle_of(self).flush()
 
     @property
     def data(self) -> torch.Tensor:
@@ -301,7 +302,7 @@ class OffloadedTensor(SeenFromOutside):
                 f"{self.name!r} is not a leaf. Only Tensors created explicitly by the user support the deepcopy "
                 "protocol: detach() it first."
             )
-        handle = self._file_handle()
+        handle = handle_of(self)
         if id(handle) not in memo:
             memo[id(handle)] = handle.duplicate()
         copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
@@ -367,21 +368,12 @@ class OffloadedTensor(SeenFromOutside):
         return rule(func, args, kwargs or {})
 
     def _file_handle(self) -> Handle:
-        handle = self._handle
-        if type(handle) is not Handle:
-            raise UnsupportedOpError("a tensor that is being traced has no file: call this outside compile or export")
-        return handle
-
-    def _is_part(self) -> bool:
-        layout = self._file_handle().layout
-        return (tuple(self._twin.shape), self._twin.dtype) != (layout.shape, layout.dtype) or (
-            self._twin.stride() != layout.stride and self._twin.numel() > 1
-        )
+        return handle_of(self)
 
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
         with no_functions(), no_modes():  # a fake mode would make a fake tensor
-            return mapped_value(self).detach() if self._handle.recipe is None else self._file_handle().another_base()
+            return mapped_value(self).detach() if self._handle.recipe is None else handle_of(self).another_base()
 
 
 # Making wrappers
@@ -434,7 +426,7 @@ def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
     return wrap(Traced(inner), inner, inner.device)
 
 
-def is_offloaded(x: object) -> bool:
+def is_offloaded(x: object) -> TypeIs[OffloadedTensor]:
     """True for a tensor whose data is on disk.
 
     Example:
@@ -442,6 +434,39 @@ def is_offloaded(x: object) -> bool:
         False
     """
     return type(x) is OffloadedTensor
+
+
+# What others ask of a tensor
+
+
+def handle_of(tensor: OffloadedTensor) -> Handle:
+    """The stored value that it is a view of.
+
+    Raises:
+        UnsupportedOpError: a compiler traces it.
+    """
+    handle = tensor._handle
+    if type(handle) is not Handle:
+        raise UnsupportedOpError("a tensor that is being traced has no file: call this outside compile or export")
+    return handle
+
+
+def target_of(tensor: OffloadedTensor) -> torch.device:
+    """Where ops on it compute."""
+    return tensor._target
+
+
+def is_part(tensor: OffloadedTensor) -> bool:
+    """Whether it is cut from its value, and not the whole of it."""
+    layout, twin = handle_of(tensor).layout, tensor._twin
+    return (tuple(twin.shape), twin.dtype) != (layout.shape, layout.dtype) or (
+        twin.stride() != layout.stride and twin.numel() > 1
+    )
+
+
+def is_stale(tensor: OffloadedTensor) -> bool:
+    """Whether the value that it was cut from was replaced by one of another layout."""
+    return tensor._generation != tensor._handle.generation
 
 
 def dressed(stored: OffloadedTensor, *, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
@@ -477,8 +502,8 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
 
 def _refuse_for(stored: OffloadedTensor, values: torch.Tensor) -> None:
     """Refuse what can't become the value of `stored`, before anything is written."""
-    refuse_unstorable(values, stored._file_handle().name)
-    refuse_without_grad(stored, values, stored._file_handle().name)
+    refuse_unstorable(values, handle_of(stored).name)
+    refuse_without_grad(stored, values, handle_of(stored).name)
 
 
 # Guests: what ops compute with
@@ -507,7 +532,7 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     value = mapped_value(tensor)
     known = tensor._range
     if known is None or known.calm_until < monotonic():
-        tensor._range = brought_in(tensor._file_handle(), tensor._twin)
+        tensor._range = brought_in(handle_of(tensor), tensor._twin)
     return value
 
 
@@ -516,19 +541,19 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     handle, twin = tensor._handle, current_twin(tensor)
     base = handle.base()
     if twin is not handle.twin:
-        base = cut(base, twin) if handle.recipe is None else uncut(base, twin, tensor._file_handle().name)
+        base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)
     if not handle.owned and base._version > _AS_MAPPED and handle.recipe is None:
         # Compiled code stored into the mapping, which is only memory where the file is not ours.
-        tensor._file_handle().replace(handle.base())
+        handle_of(tensor).replace(handle.base())
         return mapped_value(tensor)
     return base
 
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
     """How `tensor` is cut, if that still fits what is stored."""
-    if tensor._generation != tensor._handle.generation:
+    if is_stale(tensor):
         raise StaleViewError(
-            f"the value {tensor._file_handle().name!r} was replaced (by one of another shape or dtype, or in a "
+            f"the value {handle_of(tensor).name!r} was replaced (by one of another shape or dtype, or in a "
             "tensor's .data), and this tensor is an old view of it: cut the view again"
         )
     return tensor._twin
@@ -538,9 +563,9 @@ def replace_value(
     tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None, *, strict_shape: bool, strict_dtype: bool
 ) -> None:
     """As `OffloadedTensor.update_values`; `notes` go into the file's header."""
-    handle = tensor._file_handle()
+    handle = handle_of(tensor)
     _refuse_for(tensor, values)
-    if tensor._is_part():
+    if is_part(tensor):
         raise UnsupportedOpError(
             f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
             "use copy_ on the view, or update_values on the tensor that it was cut from"
@@ -559,7 +584,7 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
 
     The value may have been replaced although an error is raised: that it is, the disk may not have noted for good.
     """
-    handle = tensor._file_handle()
+    handle = handle_of(tensor)
     before = handle.file
     with DisableTorchFunctionSubclass(), no_grad():
         try:
@@ -574,13 +599,13 @@ def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
     if not _is_shared(tensor):
         store(tensor, values)
         return
-    handle = tensor._file_handle()
-    if handle.owned and handle.folder is not None and not tensor._is_part():
+    handle = handle_of(tensor)
+    if handle.owned and handle.folder is not None and not is_part(tensor):
         store(tensor, values)  # one name, one file: the others can't keep the old value, and will say so
         handle.generation += 1
         tensor._generation = handle.generation
     else:
-        folder = None if tensor._is_part() else handle.folder
+        folder = None if is_part(tensor) else handle.folder
         become(tensor, wrap_handle(Handle.create(guest_of(values.detach()), handle.name, folder), tensor._target))
 
 

@@ -31,7 +31,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.paths import absolute
 from offload.tensor.cuts import metadata_of, sent_to, twin_with
 from offload.tensor.outside import CPU
-from offload.tensor.wrapper import OffloadedTensor, value_on_cpu, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
 
 _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
 _IDLE = 2.0  # seconds after which the writer ends
@@ -162,7 +162,7 @@ class _Block:
             return
         self.is_expected = True
         contents = sorted(self.written.items(), reverse=True)
-        expect([content.stored._file_handle() for _, content in contents if content.stored is not None])
+        expect([handle_of(content.stored) for _, content in contents if content.stored is not None])
 
 
 def _described(saved: _Saved | _Kept) -> str:

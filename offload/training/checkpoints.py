@@ -48,7 +48,7 @@ from offload.storage.write import explained, put_file, remove, sweep_folders, sy
 from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of
-from offload.tensor.wrapper import is_offloaded
+from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.training.optimizer import is_on_disk
 from offload.training.plain import Apart, put_together
 
@@ -333,9 +333,9 @@ def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], chec
 def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
     """Have all files open that are to be read and written, so that what the system refuses is met before any change."""
     for tensor in filter(is_offloaded, saved):
-        tensor._file_handle().base()
+        handle_of(tensor).base()
     for tensor in filter(is_offloaded, values):
-        tensor._file_handle().writable_base()
+        handle_of(tensor).writable_base()
 
 
 # Folders

@@ -28,7 +28,7 @@ from offload.storage.handle import Handle
 from offload.storage.paths import absolute
 from offload.tensor.arguments import refuse_other, refuse_other_class
 from offload.tensor.materialize import materialize
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handle
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -169,7 +169,7 @@ class _Place:
                 state[key] = materialize(value)
                 continue
             name = f"{self.names.get(parameter, 'unknown')}.{key}"
-            if is_offloaded(value) and (value.name, value._file_handle().folder) == (name, self.folder):
+            if is_offloaded(value) and (value.name, handle_of(value).folder) == (name, self.folder):
                 continue  # a call that failed later put it there
             if is_offloaded(old) and old.shape == value.shape and old.dtype == value.dtype:
                 old.update_values(value)

@@ -43,7 +43,7 @@ from offload.storage.regular import is_there, parse_json, read_regular, short
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import identity_of, write_file
-from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, wrap_handle
+from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
 from offload.tree.structure import Node, Way, decode, encode, told
 
 _MANIFEST = "tree.json"
@@ -268,10 +268,10 @@ def _text(plan: _Plan, files: Mapping[str, str], structure: Node) -> str:
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
     """The file of the tree in `folder` that has this very value; None if there is none."""
-    if type(tensor) is not OffloadedTensor:
+    if not is_offloaded(tensor):
         return None
-    handle, twin = tensor._file_handle(), current_twin(tensor)
-    if handle.owned or handle.path.parent.parent != folder or tensor._is_part() or twin.is_conj() or twin.is_neg():
+    handle, twin = handle_of(tensor), current_twin(tensor)
+    if handle.owned or handle.path.parent.parent != folder or is_part(tensor) or twin.is_conj() or twin.is_neg():
         return None
     file = f"{handle.path.parent.name}/{handle.path.name}"
     if file not in old:

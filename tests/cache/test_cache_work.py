@@ -13,6 +13,7 @@ from offload.cache import rowfile
 from offload.cache.indexing import Rows
 from offload.cache.states import FILE, PAGE
 from offload.errors import CorruptFileError
+from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
 COLUMNS = {"x": (torch.int64, (1024,))}  # rows of 8 KiB
@@ -229,7 +230,7 @@ def test_tensors_of_a_column_share_their_file_until_it_changes(tmp_path):
     reader, writer = TensorCache.open(tmp_path), TensorCache.open(tmp_path, "r+")
     first = reader["x"]
 
-    assert first._file_handle().file is reader["x"]._file_handle().file
+    assert handle_of(first).file is handle_of(reader["x"]).file
     writer.append(values(range(64, 70)))
     writer.flush()
     assert (70, 1024) == tuple(reader["x"].shape)

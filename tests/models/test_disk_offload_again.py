@@ -12,6 +12,7 @@ from torch import nn
 import offload
 from offload import OffloadedTensor
 from offload.errors import DeviceError, UnsupportedOpError
+from offload.tensor.wrapper import handle_of
 
 
 def files(folder):
@@ -44,22 +45,22 @@ def test_the_values_of_a_model_on_disk_go_to_the_folder_that_is_named(was_named,
 
 def test_without_a_folder_it_stays_where_it_is(tmp_path):
     model = on_disk(tmp_path / "kept")
-    handles = [parameter._file_handle() for parameter in model.parameters()]
+    handles = [handle_of(parameter) for parameter in model.parameters()]
 
     offload.disk_offload(model)
     offload.disk_offload(model, tmp_path / "kept")
 
-    assert [parameter._file_handle() for parameter in model.parameters()] == handles
+    assert [handle_of(parameter) for parameter in model.parameters()] == handles
 
 
 def test_a_link_to_its_folder_is_its_folder(tmp_path):
     model = on_disk(tmp_path / "kept")
     (tmp_path / "link").symlink_to(tmp_path / "kept")
-    handles = [parameter._file_handle() for parameter in model.parameters()]
+    handles = [handle_of(parameter) for parameter in model.parameters()]
 
     offload.disk_offload(model, tmp_path / "link")
 
-    assert [parameter._file_handle() for parameter in model.parameters()] == handles
+    assert [handle_of(parameter) for parameter in model.parameters()] == handles
 
 
 def test_parameters_over_one_file_are_so_there_too(tmp_path):
@@ -102,12 +103,12 @@ def test_what_is_referenced_is_not_copied_and_is_written_to_there(tmp_path):
 def test_the_budget_of_a_model_goes_along(tmp_path):
     offload.save_checkpoint(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
     model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved", max_memory="8MiB")
-    pool = model[0].weight._file_handle().pool
+    pool = handle_of(model[0].weight).pool
 
     offload.disk_offload(model, tmp_path / "kept")
 
     assert pool is not None
-    assert model[0].weight._file_handle().pool is pool
+    assert handle_of(model[0].weight).pool is pool
 
 
 class Copies(MutableMapping):

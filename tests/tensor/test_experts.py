@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import OffloadedTensor
 from offload.storage.pages import Range
+from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
 EXPERTS, INNER, WIDTH = 16, 512, 1024  # 2 MiB an expert
@@ -45,7 +46,7 @@ def cold(plain: torch.Tensor, tmp_path: Path) -> OffloadedTensor:
 
 
 def in_memory(stored: OffloadedTensor) -> int:
-    handle = stored._file_handle()
+    handle = handle_of(stored)
     handle.base()
     return Range(handle.file, *handle.extent, shared=handle.owned).cached_bytes()
 

@@ -47,7 +47,7 @@ from offload.storage.write import (
 )
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
-from offload.tensor.wrapper import OffloadedTensor, PathLike
+from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 
 _TAKEN = ("shape", "device", "_type")  # words of meta.json that a key would collide with
 _MARKER = "offload.json"
@@ -266,8 +266,8 @@ def _refuse_leaf(tensor: torch.Tensor, name: str, plan: _Plan) -> None:
 
 
 def _file_that_stays(tensor: torch.Tensor) -> str | None:
-    if type(tensor) is OffloadedTensor:
-        handle = tensor._file_handle()
+    if is_offloaded(tensor):
+        handle = handle_of(tensor)
         return str(handle.path) if handle.folder is not None or not handle.owned else None
     return getattr(tensor, "filename", None)  # tensordict's MemoryMappedTensor
 
