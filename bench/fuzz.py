@@ -576,7 +576,7 @@ def _training_sample(folder: Path) -> Files:
     model, optimizer = _model()
     model(torch.ones(3)).sum().backward()
     optimizer.step()
-    offload.training.save_training(folder / "training", model, optimizer, step=3, notes={"a": [1, 2.5]})
+    offload.training.save_training(model, folder / "training", optimizer, step=3, notes={"a": [1, 2.5]})
     return files_of(folder / "training")
 
 
@@ -585,7 +585,7 @@ def _read_training(folder: Path) -> Mapping[str, torch.Tensor]:
     model, optimizer = _model()
     before = _state_of(model, optimizer)
     try:
-        offload.training.load_training(folder, model, optimizer)
+        offload.training.load_training(model, folder, optimizer)
     except OffloadError:
         if _state_of(model, optimizer) != before:
             raise Wrong("a training was loaded by half") from None

@@ -32,7 +32,7 @@ In modules, which `import offload` brings along:
 | | say how far to read ahead | `set_read_ahead` |
 | `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
 | | save training as a whole, and go on after a crash | `save_training` `load_training` |
-| `offload.report` | write a page of what memory and disk did | `plot_memory` |
+| `offload.report` | write a page of what memory and disk did | `memory_report` |
 | `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
 | | open, or write, a folder of tensordict's | `tensordict` |

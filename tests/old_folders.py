@@ -278,7 +278,7 @@ def _make_training(folder: Path) -> None:
     layers, optimizer, scheduler = _training()
     for _ in range(3):
         _train(layers, optimizer, scheduler)
-    save_training(folder, layers, optimizer, scheduler=scheduler, step=3, history=[_numbers(2), {"loss": 0.5}])
+    save_training(layers, folder, optimizer, scheduler=scheduler, step=3, history=[_numbers(2), {"loss": 0.5}])
 
 
 def _check_training(folder: Path) -> None:
@@ -288,7 +288,7 @@ def _check_training(folder: Path) -> None:
         _train(*expected)
     state = torch.get_rng_state()
     found = _training()
-    extra = load_training(folder, found[0], found[1], scheduler=found[2])
+    extra = load_training(found[0], folder, found[1], scheduler=found[2])
     assert extra["step"] == 3
     assert_same(_numbers(2), extra["history"][0])
     assert extra["history"][1] == {"loss": 0.5}
@@ -297,8 +297,8 @@ def _check_training(folder: Path) -> None:
     _train(*expected)
     for name, value in expected[0].state_dict().items():
         assert_same(value, found[0].state_dict()[name])
-    save_training(folder, found[0], found[1], scheduler=found[2], step=4)
-    assert load_training(folder, found[0], found[1], scheduler=found[2]) == {"step": 4}
+    save_training(found[0], folder, found[1], scheduler=found[2], step=4)
+    assert load_training(found[0], folder, found[1], scheduler=found[2]) == {"step": 4}
 
 
 # Folders of tensordict's

@@ -265,9 +265,11 @@ def _is_tree(folder: Path) -> None:
 
 def _trained(folder: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     model = offload.disk_offload(_filled(), folder / "work")
-    optimizer = offload.training.offload_optimizer(torch.optim.AdamW(model.parameters()), folder / "state", min_bytes=1)
+    optimizer = offload.training.offload_optimizer(
+        torch.optim.AdamW(model.parameters()), offload_dir=folder / "state", min_bytes=1
+    )
     _step((folder, model, optimizer))
-    offload.training.save_training(folder / "saved", model, optimizer)
+    offload.training.save_training(model, folder / "saved", optimizer)
     return folder, model, optimizer
 
 
@@ -280,12 +282,12 @@ def _step(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
 
 def _save_training(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
     folder, model, optimizer = given
-    offload.training.save_training(folder / "saved", model, optimizer)
+    offload.training.save_training(model, folder / "saved", optimizer)
 
 
 def _load_training(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
     folder, model, optimizer = given
-    offload.training.load_training(folder / "saved", model, optimizer)
+    offload.training.load_training(model, folder / "saved", optimizer)
 
 
 def _trains(given: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:

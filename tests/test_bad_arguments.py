@@ -82,8 +82,8 @@ def stepped(**options: Any) -> None:
     optimizer.step()
 
 
-def with_activations(*args: Any, **options: Any) -> None:
-    with offload.training.offload_activations(*args, **options):
+def with_activations(**options: Any) -> None:
+    with offload.training.offload_activations(**options):
         out = model()(torch.ones(2, 3)).sum()
     out.backward()
 
@@ -227,10 +227,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "offloaded_like(suffix)": lambda bad: offload.offloaded_like(lambda t: t, weight(), bad),
     "offloading(offload_dir)": lambda bad: entered(offload.offloading(bad)),
     "offloading(min_bytes)": lambda bad: entered(offload.offloading(min_bytes=bad)),
-    "offload_activations(folder)": lambda bad: with_activations(bad, 0),
-    "offload_activations(min_bytes)": lambda bad: with_activations(None, bad),
+    "offload_activations(offload_dir)": lambda bad: with_activations(offload_dir=bad, min_bytes=0),
+    "offload_activations(min_bytes)": lambda bad: with_activations(min_bytes=bad),
     "offload_optimizer(optimizer)": lambda bad: offload.training.offload_optimizer(bad),
-    "offload_optimizer(folder)": lambda bad: stepped(folder=bad, min_bytes=0),
+    "offload_optimizer(offload_dir)": lambda bad: stepped(offload_dir=bad, min_bytes=0),
     "offload_optimizer(model)": lambda bad: stepped(model=bad),
     "offload_optimizer(min_bytes)": lambda bad: stepped(min_bytes=bad),
     "offload_optimizer(step_bytes)": lambda bad: stepped(step_bytes=bad),
@@ -239,9 +239,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "set_read_ahead(window)": lambda bad: entered(offload.budget.set_read_ahead(bad)),
     "keep_resident(what)": lambda bad: offload.budget.keep_resident(bad),
     "evict(what)": lambda bad: offload.budget.evict(bad),
-    "plot_memory(path)": lambda bad: entered(offload.report.plot_memory(bad)),
-    "plot_memory(model)": lambda bad: entered(offload.report.plot_memory("page.html", bad)),
-    "plot_memory(title)": lambda bad: entered(offload.report.plot_memory("page.html", title=bad)),
+    "memory_report(path)": lambda bad: entered(offload.report.memory_report(bad)),
+    "memory_report(model)": lambda bad: entered(offload.report.memory_report("page.html", bad)),
+    "memory_report(title)": lambda bad: entered(offload.report.memory_report("page.html", title=bad)),
     "quantize_int4(tensor)": lambda bad: offload.quantize_int4(bad),
     "quantize_int4(group_size)": lambda bad: offload.quantize_int4(torch.ones(2, 4), bad),
     "quantize_int4(candidates)": lambda bad: offload.quantize_int4(torch.ones(2, 4), 2, candidates=bad),
@@ -254,14 +254,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "load_tree(device)": lambda bad: offload.load_tree("tree", bad),
     "load_tree(types)": lambda bad: offload.load_tree("tree", types=bad),
     "load_tree(offload_dir)": lambda bad: offload.load_tree("tree", offload_dir=bad),
-    "save_training(folder)": lambda bad: offload.training.save_training(bad, model()),
-    "save_training(model)": lambda bad: offload.training.save_training("out", bad),
-    "save_training(optimizer)": lambda bad: offload.training.save_training("out", model(), bad),
-    "save_training(extra)": lambda bad: offload.training.save_training("out", model(), step=bad),
-    "load_training(folder)": lambda bad: offload.training.load_training(bad, model()),
-    "load_training(model)": lambda bad: offload.training.load_training("training", bad),
-    "load_training(optimizer)": lambda bad: offload.training.load_training("training", model(), bad),
-    "load_training(stateful)": lambda bad: offload.training.load_training("training", model(), step=bad),
+    "save_training(folder)": lambda bad: offload.training.save_training(model(), bad),
+    "save_training(model)": lambda bad: offload.training.save_training(bad, "out"),
+    "save_training(optimizer)": lambda bad: offload.training.save_training(model(), "out", bad),
+    "save_training(extra)": lambda bad: offload.training.save_training(model(), "out", step=bad),
+    "load_training(folder)": lambda bad: offload.training.load_training(model(), bad),
+    "load_training(model)": lambda bad: offload.training.load_training(bad, "training"),
+    "load_training(optimizer)": lambda bad: offload.training.load_training(model(), "training", bad),
+    "load_training(stateful)": lambda bad: offload.training.load_training(model(), "training", step=bad),
     "TensorCache(tensors)": lambda bad: TensorCache(bad),
     "TensorCache(a tensor)": lambda bad: TensorCache({"x": bad})[0],
     "TensorCache(metadata)": lambda bad: TensorCache(COLUMN, metadata=bad),
@@ -403,7 +403,7 @@ def place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.rename("checkpoint/model.safetensors", "model.safetensors")
     os.rmdir("checkpoint")
     offload.save_tree([torch.ones(2)], "tree")
-    offload.training.save_training("training", model(), step=1)
+    offload.training.save_training(model(), "training", step=1)
     with TensorCache.create("cache", {**X, "r": (torch.float32, (None,)), "j": "json"}) as cache:
         cache.append({"x": torch.ones(2), "r": [torch.ones(1), torch.ones(2)], "j": [1, {}]})
     return Path(quick_folder)

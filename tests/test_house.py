@@ -87,7 +87,7 @@ PUBLIC = [
 IN_MODULES = {
     "budget": ["evict", "keep_resident", "set_read_ahead"],
     "integrations": ["cache_from", "kv_cache", "tensordict"],
-    "report": ["plot_memory"],
+    "report": ["memory_report"],
     "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
 }
 

@@ -201,7 +201,7 @@ def either_tree(folder):
 def trained(folder):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-    offload.training.save_training(folder, model, optimizer, step=1)
+    offload.training.save_training(model, folder, optimizer, step=1)
     return folder
 
 
@@ -210,12 +210,12 @@ def train_more(folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     model(X).sum().backward()
     optimizer.step()
-    offload.training.save_training(folder, model, optimizer, step=2)
+    offload.training.save_training(model, folder, optimizer, step=2)
     return json.loads((folder / "latest.json").read_text()).keys()
 
 
 def either_training(folder):
-    assert offload.training.load_training(folder, network())["step"] in (1, 2)
+    assert offload.training.load_training(network(), folder)["step"] in (1, 2)
 
 
 def on_disk_or_both(folder):
@@ -247,7 +247,7 @@ MODELS = {
     "save_training": Act(trained, train_more, either_training),
     "load_training": Act(
         on_disk_or_both,
-        lambda given: (offload.training.load_training(given[1], given[0]), out(given[0])),
+        lambda given: (offload.training.load_training(given[0], given[1]), out(given[0])),
     ),
 }
 

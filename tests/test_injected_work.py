@@ -36,7 +36,7 @@ def state_of(optimizer):
 def put_on_disk(given):
     layer, optimizer, folder = given
     if not is_on_disk(optimizer):
-        offload.training.offload_optimizer(optimizer, folder, model=layer, min_bytes=1)
+        offload.training.offload_optimizer(optimizer, offload_dir=folder, model=layer, min_bytes=1)
     return state_of(optimizer)
 
 
@@ -47,7 +47,7 @@ def optimizer_is_whole(given):
 def backward(folder):
     """Gradients over activations that were on disk."""
     w = torch.linspace(-1, 1, 64, requires_grad=True)
-    with offload.training.offload_activations(folder, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=folder, min_bytes=1):
         y = w
         for _ in range(4):
             y = y.exp()
@@ -100,7 +100,7 @@ def nothing_or_whole(folder):
 
 
 def page(folder):
-    with offload.report.plot_memory(folder / "report.html"):
+    with offload.report.memory_report(folder / "report.html"):
         pass
     return (folder / "report.html").read_text().endswith("</html>\n")
 
@@ -122,7 +122,7 @@ ACTS = {
     "convert_checkpoint to values": Act(
         checkpoint, lambda folder: converted(folder, to_offload_folder=True), nothing_or_whole
     ),
-    "plot_memory": Act(lambda folder: folder, page, whole_page),
+    "memory_report": Act(lambda folder: folder, page, whole_page),
 }
 
 

@@ -163,11 +163,11 @@ def _model(folder: Path, options: argparse.Namespace) -> Any:
 
 def _watched(options: argparse.Namespace, model: Any) -> Any:
     """A recording that becomes a page, if one is asked for."""
-    from offload.report.page import plot_memory
+    from offload.report import memory_report
 
     if not options.report:
         return nullcontext()
-    return plot_memory(options.report, model, title=f"offload {options.model}")
+    return memory_report(options.report, model, title=f"offload {options.model}")
 
 
 def _nothing() -> None:

@@ -4,7 +4,7 @@
 | --- | --- |
 | `accelerate` | empty weights, as accelerate makes them |
 | `transformers` `hub` | `from_pretrained`, and where its files are |
-| `kv_cache` | `kv_cache`: keys and values of a transformers model on disk |
+| `keys_values` | `kv_cache`: keys and values of a transformers model on disk |
 | `peft` | `merge_lora`, and adapters over values on disk |
 | `torchao` `export` | `quantize_`, and its weights in the forms that others load |
 | `rows` | `cache_from`: rows of others into a cache |
@@ -13,7 +13,7 @@
 """
 
 from offload.integrations import tensordict
-from offload.integrations.kv_cache import kv_cache
+from offload.integrations.keys_values import kv_cache
 from offload.integrations.rows import cache_from
 
 __all__ = ["cache_from", "kv_cache", "tensordict"]

@@ -6,10 +6,10 @@ Always true:
 
 | module | what |
 | --- | --- |
-| `page` | `plot_memory`: a block is watched, and the page is written when it ends |
+| `page` | `memory_report`: a block is watched, and the page is written when it ends |
 | `charts` | lines and bars as SVG, and the page around them |
 """
 
-from offload.report.page import plot_memory
+from offload.report.page import memory_report
 
-__all__ = ["plot_memory"]
+__all__ = ["memory_report"]

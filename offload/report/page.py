@@ -99,14 +99,14 @@ class Recording:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """As `plot_memory`, without a page."""
+    """As `memory_report`, without a page."""
     seen = Recording()
     with seen.going_on():
         yield seen
 
 
 @contextmanager
-def plot_memory(
+def memory_report(
     path: str | os.PathLike[str], model: nn.Module | None = None, *, title: str = "offload"
 ) -> Iterator[Recording]:
     """Watch memory and reads while a block runs, then write a page with charts.
@@ -126,7 +126,7 @@ def plot_memory(
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> with plot_memory(folder / "report.html") as recording:
+        >>> with memory_report(folder / "report.html") as recording:
         ...     recording.mark()
         >>> (folder / "report.html").read_text(encoding="utf-8")[:15]
         '<!doctype html>'

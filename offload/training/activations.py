@@ -42,7 +42,7 @@ _uses = torch._C._storage_Use_Count
 @torch._disable_dynamo
 @contextmanager
 def offload_activations(
-    folder: str | os.PathLike[str] | None = None, min_bytes: int | float | str = "1MiB"
+    *, offload_dir: str | os.PathLike[str] | None = None, min_bytes: int | float | str = "1MiB"
 ) -> Iterator[None]:
     """Inside, what autograd saves for backward goes to disk, as soon as nobody else holds it in memory.
 
@@ -51,8 +51,8 @@ def offload_activations(
     `torch.utils.checkpoint`: the inputs of the checkpoints are what goes to disk then.
 
     Args:
-        folder: where the files are while the graph lives, in a folder of their own that nothing stays in; None for the
-            temporary folder.
+        offload_dir: where the files are while the graph lives, in a folder of their own that nothing stays in; None for
+            the temporary folder.
         min_bytes: storages smaller than this stay in memory: bytes, "1MiB", or a fraction (0.01) of the memory that is
             free.
 
@@ -68,7 +68,7 @@ def offload_activations(
         >>> torch.equal(x.grad, x.exp().exp() * x.exp())
         True
     """
-    block = _Block(None if folder is None else absolute(folder), as_bytes(min_bytes, available_bytes()))
+    block = _Block(None if offload_dir is None else absolute(offload_dir), as_bytes(min_bytes, available_bytes()))
     with torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack):
         yield
     _DISK.look()

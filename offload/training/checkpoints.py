@@ -59,8 +59,8 @@ _MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists
 
 
 def save_training(
-    folder: str | os.PathLike[str],
     model: nn.Module,
+    folder: str | os.PathLike[str],
     optimizer: Optimizer | None = None,
     /,
     *,
@@ -70,8 +70,8 @@ def save_training(
     """Save a model, its optimizer, the states of random numbers and what else is given, as one.
 
     Args:
-        folder: for checkpoints; is made if need be. Of those in it the latest stays, and is replaced in one step.
         model: whose `state_dict` is saved.
+        folder: for checkpoints; is made if need be. Of those in it the latest stays, and is replaced in one step.
         optimizer: whose `state_dict` is saved, on disk or in memory.
         frozen: whether parameters that do not require grad are saved too. With False they are the caller's to load
             again, from where they came: for adapters on a large model.
@@ -90,9 +90,9 @@ def save_training(
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> optimizer = torch.optim.AdamW(layer.parameters())
-        >>> save_training("run", layer, optimizer, step=10).name
+        >>> save_training(layer, "run", optimizer, step=10).name
         'checkpoint-1'
-        >>> load_training("run", layer, optimizer)
+        >>> load_training(layer, "run", optimizer)
         {'step': 10}
     """
     _refuse_others(model, optimizer)
@@ -120,15 +120,15 @@ def save_training(
 
 
 def load_training(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, /, **stateful: Any
+    model: nn.Module, folder: str | os.PathLike[str], optimizer: Optimizer | None = None, /, **stateful: Any
 ) -> dict[str, Any]:
     """Bring a model, its optimizer and the states of random numbers back to the latest checkpoint, in place.
 
     Values on disk are copied from file to file, and stay on disk.
 
     Args:
-        folder: that was given to `save_training`.
         model, optimizer: made as those that were saved.
+        folder: that was given to `save_training`.
         stateful: objects to be given their state back, under the names under which they were saved.
 
     Returns:

@@ -35,8 +35,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 def offload_optimizer(
     optimizer: AnyOptimizer,
-    folder: str | os.PathLike[str] | None = None,
     *,
+    offload_dir: str | os.PathLike[str] | None = None,
     model: nn.Module | None = None,
     gradients: bool = False,
     min_bytes: int | float | str = "64KiB",
@@ -53,7 +53,7 @@ def offload_optimizer(
 
     Args:
         optimizer: one of torch's, over parameters in memory or on disk; it is changed in place.
-        folder: for the files, which then stay; None for a private folder.
+        offload_dir: for the files, which then stay; None for a private folder.
         model: whose names the files bear: `<name>.exp_avg`. Without it, the names that the optimizer was given
             (`AdamW(model.named_parameters())`), or those of parameters on disk, or group and place.
         gradients: whether gradients, too, go to disk as soon as they are accumulated: those of parameters that require
@@ -94,7 +94,7 @@ def offload_optimizer(
     if model is not None:
         refuse_other(model, nn.Module, "a torch.nn.Module")
     place = _Place(
-        folder=None if folder is None else absolute(folder),
+        folder=None if offload_dir is None else absolute(offload_dir),
         given={} if model is None else {parameter: name for name, parameter in model.named_parameters()},
         gradients=gradients,
         min_bytes=as_bytes(min_bytes, available_bytes()),

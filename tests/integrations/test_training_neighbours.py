@@ -48,7 +48,7 @@ def test_the_trainer_of_transformers_has_the_losses_of_memory(llama_folder, tmp_
     plain = transformers.AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
     model = offload.disk_offload(copy.deepcopy(plain), tmp_path / "live")
     optimizer = offload.training.offload_optimizer(
-        adamw(model), tmp_path / "live", model=model, gradients=True, min_bytes=1
+        adamw(model), offload_dir=tmp_path / "live", model=model, gradients=True, min_bytes=1
     )
     expected = trained(plain, tmp_path / "plain", adamw(plain))
 
@@ -101,16 +101,16 @@ def test_adapters_of_peft_train_over_a_model_on_disk_and_resume(llama_folder, tm
     plain, expected = adapted(transformers.AutoModelForCausalLM.from_pretrained(llama_folder))
     in_memory = losses(plain, expected, data()[:6])
     model, optimizer = adapted(offload.from_pretrained(llama_folder))
-    optimizer = offload.training.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
+    optimizer = offload.training.offload_optimizer(optimizer, offload_dir=tmp_path / "live", model=model, min_bytes=1)
     first = losses(model, optimizer, data()[:3])
-    made = offload.training.save_training(tmp_path / "run", model, optimizer, frozen=False)
+    made = offload.training.save_training(model, tmp_path / "run", optimizer, frozen=False)
     second = losses(model, optimizer, data()[3:6])
     names = list(offload.load_file(made))
     del model, optimizer
 
     model, optimizer = adapted(offload.from_pretrained(llama_folder))
-    offload.training.offload_optimizer(optimizer, tmp_path / "live", model=model, min_bytes=1)
-    offload.training.load_training(tmp_path / "run", model, optimizer)
+    offload.training.offload_optimizer(optimizer, offload_dir=tmp_path / "live", model=model, min_bytes=1)
+    offload.training.load_training(model, tmp_path / "run", optimizer)
 
     assert in_memory == first + second
     assert second == losses(model, optimizer, data()[3:6])

@@ -91,7 +91,7 @@ def disk_offload(folder):
 def offload_optimizer(folder):
     layer = nn.Linear(2, 2)
     optimizer = offload.training.offload_optimizer(
-        torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), folder, model=layer, min_bytes=1
+        torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), offload_dir=folder, model=layer, min_bytes=1
     )
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()

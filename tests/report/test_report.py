@@ -16,7 +16,7 @@ from torch import nn
 from offload import OffloadedTensor, cli, disk_offload, set_max_memory
 from offload.budget import evict
 from offload.errors import ForeignFileError, WriteError
-from offload.report import plot_memory
+from offload.report import memory_report
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
 from tests.page_cache import needs_page_cache
 from tests.processes import run_script
@@ -50,7 +50,7 @@ def test_a_page_tells_memory_reads_steps_and_waits(tmp_path: Path) -> None:
     model(torch.zeros(1, 300))
     evict(model)  # of what was mapped
 
-    with plot_memory(tmp_path / "new" / "report.html", model, title="Two <layers>") as recording:
+    with memory_report(tmp_path / "new" / "report.html", model, title="Two <layers>") as recording:
         for _ in range(3):
             model(torch.zeros(1, 300))
             recording.mark()
@@ -74,7 +74,7 @@ def test_waits_are_told_by_layer(tmp_path: Path) -> None:
         layer(torch.zeros(1, 300))
     evict(model)
 
-    with plot_memory(tmp_path / "report.html", model):
+    with memory_report(tmp_path / "report.html", model):
         model.layers[1](torch.zeros(1, 300))
 
     words = Text((tmp_path / "report.html").read_text()).words
@@ -85,7 +85,7 @@ def test_waits_are_told_by_layer(tmp_path: Path) -> None:
 
 def test_a_page_is_written_also_when_the_block_raises_and_replaces_an_earlier_one(tmp_path: Path) -> None:
     for title in ("first", "second"):
-        with pytest.raises(ZeroDivisionError), plot_memory(tmp_path / "report.html", title=title):
+        with pytest.raises(ZeroDivisionError), memory_report(tmp_path / "report.html", title=title):
             1 / 0
 
     assert ["report.html"] == sorted(contents(tmp_path))
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_report_is_refused_before_the_block_runs(tmp_path: Pat
 
     with (
         pytest.raises(ForeignFileError, match=r"notes\.html exists and is not a report"),
-        plot_memory(tmp_path / "notes.html"),
+        memory_report(tmp_path / "notes.html"),
     ):
         pytest.fail("the block ran")
 
@@ -109,7 +109,7 @@ def test_a_page_that_can_t_be_written_says_so(tmp_path: Path) -> None:
 
     with (
         pytest.raises(WriteError, match="a file is where a folder should be"),
-        plot_memory(tmp_path / "file" / "x.html"),
+        memory_report(tmp_path / "file" / "x.html"),
     ):
         pass
 
@@ -151,7 +151,7 @@ def test_what_comes_from_outside_is_escaped() -> None:
 
 
 def test_generate_writes_a_report(llama_folder: Path, tmp_path: Path) -> None:
-    from test_cli import _tokenizer
+    from tests.cli.test_cli import _tokenizer
 
     folder = tmp_path / "model"
     shutil.copytree(llama_folder, folder)
@@ -177,7 +177,7 @@ def test_generate_writes_a_report(llama_folder: Path, tmp_path: Path) -> None:
 def test_a_browser_shows_the_page_without_errors_or_requests(tmp_path: Path) -> None:
     """Drawn, in light and dark: the picture is neither empty nor the same in both."""
     stored = OffloadedTensor.from_original_tensor(torch.randn(100, 100), "w")
-    with set_max_memory("1GB"), plot_memory(tmp_path / "report.html") as recording:
+    with set_max_memory("1GB"), memory_report(tmp_path / "report.html") as recording:
         for _ in range(3):
             stored.sum()
             recording.mark()
@@ -216,7 +216,7 @@ def _seen(folder: Path, *, dark: bool) -> list[tuple[int, ...]]:
 def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     script = """
         import sys, offload
-        with offload.report.plot_memory(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
+        with offload.report.memory_report(sys.argv[1], title="\\u010desk\\u00fd \\u00b5s"):
             pass
     """
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -230,5 +230,5 @@ def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
 def test_a_page_that_can_t_be_written_is_told_before_the_block_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
 
-    with pytest.raises(WriteError, match="a file is where a folder should be"), plot_memory(tmp_path / "file" / "x"):
+    with pytest.raises(WriteError, match="a file is where a folder should be"), memory_report(tmp_path / "file" / "x"):
         pytest.fail("it ran")

@@ -86,7 +86,7 @@ WAYS_IN = {
     "disk_offload": lambda tensor, folder: offload.disk_offload(model_of(tensor), offload_buffers=True),
     "save_tree": lambda tensor, folder: offload.save_tree({"x": tensor}, folder),
     "save_checkpoint": lambda tensor, folder: offload.save_checkpoint({"x": tensor}, folder),
-    "save_training": lambda tensor, folder: offload.training.save_training(folder, nn.Linear(1, 1), x=[tensor]),
+    "save_training": lambda tensor, folder: offload.training.save_training(nn.Linear(1, 1), folder, x=[tensor]),
     "offloaded_like": lambda tensor, folder: offload.offloaded_like(lambda _: tensor, stored("o", tensor), "x"),
     "offload_optimizer": lambda tensor, folder: offload.training.offload_optimizer(optimizer_of(tensor), min_bytes=1),
     "map_values": lambda tensor, folder: offload.map_values(lambda *_: tensor, {"x": stored("x", tensor)}),

@@ -79,7 +79,7 @@ def test_gradients_are_those_of_plain_tensors(name, tmp_path):
     model = copy.deepcopy(plain)
     loss_of(plain).backward()
 
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(model)
     count = len(written(tmp_path))
     loss.backward()
@@ -112,7 +112,7 @@ def test_values_of_any_kind_come_back_as_they_were(dtype, tmp_path):
     expected, x = value.clone().requires_grad_(), value.clone().requires_grad_()
     loss_of(expected).backward()
 
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(x)
     count = len(written(tmp_path))
     loss.backward()
@@ -127,7 +127,7 @@ def test_values_of_any_kind_come_back_as_they_were(dtype, tmp_path):
 def test_a_storage_is_written_once_whoever_saves_it(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         y = x * 2
         z = y.sin().sum() + y.cos().sum() + y.view(10, 100)[::2].exp().sum() + y[5:].tan().sum()
         del y
@@ -142,7 +142,7 @@ def test_what_stays_alive_anyway_is_not_written(tmp_path):
     weight, x = nn.Parameter(torch.ones(50, 50)), torch.ones(50, 50)
     stored = offload.OffloadedTensor.from_original_tensor(torch.ones(50, 50), "stored", tmp_path / "weights")
 
-    with offload.training.offload_activations(tmp_path / "graph", min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path / "graph", min_bytes=1):
         kept = x @ weight
         loss = (kept @ stored).sum() + kept.square().sum()
         settled()
@@ -155,7 +155,7 @@ def test_what_stays_alive_anyway_is_not_written(tmp_path):
 def test_only_storages_of_the_size_are_written(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
-    with offload.training.offload_activations(tmp_path, min_bytes="4000"):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes="4000"):
         loss = (x * 2).sin().sum() + (x[:999] * 2).sin().sum()
 
     assert [4000] == written(tmp_path)
@@ -164,7 +164,7 @@ def test_only_storages_of_the_size_are_written(tmp_path):
 
 def test_files_go_with_the_graph(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         first, second = (x * 2).sin().sum(), (x * 2).cos().sum()
 
     assert [4000, 4000] == written(tmp_path)
@@ -177,7 +177,7 @@ def test_files_go_with_the_graph(tmp_path):
 def test_nothing_is_saved_where_no_graph_is_recorded(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         with torch.no_grad():
             (x * 2).sin()
         with torch.inference_mode():
@@ -195,7 +195,7 @@ def test_a_tensor_that_is_modified_after_it_was_saved_is_an_error(size, tmp_path
     for op in (torch.sin, torch.exp):
         x = torch.ones(size, requires_grad=True)
         y = x * 2
-        with offload.training.offload_activations(tmp_path, min_bytes=100):
+        with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=100):
             z = op(y)
         (z if op is torch.exp else y).detach().add_(1)
 
@@ -216,7 +216,7 @@ def test_a_parameter_that_was_stepped_since_is_an_error():
 
 def test_a_graph_that_is_retained_is_read_again(tmp_path):
     x = torch.linspace(0, 1, 1000).requires_grad_()
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = (x * 2).sin().sum()
     settled()
 
@@ -239,7 +239,7 @@ def test_double_backward_is_that_of_plain_tensors(tmp_path):
     value = torch.linspace(0, 1, 1000)
     expected = second(value.clone().requires_grad_())
 
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         found = second(value.clone().requires_grad_())
 
     assert torch.equal(expected, found)
@@ -259,7 +259,7 @@ def test_checkpoints_have_their_inputs_on_disk(use_reentrant, tmp_path):
         return x.square().sum()
 
     loss_of(plain).backward()
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(blocks)
     sizes = written(tmp_path)
     loss.backward()
@@ -278,7 +278,7 @@ def test_autocast_casts_as_it_does_in_memory(tmp_path):
     plain = copy.deepcopy(layer)
     loss_of(plain).backward()
 
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         loss = loss_of(layer)
     count = len(written(tmp_path))
     loss.backward()
@@ -298,7 +298,7 @@ def test_compiled_functions_may_hold_the_block_or_be_called_in_it(is_inside, tmp
         return torch.compile(function, backend="aot_eager")
 
     def loss_of(x):
-        with offload.training.offload_activations(tmp_path, min_bytes=1):
+        with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
             return layer(x).square().sum() if is_inside else compiled(layer)(x).square().sum()
 
     plain(x).square().sum().backward()
@@ -313,10 +313,10 @@ def test_compiled_functions_may_hold_the_block_or_be_called_in_it(is_inside, tmp
 def test_of_nested_blocks_the_inner_one_says_where_and_what(tmp_path):
     x = torch.ones(1000, requires_grad=True)
 
-    with offload.training.offload_activations(tmp_path / "outer", min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path / "outer", min_bytes=1):
         shared = x * 2
         loss = shared.sin().sum()
-        with offload.training.offload_activations(tmp_path / "inner", min_bytes=2000):
+        with offload.training.offload_activations(offload_dir=tmp_path / "inner", min_bytes=2000):
             loss = loss + (x * 3).sin().sum() + (x[:400] * 3).sin().sum() + shared.cos().sum()
         del shared
         loss = loss + (x * 4).sin().sum()
@@ -335,7 +335,7 @@ def test_threads_have_graphs_of_their_own(tmp_path):
     def train(number: int) -> None:
         x = torch.full((500,), float(number), requires_grad=True)
         for _ in range(10):
-            with offload.training.offload_activations(tmp_path, min_bytes=1):
+            with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
                 loss = (x * 2).sin().exp().sum()
             loss.backward()
         found[number] = x.grad
@@ -365,7 +365,7 @@ def test_an_exception_in_forward_leaves_nothing(tmp_path):
         settled()
         raise KeyError(len(y))
 
-    with pytest.raises(KeyError), offload.training.offload_activations(tmp_path, min_bytes=1):
+    with pytest.raises(KeyError), offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         forward()
 
     assert [] == written(tmp_path)
@@ -373,7 +373,7 @@ def test_an_exception_in_forward_leaves_nothing(tmp_path):
 
 def test_an_exception_in_backward_leaves_the_graph_as_plain_tensors_would(tmp_path):
     x = torch.ones(1000, requires_grad=True)
-    with offload.training.offload_activations(tmp_path, min_bytes=1):
+    with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
         y = (x * 2).sin()
         loss = (y * 2).exp().sum()
     settled()
@@ -404,7 +404,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
     losses = []
 
     def forward():
-        with offload.training.offload_activations(tmp_path, min_bytes=1):
+        with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
             losses.append((x * 2).sin().sum())
             losses.append((x * 2).sin().sum())
             settled()

@@ -59,7 +59,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = ran
 
 def offloaded(optimizer: torch.optim.Optimizer, folder: Any = None, **options: Any) -> Any:
     """With nothing left in memory for being small, and a parameter a step."""
-    return offload.training.offload_optimizer(optimizer, folder, **{"min_bytes": 1, "step_bytes": 1, **options})
+    return offload.training.offload_optimizer(
+        optimizer, offload_dir=folder, **{"min_bytes": 1, "step_bytes": 1, **options}
+    )
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -131,7 +133,7 @@ def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, tmp_path):
         found = []
         for number in range(20):
             tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(number))
-            with offload.training.offload_activations(tmp_path, min_bytes=1):
+            with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
                 loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
@@ -466,8 +468,8 @@ MEMORY = """
             optimizer.step()
             optimizer.zero_grad()
         if is_on_disk:
-            offload.training.save_training(folder, model, optimizer)
-            offload.training.load_training(folder, model, optimizer)
+            offload.training.save_training(model, folder, optimizer)
+            offload.training.load_training(model, folder, optimizer)
         stop.set()
         watcher.join()
         return peak - before, model[3].weight.detach().double().sum().item()
@@ -491,7 +493,7 @@ def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
     assert found["on_disk"] < (12 * 4 << 20) + (48 << 20)
 
 
-@pytest.mark.parametrize("option", ["min_bytes", "step_bytes", "folder"])
+@pytest.mark.parametrize("option", ["min_bytes", "step_bytes", "offload_dir"])
 def test_a_refused_argument_leaves_the_optimizer_and_its_scheduler_as_they_were(option):
     layer = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(layer.parameters())

@@ -54,14 +54,14 @@ def test_training_goes_on_as_if_nothing_had_happened(was_on_disk, on_disk, tmp_p
     model = offload.disk_offload(network()) if was_on_disk else network()
     optimizer = adamw(model, was_on_disk)
     train(model, optimizer)
-    offload.training.save_training(tmp_path, model, optimizer)
+    offload.training.save_training(model, tmp_path, optimizer)
     expected = train(model, optimizer)
 
     model = offload.disk_offload(network()) if on_disk else network()
     optimizer = adamw(model, on_disk)
     random.random(), np.random.rand(), torch.rand(1)
 
-    assert {} == offload.training.load_training(tmp_path, model, optimizer)
+    assert {} == offload.training.load_training(model, tmp_path, optimizer)
     assert expected == train(model, optimizer)
     assert on_disk == all(is_offloaded(parameter) for parameter in model.parameters())
     assert on_disk == is_offloaded(optimizer.state[model[0].weight]["exp_avg"])
@@ -71,12 +71,12 @@ def test_training_goes_on_as_if_nothing_had_happened(was_on_disk, on_disk, tmp_p
 def test_a_checkpoint_is_gone_back_to_in_the_middle_of_a_run(tmp_path):
     model = offload.disk_offload(network(), tmp_path / "live")
     optimizer = offload.training.offload_optimizer(
-        torch.optim.AdamW(model.parameters()), tmp_path / "live", min_bytes=1
+        torch.optim.AdamW(model.parameters()), offload_dir=tmp_path / "live", min_bytes=1
     )
     train(model, optimizer)
-    offload.training.save_training(tmp_path / "run", model, optimizer)
+    offload.training.save_training(model, tmp_path / "run", optimizer)
     expected = train(model, optimizer)
-    offload.training.load_training(tmp_path / "run", model, optimizer)
+    offload.training.load_training(model, tmp_path / "run", optimizer)
 
     assert expected == train(model, optimizer)
     assert all(parameter.offload_dir == tmp_path / "live" for parameter in model.parameters())
@@ -88,10 +88,10 @@ def test_what_else_is_given_is_saved_and_loaded(tmp_path):
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.1)
     optimizer.step(), scheduler.step()
     data = {"step": 7, "seen": [1, 2.5, None], "best": float("inf"), "at": (1, 2), 3: True, "mean": torch.ones(2)}
-    offload.training.save_training(tmp_path, model, optimizer, scheduler=scheduler, data=data, text="ü")
+    offload.training.save_training(model, tmp_path, optimizer, scheduler=scheduler, data=data, text="ü")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fresh = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5])
-    found = offload.training.load_training(tmp_path, model, optimizer, scheduler=fresh)
+    found = offload.training.load_training(model, tmp_path, optimizer, scheduler=fresh)
 
     assert ["data", "text"] == sorted(found)
     assert "ü" == found["text"]
@@ -104,20 +104,20 @@ def test_what_else_is_given_is_saved_and_loaded(tmp_path):
 
 def test_what_is_not_asked_for_comes_back_as_it_was_saved(tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 5)
-    offload.training.save_training(tmp_path, network(), scheduler=scheduler)
+    offload.training.save_training(network(), tmp_path, scheduler=scheduler)
 
-    assert {"scheduler": scheduler.state_dict()} == offload.training.load_training(tmp_path, network())
+    assert {"scheduler": scheduler.state_dict()} == offload.training.load_training(network(), tmp_path)
 
 
 def test_what_is_frozen_may_be_left_out(tmp_path):
     model = network()
     model[0].requires_grad_(False)
-    offload.training.save_training(tmp_path, model, frozen=False)
+    offload.training.save_training(model, tmp_path, frozen=False)
     saved = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         for value in model.state_dict().values():
             value.add_(1)
-    offload.training.load_training(tmp_path, model)
+    offload.training.load_training(model, tmp_path)
 
     assert torch.equal(saved["0.weight"] + 1, model[0].weight)
     assert all(
@@ -129,10 +129,10 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[1].weight = model[0].weight
     expected = model[0].weight.detach().clone()
-    made = offload.training.save_training(tmp_path, offload.disk_offload(model))
+    made = offload.training.save_training(offload.disk_offload(model), tmp_path)
     with torch.no_grad():
         model[0].weight.zero_()
-    offload.training.load_training(tmp_path, model)
+    offload.training.load_training(model, tmp_path)
 
     assert sum(path.stat().st_size for path in made.glob("*.safetensors")) < 1.9 * expected.nbytes
     assert torch.equal(expected, model[1].weight)
@@ -143,23 +143,23 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
 
 
 def test_the_latest_stays_and_files_of_others_too(tmp_path):
-    first = offload.training.save_training(tmp_path, network())
+    first = offload.training.save_training(network(), tmp_path)
     (first / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "checkpoint-7" / "state.json").write_text("{}")
-    latest = [offload.training.save_training(tmp_path, network(), step=step) for step in range(3)][-1]
+    latest = [offload.training.save_training(network(), tmp_path, step=step) for step in range(3)][-1]
 
-    assert {"step": 2} == offload.training.load_training(tmp_path, network())
+    assert {"step": 2} == offload.training.load_training(network(), tmp_path)
     assert "checkpoint-10" == latest.name
     assert ["checkpoint-1", "checkpoint-10", "checkpoint-7", "latest.json"] == sorted(os.listdir(tmp_path))
     assert ["notes.txt"] == os.listdir(first)
 
 
 def test_a_checkpoint_that_tensors_are_over_stays(tmp_path):
-    first = offload.training.save_training(tmp_path, network())
+    first = offload.training.save_training(network(), tmp_path)
     model = nn.Sequential(nn.Linear(8, 16))
     model[0].weight = nn.Parameter(offload.load_file(first)["model.0.weight"], requires_grad=False)
-    second = offload.training.save_training(tmp_path, model)
+    second = offload.training.save_training(model, tmp_path)
 
     assert first.exists()
     assert second.exists()
@@ -170,10 +170,10 @@ def test_what_is_small_is_in_memory_again_and_needs_no_checkpoint(tmp_path):
     model = network()
     optimizer = offload.training.offload_optimizer(torch.optim.AdamW(model.parameters()), min_bytes=512)
     train(model, optimizer)
-    first = offload.training.save_training(tmp_path, model, optimizer)
+    first = offload.training.save_training(model, tmp_path, optimizer)
     kept = {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
-    offload.training.load_training(tmp_path, model, optimizer)
-    offload.training.save_training(tmp_path, model)
+    offload.training.load_training(model, tmp_path, optimizer)
+    offload.training.save_training(model, tmp_path)
 
     assert {"step": False, "exp_avg": False, "exp_avg_sq": False} == kept
     assert kept == {name: is_offloaded(value) for name, value in optimizer.state[model[0].bias].items()}
@@ -187,13 +187,13 @@ def test_somebody_elses_files_are_not_replaced(tmp_path):
     before = contents(tmp_path)
 
     with pytest.raises(ForeignFileError, match=r"latest\.json"):
-        offload.training.save_training(tmp_path, network())
+        offload.training.save_training(network(), tmp_path)
     assert before == contents(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["save_checkpoint", "_put_json", "sync_folder"])
 def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypatch):
-    offload.training.save_training(tmp_path, network(), step=1)
+    offload.training.save_training(network(), tmp_path, step=1)
     before = contents(tmp_path)
 
     def fail(*_, **__):
@@ -201,22 +201,22 @@ def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypat
 
     monkeypatch.setattr(checkpoints, place, fail)
     with pytest.raises(OSError, match="free some space"):
-        offload.training.save_training(tmp_path, network(), step=2)
+        offload.training.save_training(network(), tmp_path, step=2)
 
     assert before == contents(tmp_path)
-    assert {"step": 1} == offload.training.load_training(tmp_path, network())
+    assert {"step": 1} == offload.training.load_training(network(), tmp_path)
 
 
 def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
     """On a full disk it would be in the way of the next one."""
-    offload.training.save_training(tmp_path, network(), step=1)
+    offload.training.save_training(network(), tmp_path, step=1)
     before = contents(tmp_path)
 
     def puts(call):
         return call.name == "os.replace" and "put_beside" in call.where
 
     with faults.failing(1, errno.ENOSPC, only=puts) as fault, pytest.raises(OSError, match="free some space"):
-        offload.training.save_training(tmp_path, network(), step=2)
+        offload.training.save_training(network(), tmp_path, step=2)
 
     assert fault.call is not None
     assert before == contents(tmp_path)
@@ -227,26 +227,26 @@ def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(MissingFileError, match="no checkpoint of training yet"):
-        offload.training.load_training(tmp_path, network())
+        offload.training.load_training(network(), tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    offload.training.save_training(tmp_path, network())
+    offload.training.save_training(network(), tmp_path)
 
     with pytest.raises(CheckpointError, match=r"3\.bias"):
-        offload.training.load_training(tmp_path, network()[:3])
+        offload.training.load_training(network()[:3], tmp_path)
     with pytest.raises(CheckpointError, match="size mismatch"):
-        offload.training.load_training(tmp_path, nn.Sequential(nn.Linear(8, 8), *network()[1:]))
+        offload.training.load_training(nn.Sequential(nn.Linear(8, 8), *network()[1:]), tmp_path)
     with pytest.raises(DtypeMismatchError, match=r"0\.weight.*float64"):
-        offload.training.load_training(tmp_path, network().double())
+        offload.training.load_training(network().double(), tmp_path)
     with pytest.raises(CheckpointError, match="optimizer"):
-        offload.training.load_training(tmp_path, network(), adamw(network(), False))
+        offload.training.load_training(network(), tmp_path, adamw(network(), False))
     with pytest.raises(CheckpointError, match="scaler"):
-        offload.training.load_training(tmp_path, network(), scaler=torch.amp.GradScaler("cpu"))
+        offload.training.load_training(network(), tmp_path, scaler=torch.amp.GradScaler("cpu"))
 
 
 def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
-    offload.training.save_training(tmp_path, network(), adamw(network(), False))
+    offload.training.save_training(network(), tmp_path, adamw(network(), False))
     model, deeper = network(), nn.Sequential(*network(), nn.Linear(8, 8))
     groups = torch.optim.AdamW([{"params": part.parameters()} for part in model if list(part.parameters())], lr=0.5)
     other = nn.Sequential(*network()[:3], nn.Linear(16, 4))
@@ -254,11 +254,11 @@ def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
         nn.init.zeros_(each[0].weight)
 
     with pytest.raises(CheckpointError, match=r"another optimizer: its groups have \[6\] parameters, not \[2, 2, 2\]"):
-        offload.training.load_training(tmp_path, model, groups)
+        offload.training.load_training(model, tmp_path, groups)
     with pytest.raises(CheckpointError, match=r"another model, which differs in 4\.bias, 4\.weight"):
-        offload.training.load_training(tmp_path, deeper)
+        offload.training.load_training(deeper, tmp_path)
     with pytest.raises(CheckpointError, match=r"size mismatch.*'3\.weight' is \(4, 16\), and \(8, 16\)"):
-        offload.training.load_training(tmp_path, other)
+        offload.training.load_training(other, tmp_path)
 
     assert not any(each[0].weight.any() for each in (model, deeper, other))
     assert 0.5 == groups.param_groups[0]["lr"]
@@ -266,16 +266,16 @@ def test_a_model_and_optimizer_that_do_not_fit_are_left_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{}", '{"offload": 1'])
 def test_a_checkpoint_that_is_cut_is_refused(text, tmp_path):
-    made = offload.training.save_training(tmp_path, network())
+    made = offload.training.save_training(network(), tmp_path)
     (made / "state.json").write_text(text)
 
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        offload.training.load_training(tmp_path, network())
+        offload.training.load_training(network(), tmp_path)
 
 
 def test_what_is_not_plain_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match=r"extra\.args\.1 is a object"):
-        offload.training.save_training(tmp_path, network(), args=[1, object()])
+        offload.training.save_training(network(), tmp_path, args=[1, object()])
     assert [] == os.listdir(tmp_path)
 
 
@@ -328,10 +328,11 @@ DRIVER = """
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 64))
         offload.disk_offload(model, folder / name / "live")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        offload.training.offload_optimizer(optimizer, folder / name / "live", model=model, gradients=True, min_bytes=1)
+        live = folder / name / "live"
+        offload.training.offload_optimizer(optimizer, offload_dir=live, model=model, gradients=True, min_bytes=1)
         step = 0
         if (folder / name / "run" / "latest.json").exists():
-            step = offload.training.load_training(folder / name / "run", model, optimizer)["step"]
+            step = offload.training.load_training(model, folder / name / "run", optimizer)["step"]
         with open(losses, "a", buffering=1) as file:
             for step in range(step, steps):
                 optimizer.zero_grad()
@@ -342,7 +343,7 @@ DRIVER = """
                 if step % 3 == 2:
                     board[SAVING] = 1
                     with faults.watched() as calls, faults.killed(board[LAST]):
-                        offload.training.save_training(folder / name / "run", model, optimizer, step=step + 1)
+                        offload.training.save_training(model, folder / name / "run", optimizer, step=step + 1)
                     board[CALLS] += sum(call.changes for call in calls)
                     board[SAVING] = 0
                     board[SAVED] += 1
@@ -363,8 +364,8 @@ DRIVER = """
     warm.weight.grad = torch.ones(2, 2)
     stepper = offload.training.offload_optimizer(torch.optim.AdamW(warm.parameters()), min_bytes=1)
     stepper.step()
-    offload.training.save_training(folder / "warm", warm, stepper)
-    offload.training.load_training(folder / "warm", warm, stepper)
+    offload.training.save_training(warm, folder / "warm", stepper)
+    offload.training.load_training(warm, folder / "warm", stepper)
     assert os.waitpid(forked("whole", folder / "expected"), 0)[1] == 0
     random.seed(0)
     found = dict(calls=board[CALLS] // board[SAVED], saving=0, later=0)
@@ -431,7 +432,7 @@ def run(tmp_path):
     train(model, optimizer)
     scheduler.step()
     offload.training.save_training(
-        tmp_path / "run", model, optimizer, scheduler=scheduler, notes={"best": 0.5, (1, 2): [3]}
+        model, tmp_path / "run", optimizer, scheduler=scheduler, notes={"best": 0.5, (1, 2): [3]}
     )
     train(model, optimizer)
     scheduler.step()
@@ -461,7 +462,7 @@ def changed(node, way, new):
 def loaded(folder, objects):
     """Load, and give the error of ours, if there is one."""
     try:
-        offload.training.load_training(folder, objects[0], objects[1], scheduler=objects[2])
+        offload.training.load_training(objects[0], folder, objects[1], scheduler=objects[2])
     except offload.OffloadError as error:
         return error
     return None
@@ -501,7 +502,7 @@ def test_a_state_of_random_numbers_that_is_none_changes_nothing(which, run):
     before = everything(model, optimizer, scheduler)
 
     with pytest.raises(CheckpointError, match=r"state\.json is not whole: its states of random numbers"):
-        offload.training.load_training(folder, model, optimizer, scheduler=scheduler)
+        offload.training.load_training(model, folder, optimizer, scheduler=scheduler)
 
     assert everything(model, optimizer, scheduler) == before
 
@@ -526,13 +527,13 @@ def test_an_object_that_takes_no_state_leaves_the_others_as_they_were(tmp_path):
     optimizer = adamw(model, on_disk=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     counter.state, stubborn.state = 5, 1
-    offload.training.save_training(tmp_path, model, optimizer, counter=counter, stubborn=stubborn)
+    offload.training.save_training(model, tmp_path, optimizer, counter=counter, stubborn=stubborn)
     counter.state, stubborn.state = 6, 2
     train(model, optimizer)
     before = everything(model, optimizer, scheduler)
 
     with pytest.raises(CheckpointError, match=r"stubborn did not take the state.*KeyError"):
-        offload.training.load_training(tmp_path, model, optimizer, counter=counter, stubborn=stubborn)
+        offload.training.load_training(model, tmp_path, optimizer, counter=counter, stubborn=stubborn)
 
     assert everything(model, optimizer, scheduler) == before
     assert (counter.state, stubborn.state) == (6, 2)
@@ -544,7 +545,7 @@ def test_a_pointer_that_is_none_is_named(content, run):
     (folder / "latest.json").write_text(content)
 
     with pytest.raises(CheckpointError, match=r"latest\.json"):
-        offload.training.load_training(folder, model)
+        offload.training.load_training(model, folder)
 
 
 @pytest.mark.parametrize("name", ["latest.json", "checkpoint-1/state.json"])
@@ -556,19 +557,19 @@ def test_what_is_no_file_is_not_waited_for(name, kind, run):
     {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
 
     with pytest.raises(CheckpointError, match=path.name):
-        offload.training.load_training(folder, model)
+        offload.training.load_training(model, folder)
 
 
 def test_an_earlier_checkpoint_that_is_a_link_or_damaged_is_left_alone(tmp_path):
     model = network()
-    offload.training.save_training(tmp_path / "other", model)
-    offload.training.save_training(tmp_path / "run", model)
+    offload.training.save_training(model, tmp_path / "other")
+    offload.training.save_training(model, tmp_path / "run")
     (tmp_path / "run" / "checkpoint-7").symlink_to(tmp_path / "other" / "checkpoint-1")
     (tmp_path / "run" / "checkpoint-6").mkdir()
     (tmp_path / "run" / "checkpoint-6" / "state.json").write_text('{"offload": {}, "files": [3]}')
     (tmp_path / "run" / f"checkpoint-{'9' * 5000}"[:200]).mkdir()
 
-    offload.training.save_training(tmp_path / "run", model)
+    offload.training.save_training(model, tmp_path / "run")
 
     assert (tmp_path / "other" / "checkpoint-1" / "model.safetensors").exists()
     assert (tmp_path / "run" / "checkpoint-6" / "state.json").exists()
@@ -580,4 +581,4 @@ def test_what_is_in_itself_is_refused(tmp_path):
     endless.append(endless)
 
     with pytest.raises(offload.errors.UnknownTypeError, match="in itself"):
-        offload.training.save_training(tmp_path, network(), endless=endless)
+        offload.training.save_training(network(), tmp_path, endless=endless)
