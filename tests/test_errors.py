@@ -28,7 +28,6 @@ OTHERS = {
     ("offload.storage.pickled", "raise each"): "what the system refused; `reading` tells of it, with the path",
     ("offload.storage.regular", "raise ValueError"): "`read_json` and `parse` tell of it, with the path",
     ("offload.storage.subclasses", "raise TypeError"): "`unflatten` tells of it, with the recipe",
-    ("offload.tensor.outside", "raise NotImplementedError"): "a method that the class below must have",
     ("offload.tensor.wrapper", "raise AttributeError"): "what `hasattr` asks for",
     ("offload.training.checkpoints", "raise ValueError"): "`_checked` tells of it, with the path",
     ("offload.models.values", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",

@@ -37,7 +37,7 @@ from offload.storage.layout import contiguous
 from offload.storage.regular import reading
 from offload.storage.write import explained, sweep, write_values
 from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, mapped_value, wrap_handles
 
 _NOTE = "rows"  # what a file of ours says of itself

@@ -47,7 +47,7 @@ from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
 from offload.storage.write import explained
 from offload.tensor.arguments import checked_names
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 _LEAST_ROOM = 1024  # rows

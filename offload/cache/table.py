@@ -43,7 +43,7 @@ from offload.tensor.arguments import (
     refuse_other,
     refuse_unstorable,
 )
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.wrapper import guest_of
 
 

@@ -27,7 +27,7 @@ from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, reading
 from offload.tensor.arguments import checked_count
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.rules import is_followed
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_stale, mapped_value, wrap_handle
 

@@ -27,12 +27,11 @@ from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.scratch import scratch
 from offload.storage.write import layout_of
-from offload.tensor.cuts import sent_to
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU, sent_to
 from offload.tensor.rules import written_arguments
-from offload.tensor.tables import Rule
 from offload.tensor.wrapper import (
     OffloadedTensor,
+    Rule,
     handle_of,
     is_offloaded,
     is_part,

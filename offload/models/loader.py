@@ -53,9 +53,10 @@ from offload.models.slots import (
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.storage.paths import absolute
-from offload.tensor.arguments import computing_device, floating_dtype, refuse_other_class
+from offload.storage.subclasses import refuse_lossy
+from offload.tensor.arguments import computing_device, floating_dtype
+from offload.tensor.guests import CPU
 from offload.tensor.materialize import materialize
-from offload.tensor.outside import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handles
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -240,7 +241,7 @@ def disk_offload(
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
     for slot in slots:
         if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
-            refuse_other_class(slot.tensor, slot.name)
+            refuse_lossy(slot.tensor, slot.name)
     device = None if execution_device is None else computing_device(execution_device)
     placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)

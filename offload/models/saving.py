@@ -46,9 +46,9 @@ from offload.storage.header import MARK, VERSION, is_standard, is_unicode
 from offload.storage.layout import Layout, contiguous
 from offload.storage.paths import absolute
 from offload.storage.regular import is_there, read_json, reading
-from offload.storage.subclasses import is_subclass_value, with_inner
+from offload.storage.subclasses import is_subclass_value, refuse_lossy, with_inner
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
-from offload.tensor.arguments import checked_dense, floating_dtype, refuse_other_class, refuse_unstorable
+from offload.tensor.arguments import checked_dense, floating_dtype, refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 
 PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
@@ -209,7 +209,7 @@ def _check(name: object, tensor: object) -> None:
         )
     checked_dense(tensor, name)
     if not is_subclass_value(tensor):  # of those it is seen later whether torchao has a form for them
-        refuse_other_class(tensor, name)
+        refuse_lossy(tensor, name)
 
 
 def _ties(tensors: Mapping[str, torch.Tensor], discarded: set[str]) -> dict[str, str]:
@@ -242,7 +242,7 @@ def _parts(
         else:
             quantized[name] = value
             inner = {key: _part(key, part, None) for key, part in _inner_tensors(name, value).items()}
-            refuse_other_class(value, name)
+            refuse_lossy(value, name)
         if not parts.keys().isdisjoint(inner):
             raise ArgumentError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
         parts |= inner

@@ -24,12 +24,12 @@ from offload.models.device_map import Place
 from offload.models.hooks import Held, origin_of, read_held
 from offload.progress import progress
 from offload.storage.handle import Handle
-from offload.tensor.attributes import carry_attributes
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
     PathLike,
+    carry_attributes,
     current_twin,
     dressed,
     handle_of,

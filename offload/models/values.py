@@ -34,16 +34,10 @@ from offload.storage.folders import named_folder
 from offload.storage.handle import Handle
 from offload.storage.names import file_name
 from offload.storage.regular import is_there
+from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
-from offload.tensor.arguments import (
-    checked_count,
-    checked_dense,
-    refuse_other,
-    refuse_other_class,
-    refuse_other_kind,
-    refuse_uncalled,
-)
-from offload.tensor.cuts import metadata_of, twin_of
+from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
+from offload.tensor.guests import metadata_of, twin_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
     become,
@@ -268,7 +262,7 @@ class Value:
             return
         refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
         if is_offloaded(tensor):
-            refuse_other_class(new, self.name)
+            refuse_lossy(new, self.name)
             handle = Handle.create(guest_of(new.detach()), self.name, self.folder, notes)
             become(tensor, wrap_handle(handle, target_of(tensor)))
             self._follow(tensor)

@@ -30,9 +30,8 @@ from offload.storage.folders import named_folder
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.attributes import carry_attributes
 from offload.tensor.rules import decompose, is_composite, is_dual_level, tensors_in
-from offload.tensor.wrapper import OffloadedTensor, dressed, is_offloaded
+from offload.tensor.wrapper import OffloadedTensor, carry_attributes, dressed, is_offloaded
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from offload.offloading.place import Place
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, target_of, wrap_handle
 

@@ -27,7 +27,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
 
 _MAPS = Path("/proc/self/maps")

@@ -55,7 +55,7 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _REGISTERED: dict[str, type] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # these very classes, and none made of them
-_NUMBERS_ALONE = {"tensordict:MemoryMappedTensor"}  # classes of libraries that say where the numbers are, and no more
+_NUMBERS_ALONE = {"offload:OffloadedTensor", "tensordict:MemoryMappedTensor"}  # they say where the numbers are, no more
 _SIMPLE = (bool, int, float, str)
 
 Recipe = dict[str, Any]
@@ -186,7 +186,7 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
             refuse_lossy(part, key)
             values[key], inner[attribute] = part, None
     recipe = {
-        "class": _word(type(tensor)),
+        "class": _checked_word(tensor),
         "context": _encode(context),
         "inner": inner,
         "shape": list(tensor.shape),

@@ -12,18 +12,13 @@ How an op is carried out, in this order:
 
 | module | what |
 | --- | --- |
-| `wrapper` | the class `OffloadedTensor` |
+| `wrapper` | the class `OffloadedTensor`, the tables of rules that it is asked for, and what others may ask of it |
+| `rules` | 2 and 3: what follows from an op's schema; and how functions run on guests |
+| `ops` | 1: the rules of ops that 2 and 3 do not fit, and of values that are themselves of a tensor subclass |
+| `guests` | the plain tensors that ops compute with: how they are cut, read, and sent to a device |
 | `arguments` | what users hand in, checked |
-| `attributes` | what is noted on a tensor in Python, carried along |
-| `cuts` | how a view is cut from its value |
-| `extents` `accelerated` | which bytes of its file a view reads; what stays on an accelerator |
-| `tables` | 1: the rules that ops have of their own; filled by `ops` |
-| `ops` | 1: those rules, for ops that 2 and 3 do not fit |
-| `rules` | 2 and 3: what follows from an op's schema |
-| `inner` | values that are themselves of a tensor subclass |
-| `outside` | numpy, DLPack, text, addresses, pickles |
+| `traced` | what stands for a file while a compiler traces |
+| `materialize` | tensors, modules and nests of them, plain again |
 | `saved` | tensors on their way into a file that is not theirs |
 | `processes` | passing to another process |
-| `materialize` | tensors, modules and nests of them, plain again |
-| `traced` | what stands for a file while a compiler traces |
 """

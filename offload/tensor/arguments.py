@@ -26,7 +26,6 @@ from offload.storage.file import TensorFile
 from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import refuse_lossy
-from offload.tensor.outside import SeenFromOutside
 
 T = TypeVar("T")
 
@@ -103,17 +102,7 @@ def only_key(file: TensorFile, key: str | None) -> str:
 
 def refuse_unstorable(tensor: object, name: str) -> None:
     """Refuse what has no dense value, or is more than a file can give back."""
-    refuse_other_class(checked_dense(tensor, name), name)
-
-
-def refuse_other_class(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose class is more than its numbers, unless a file can give it back.
-
-    Raises:
-        UnknownSubclassError
-    """
-    if not isinstance(tensor, SeenFromOutside):
-        refuse_lossy(tensor, name)
+    refuse_lossy(checked_dense(tensor, name), name)
 
 
 def checked_dense(tensor: object, name: str) -> torch.Tensor:

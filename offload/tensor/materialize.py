@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from offload.tensor.attributes import carry_attributes
-from offload.tensor.cuts import metadata_of
-from offload.tensor.wrapper import is_offloaded
+from offload.tensor.guests import metadata_of
+from offload.tensor.wrapper import carry_attributes, is_offloaded
 
 
 def materialize(value: Any) -> Any:

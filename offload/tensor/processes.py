@@ -23,7 +23,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.cuts import metadata_of, twin_with, whole_twin
+from offload.tensor.guests import metadata_of, twin_with, whole_twin
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handle_of, wrap
 
 

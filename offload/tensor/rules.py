@@ -19,18 +19,22 @@ from torch.autograd import forward_ad
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.cuts import cut, cut_like, sent_to
-from offload.tensor.outside import CPU
-from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, OUT, RULES, Rule, registrar
+from offload.tensor.guests import CPU, cut, metadata_of, sent_to, twin_with
 from offload.tensor.traced import Traced, as_called_from, is_traced
 from offload.tensor.wrapper import (
+    BY_SCHEMA,
+    FUNCTIONS,
+    OUT,
+    RULES,
     OffloadedTensor,
+    Rule,
     current_twin,
     guest_of,
     is_part,
     mapped_value,
     modes_are_on,
     redress,
+    registrar,
     store,
     wrap,
     wrap_traced,
@@ -376,7 +380,7 @@ def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...
         cut(handle.writable_base(), twin).copy_(guest)
     elif before is not None and before[0] == guest.untyped_storage().data_ptr() and tensor._target == CPU:
         with no_functions(), no_modes():
-            redress(tensor, cut_like(twin, guest), tensor._target)
+            redress(tensor, twin_with(twin, metadata_of(guest)), tensor._target)
     elif is_part(tensor):
         raise UnsupportedOpError(
             f"this op would resize {tensor.name!r} through a view of a part of it: resize the tensor itself"

@@ -21,8 +21,7 @@ from offload.storage.file import TensorFile
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
-from offload.tensor.cuts import metadata_of
-from offload.tensor.extents import start_of_run
+from offload.tensor.guests import metadata_of, start_of_run
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value
 
 

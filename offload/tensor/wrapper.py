@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -25,13 +26,21 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import TypeIs
 
-from offload.errors import ArgumentTypeError, StaleViewError, UnsupportedOpError
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExportError,
+    MissingFileError,
+    OffloadError,
+    StaleViewError,
+    UnsupportedOpError,
+)
 from offload.prefetch.reads import UNTRACKED
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.pages import Range
-from offload.tensor.accelerated import resident_guest
+from offload.storage.subclasses import extras_of, is_subclass_value
 from offload.tensor.arguments import (
     checked_layout,
     checked_number,
@@ -41,11 +50,7 @@ from offload.tensor.arguments import (
     refuse_unstorable,
     refuse_without_grad,
 )
-from offload.tensor.attributes import carry_attributes, copy_attributes
-from offload.tensor.cuts import copied, cut, sent_to, twin_of, uncut, with_bits_of
-from offload.tensor.extents import brought_in
-from offload.tensor.outside import CPU, SeenFromOutside
-from offload.tensor.tables import BY_SCHEMA, FUNCTIONS, INNER, OUT, RULES
+from offload.tensor.guests import CPU, brought_in, copied, cut, resident_guest, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.traced import Traced, as_called_from, is_traced
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
@@ -56,6 +61,32 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 modes_are_on = torch._C._len_torch_dispatch_stack
 _refuse_pointers = torch._C._set_throw_on_mutable_data_ptr
 _set_metadata = _TENSOR_DATA.__set__
+
+
+Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+BY_SCHEMA = "by schema"
+OUT = "out="
+INNER = "inner"
+RULES: dict[Any, Any] = {}
+FUNCTIONS: dict[Any, Rule] = {}
+
+
+def registrar(table: dict[Any, Any], *keys: Any) -> Callable[[Rule], Rule]:
+    """A decorator that makes a function the rule of `keys`.
+
+    Raises:
+        ArgumentError: one of them has a rule.
+    """
+
+    def register(rule: Rule) -> Rule:
+        for key in keys:
+            if key in table:
+                raise ArgumentError(f"{key} has a rule already: {table[key].__name__}")
+            table[key] = rule
+        return rule
+
+    return register
 
 
 class _unless_swapped:
@@ -81,7 +112,7 @@ class _unless_swapped:
 _SWAPPED = {torch.nn.Module._apply.__code__: "param", parametrize._maybe_set.__code__: "dest"}
 
 
-class OffloadedTensor(SeenFromOutside):
+class OffloadedTensor(torch.Tensor):
     """A tensor that lives in a file and is materialized on its device during each op only.
 
     Make one with `from_original_tensor`, `from_file`, `empty`, `zeros`, `ones` or `full`; views, `detach` and
@@ -95,6 +126,9 @@ class OffloadedTensor(SeenFromOutside):
         (3.0, 4.0)
     """
 
+    _handle: Handle | Traced
+    _twin: torch.Tensor
+    _target: torch.device
     _generation: int
     _range: Range | None = None  # what is known of its bytes in memory
 
@@ -339,6 +373,116 @@ class OffloadedTensor(SeenFromOutside):
         with no_functions(), no_modes():
             return sent_to(mapped_value(self), self._target)
 
+    # Numbers and arrays
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value as an array over the file; read-only where the file is not ours to write."""
+        if self._target != CPU and not force:
+            raise ExportError(
+                f"can't convert {self._target} device type tensor to numpy: use .cpu() first. "
+                f"It is {handle_of(self).name!r}."
+            )
+        graph = torch.is_grad_enabled()
+        asks_for_grad = self.requires_grad and not force
+        with no_functions(), no_modes(), torch.set_grad_enabled(graph):
+            array = self._on_cpu().requires_grad_(asks_for_grad).numpy(force=force)
+        if not handle_of(self).owned:
+            array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        array = self.numpy()
+        if copy:
+            return numpy.array(array, dtype=dtype, copy=True)
+        return numpy.asarray(array, dtype=dtype)
+
+    def tolist(self) -> Any:
+        """The value as nested lists of Python numbers."""
+        with no_functions(), no_modes():
+            return self._on_cpu().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.requires_grad:
+            raise ExportError(
+                f"Can't export tensors that require gradient, use tensor.detach(). It is {handle_of(self).name!r}."
+            )
+        with no_functions(), no_modes():
+            shared = self._target != CPU or handle_of(self).owned
+            plain: torch.Tensor = self._guest if shared else self._on_cpu().clone()
+            return plain.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        with no_functions(), no_modes():
+            return torch.empty(0, device=self._target).__dlpack_device__()
+
+    # Text
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        handle = self._handle
+        if type(handle) is not Handle:
+            return f"OffloadedTensor({handle.base()!r})"
+        extra = "" if self._target == CPU else f", device='{self._target}'"
+        extra += ", requires_grad=True" if self.requires_grad else ""
+        try:
+            with no_functions(), no_modes():
+                value = self._on_cpu()
+                if handle.is_subclass:
+                    text = repr(value)
+                else:
+                    text = torch._tensor_str._str(value, tensor_contents=tensor_contents)
+        except OffloadError as error:  # who debugs that looks at it
+            why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
+            kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
+            return f"OffloadedTensor(({why}), {kind}{extra}, name={handle.name!r}, file={str(handle.path)!r})"
+        return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}, name={handle.name!r})"
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    # Addresses, for those who find shared memory by them
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The bytes of the whole value, mapped: its own address, in a storage that no op computes with."""
+        if type(self._handle) is Traced:
+            with DisableTorchFunctionSubclass():
+                return super().untyped_storage()
+        handle = handle_of(self)
+        with no_functions(), no_modes():
+            if not handle.is_subclass:
+                return handle.pointers()
+            handle.base()
+            return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)
+
+    def data_ptr(self) -> int:
+        """An address of the mapped value; views of one file have addresses inside the same storage."""
+        return self.untyped_storage().data_ptr() + int(self._twin.storage_offset()) * self._twin.itemsize
+
+    def storage(self) -> Any:
+        return self._typed_storage()
+
+    def _typed_storage(self) -> torch.storage.TypedStorage:
+        return torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
+
+    def share_memory_(self) -> OffloadedTensor:
+        """A file is shared as it is."""
+        return self
+
+    def is_shared(self) -> bool:
+        return True
+
+    # Pickles
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
+        plain = self._on_cpu()
+        if isinstance(self, torch.nn.Parameter):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        else:
+            plain = plain.detach().requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
     # How ops are carried out
 
     @classmethod
@@ -366,9 +510,6 @@ class OffloadedTensor(SeenFromOutside):
         if rule is None:
             rule = RULES[func] = RULES[BY_SCHEMA](func)
         return rule(func, args, kwargs or {})
-
-    def _file_handle(self) -> Handle:
-        return handle_of(self)
 
     def _on_cpu(self) -> torch.Tensor:
         """The value over the mapping, as a tensor of its own."""
@@ -632,3 +773,31 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
 
 _AS_MAPPED = torch.empty(0).set_(torch.empty(0).untyped_storage())._version  # of a mapping that nothing was written to
 _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
+
+
+# What users and libraries note on a tensor, as attributes of Python, goes along with its value
+
+
+_OWN = {"_handle", "_twin", "_target", "_generation", "_range", "_is_param"}
+
+
+def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have `target`, which stands for the value of `source`, say what `source` says: `ds_id`, `_is_hf_initialized`."""
+    vars(target).update(_more(source, target))
+
+
+def copy_attributes(source: torch.Tensor, target: torch.Tensor, memo: dict[int, Any]) -> None:
+    """As `carry_attributes`, but copies of its own, as `copy.deepcopy` makes them."""
+    vars(target).update(copy.deepcopy(_more(source, target), memo))
+
+
+def _more(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """What `source` says and `target` does not."""
+    is_offloaded = type(source) is OffloadedTensor
+    noted = vars(source) if is_offloaded else extras_of(source)
+    keeps_tensors = is_offloaded or not is_subclass_value(source)  # a subclass may keep its values a second time
+    return {
+        name: value
+        for name, value in noted.items()
+        if name not in _OWN and name not in vars(target) and (keeps_tensors or not isinstance(value, torch.Tensor))
+    }

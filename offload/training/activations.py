@@ -29,8 +29,7 @@ from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.paths import absolute
-from offload.tensor.cuts import metadata_of, sent_to, twin_with
-from offload.tensor.outside import CPU
+from offload.tensor.guests import CPU, metadata_of, sent_to, twin_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
 
 _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it

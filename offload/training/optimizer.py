@@ -26,7 +26,8 @@ from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, available_bytes, count_freed
 from offload.storage.handle import Handle
 from offload.storage.paths import absolute
-from offload.tensor.arguments import refuse_other, refuse_other_class
+from offload.storage.subclasses import refuse_lossy
+from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handle
 
@@ -176,7 +177,7 @@ class _Place:
                 state[key] = old
             else:
                 name = f"{self.names.get(parameter, 'unknown')}.{key}"
-                refuse_other_class(value, name)
+                refuse_lossy(value, name)
                 state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder, exist_ok=True)
                 del value
                 count_freed(state[key].nbytes)

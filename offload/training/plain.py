@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError, UnknownTypeError, UnsupportedOpError
-from offload.tensor.arguments import refuse_other_class, refuse_unstorable
+from offload.storage.subclasses import refuse_lossy
+from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import identity_of, subclass_value
 
 _KIND = "*"  # the key of a dictionary that stands for something else
@@ -72,7 +73,7 @@ class Apart:
         return {_KIND: "counter" if type(value) is Counter else "pairs", "of": pairs}
 
     def _key(self, tensor: torch.Tensor, name: str) -> str:
-        refuse_other_class(tensor, name)
+        refuse_lossy(tensor, name)
         if subclass_value(tensor) is not None:
             raise UnsupportedOpError(
                 f"{name} is of a tensor subclass, which a checkpoint of training has no form for: "

@@ -15,7 +15,7 @@ from offload.prefetch import reads, staging
 from offload.prefetch.reads import POOL
 from offload.prefetch.residency import Pool
 from offload.prefetch.tracked import AWAY, READ
-from offload.tensor import accelerated
+from offload.tensor import guests
 from offload.tensor.wrapper import guest_of
 
 CPU = torch.device("cpu")
@@ -131,10 +131,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return guest
 
     monkeypatch.setattr(offload.tensor.wrapper, "sent_to", send)
-    monkeypatch.setattr(offload.tensor.cuts, "sent_to", send)
-    monkeypatch.setattr(accelerated, "sent_to", send)
-    monkeypatch.setattr(accelerated, "settle", lambda device: None)
-    monkeypatch.setattr(accelerated, "lend", lambda values, device: None)
+    monkeypatch.setattr(guests, "sent_to", send)
+    monkeypatch.setattr(guests, "settle", lambda device: None)
+    monkeypatch.setattr(guests, "lend", lambda values, device: None)
     return sent
 
 

@@ -34,8 +34,7 @@ from offload.errors import (
     StaleViewError,
     UnsupportedOpError,
 )
-from offload.tensor.tables import FUNCTIONS
-from offload.tensor.wrapper import wrap
+from offload.tensor.wrapper import FUNCTIONS, wrap
 from tests.processes import in_fork, run_script
 
 
