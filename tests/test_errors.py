@@ -18,7 +18,7 @@ from tests.test_house import MODULES, dotted
 # What else is raised, by module and how it begins, and why that is right.
 OTHERS = {
     ("offload.training.activations", "raise error"): "what the writing thread met; handed over as it was",
-    ("offload.cache.heap", "raise TypeError"): "`_encoded` tells of it, with the column",
+    ("offload.cache.columns", "raise TypeError"): "`_encoded` tells of it, with the column",
     ("offload.cache.rowfile", "raise OSError"): "an answer of `look`: who reads then goes another way",
     ("offload.cli.arguments", "raise argparse.ArgumentTypeError"): "argparse wants this one",
     ("offload.integrations.peft", "raise KeyboardInterrupt"): "still an interrupt, with what was done before it",

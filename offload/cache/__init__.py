@@ -2,16 +2,13 @@
 
 | module | what |
 | --- | --- |
-| `table` | `TensorCache`, which users hold |
-| `making` | a new folder |
-| `store` | an opened one: its columns, and the order in which things are written |
+| `table` | `TensorCache`, which users hold: rows in and out, columns, files |
+| `batches` | rows that are read before they are asked for |
+| `store` | a folder: made, opened, read, written, closed, and the order in which things are written |
 | `states` | the bitmap: which rows are filled, and how many there are |
-| `columns` `heap` | rows of one size, and rows of any |
-| `rowfile` | rows of a file, by their numbers |
-| `held` `tensors` `archive` | tensors that are there already, in memory or in a file, as a cache; and such a file |
-| `records` `fields` | rows on their way in, from records and from elsewhere |
-| `reading` `batches` `hot` | rows on their way out |
-| `verify` | whether it is whole |
+| `columns` `rowfile` | columns of rows of one size and of any; rows of a file by their numbers |
+| `held` `archive` | tensors that are there already, in memory or in a file, as a cache; and such a file |
+| `incoming` | rows on their way in, from records and from elsewhere |
 | `schema` `manifest` | what a column is, and where that is written down |
-| `indexing` `gather` `lock` | which rows are meant, how they are read, and who waits |
+| `indexing` `lock` | which rows are meant, and who waits |
 """

@@ -10,7 +10,8 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -270,6 +271,40 @@ class HeldStore:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """Tensors by column, as `TensorCache.tensors` gives them: its owner is told what is assigned, and what removed.
+
+    A pickle of it, also one of `torch.save`, is one of a plain dict.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], put: Callable[[str, torch.Tensor | None], None]) -> None:
+        super().__init__(tensors)
+        self._put = put
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self._put(name, tensor)
+        super().__setitem__(name, tensor)
+
+    def __delitem__(self, name: str) -> None:
+        self._put(name, None)
+        super().__delitem__(name)
+
+    def __ior__(self, other: Any) -> Tensors:  # type: ignore[misc, override]
+        self.update(other)
+        return self
+
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+
+    def clear(self) -> None:
+        raise CacheError("a cache has at least one column: drop the cache, or remove some of its columns")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
 
 
 def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:

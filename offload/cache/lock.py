@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.cache.gather import opened
+from offload.cache.rowfile import opened
 from offload.storage.locks import fork_safe_lock
 from offload.storage.regular import explained
 

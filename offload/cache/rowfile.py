@@ -1,8 +1,9 @@
-"""Rows of a file, by their numbers.
+"""Rows of a file, by their numbers, and parts of a file wherever they are.
 
 Always true:
 - a mapping is used for what is in memory already: under a cap on memory one that is not collapses to a page at a time
-- what is not in memory is read by calls, announced before
+- what is not in memory is read by calls, all of it announced before the first of it is waited for
+- parts lie in what is given as they were asked for, in any order, also twice
 - what is written is rows, never through a mapping
 """
 
@@ -12,19 +13,19 @@ import errno
 import math
 import mmap
 import os
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from offload.cache.gather import CAN_ADVISE, advise, opened, read_parts, read_run, runs
-from offload.cache.indexing import Rows
+from offload.cache.indexing import Numbers, Rows
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
 from offload.memory import available_bytes
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
-from offload.storage.regular import reading
+from offload.storage.regular import explained, open_regular, reading
 from offload.storage.write import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
@@ -32,9 +33,10 @@ _STILL = 0.01  # seconds for which what is mapped is taken to be in memory after
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _SAMPLES, _ABSENT = 256, 5  # pages of a mapped file that are looked at; so many of them need not be in memory
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
-_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform.startswith("linux") else 0)
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it since 3.13
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # of NumPy and of torch
+_MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
+_CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
 _HUGE = 32 << 20  # bytes: for less the C library has memory that was touched before
 
 
@@ -44,8 +46,7 @@ class Descriptors:
     def __init__(self, fd: int, random: int) -> None:
         self.fd = fd
         self.random = random
-        if CAN_ADVISE:  # else the system reads on behind each row
-            advise(random, 0, 0, os.POSIX_FADV_RANDOM)
+        advise(random, 0, 0, os.POSIX_FADV_RANDOM)  # else the system reads on behind each row
 
     @classmethod
     def opened(cls, path: Path, *, writes: bool) -> Descriptors:
@@ -130,8 +131,9 @@ class RowFile:
         Raises:
             OSError
         """
-        for begin, end in [(0, len(rows))] if rows.span else runs(rows.numbers):
-            at = self._at(rows.span.start if rows.span else rows.numbers[begin])
+        runs = [(rows.span.start, 0, len(rows))] if rows.span else runs_of(rows.numbers)
+        for first, begin, end in runs:
+            at = self._at(first)
             self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
     def read(self, rows: Rows, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
@@ -156,23 +158,22 @@ class RowFile:
             return self._values(words) if out is None else out
 
     def table(self, count: int) -> torch.Tensor | None:
-        """So many rows from the first on, over the file's memory, for `copied` and `picked`; None if it has none."""
+        """So many rows from the first on, over the file's memory, for `picked`; None if it has none."""
         mapped = self._mapped
         return None if mapped is None or len(mapped) < count else mapped[:count]
 
-    def copied(self, words: torch.Tensor, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
-        """Rows of a table behind each other."""
-        into = self._fresh(len(words), pinned=pinned) if out is None else self._words_of(out)
-        into.copy_(words)
-        return self._values(into) if out is None else out
-
-    def picked(self, words: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Rows of a table.
+    def picked(self, words: torch.Tensor, rows: int | slice | torch.Tensor) -> torch.Tensor:
+        """Rows of a table, in memory of their own.
 
         Raises:
             IndexError
         """
-        return self._values(torch.index_select(words, 0, numbers))
+        if isinstance(rows, torch.Tensor):
+            return self._values(torch.index_select(words, 0, rows))
+        if isinstance(rows, slice):
+            found = words[rows]
+            return self._values(self._fresh(len(found), pinned=False).copy_(found))
+        return self._values(words[rows].clone())
 
     def look(self, rows: Iterable[int]) -> None:
         """See that these rows are in memory; for a moment, others are taken to be so too.
@@ -185,18 +186,18 @@ class RowFile:
             self._mapped = None  # to touch what was cut off would end the process
             raise OSError(errno.ENODATA, "the file ends before its rows")
         for row in rows:
-            if not os.preadv(self._random, [bytearray(1)], self._at(row), _NOWAIT):
+            if not os.preadv(self._random, [bytearray(1)], self._at(row), os.RWF_NOWAIT):
                 raise OSError(errno.ENODATA, "the file ends before its rows")
         self.in_memory_until = time.monotonic() + _STILL
 
     def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
-        if rows.span:
-            return self.copied(mapped[rows.span], out, pinned=pinned)
-        numbers = torch.from_numpy(rows.numbers)
         if out is None and not pinned:
-            return self.picked(mapped, numbers)
+            return self.picked(mapped, rows.span or torch.from_numpy(rows.numbers))
         into = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
-        torch.index_select(mapped, 0, numbers, out=into)
+        if rows.span:
+            into.copy_(mapped[rows.span])
+        else:
+            torch.index_select(mapped, 0, torch.from_numpy(rows.numbers), out=into)
         return self._values(into) if out is None else out
 
     def _words_of(self, out: torch.Tensor) -> torch.Tensor:
@@ -238,8 +239,8 @@ class RowFile:
         self._mapped = None
         self._files.close()
 
-    def _at(self, row: int | np.int64) -> int:
-        return self._start + int(row) * self._size
+    def _at(self, row: int) -> int:
+        return self._start + row * self._size
 
     def _are_cached(self, rows: Rows) -> bool:
         """Whether some of the rows, spread over all, are in memory; or some others were a moment ago.
@@ -247,8 +248,6 @@ class RowFile:
         To look brings in a page, and the system reads on in small pieces where one is there already: a run may be in
         memory until it is mapped.
         """
-        if not _NOWAIT:
-            return False
         if self._mapped is None and rows.span:
             return True
         if self._mapped is not None and time.monotonic() < self.in_memory_until:
@@ -296,3 +295,114 @@ def _is_in_memory(mapped: torch.Tensor) -> bool:
         if absent > most:
             return False
     return True
+
+
+# Parts of a file, into memory
+
+
+def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:
+    """Where numbers follow each other: the first of each run, its place, and that behind its last."""
+    if not len(rows):
+        return ()
+    ends = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
+    return zip(rows[[0, *ends]].tolist(), [0, *ends], [*ends, len(rows)], strict=True)
+
+
+def read_parts(
+    fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
+) -> None:
+    """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
+
+    What lies between parts that are close to each other is read with them.
+
+    Raises:
+        CorruptFileError: the file ends before.
+        ReadError
+    """
+    order = np.flatnonzero(sizes)
+    order = order[np.argsort(starts[order], kind="stable")]
+    starts, sizes, places = starts[order], sizes[order], places[order]
+    gaps = starts[1:] - starts[:-1] - sizes[:-1]
+    breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
+    runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
+    first, behind = starts.tolist(), (starts + sizes).tolist()
+    if announce:
+        for begin, end in runs:
+            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
+    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    for begin, end in runs:
+        for at in range(begin, end, _MOST_PARTS):
+            parts = slices[at : min(at + _MOST_PARTS, end)]
+            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
+                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
+            read_run(fd, path, first[at], parts)
+
+
+def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
+    """Parts, and memory for what is between them, which nobody reads."""
+    nowhere = memoryview(bytearray(max(gaps)))
+    both = zip(parts, [*gaps, 0], strict=True)
+    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
+
+
+def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
+    """Read what follows each other in a file.
+
+    Raises: as `read_parts`.
+    """
+    wanted = sum(map(len, into))
+    try:
+        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+        if done < wanted:
+            _read_on(fd, path, at, into, done)
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int) -> None:
+    for part in into:
+        skipped = min(done, len(part))
+        done -= skipped
+        at += skipped
+        while skipped < len(part):
+            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
+            if not got:
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
+            skipped += got
+            at += got
+
+
+def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+    """Tell the system how a file will be read; that it does not listen changes no value."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, nbytes, advice)
+
+
+def size_of(fd: int, path: Path) -> int:
+    """Bytes of an open file.
+
+    Raises:
+        ReadError
+    """
+    try:
+        return os.fstat(fd).st_size
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
+    """A descriptor of a regular file of a cache; a link is followed to read, and never to write.
+
+    Raises:
+        MissingFileError, CorruptFileError, ForeignFileError, ReadError
+    """
+    try:
+        return open_regular(path, flags)
+    except MissingFileError as error:
+        reason = f"{what} is missing: get the folder again, whole"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except ForeignFileError as error:
+        raise ForeignFileError(
+            f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
+            "or open the cache with mode='r'"
+        ) from error

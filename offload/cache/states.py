@@ -28,9 +28,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from offload.cache.gather import opened
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import lock, unlock
+from offload.cache.rowfile import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
 from offload.storage.regular import as_file, is_there, open_regular, reading
 from offload.storage.regular import explained as unread
@@ -107,11 +107,6 @@ class States:
         self._counts[2] = value
 
     @property
-    def last_num_rows(self) -> int:
-        """As `num_rows`, for those who have just seen that the file is whole."""
-        return int(self._counts[2])
-
-    @property
     def room(self) -> int:
         """Rows that there is room for."""
         self.refuse_cut()
@@ -121,6 +116,10 @@ class States:
     def changes(self) -> int:
         """How often rows began to be written: what is known of them holds until it moves."""
         return int(self._counts[4])
+
+    def seen(self) -> tuple[int, int]:
+        """As `changes` and `num_rows`, for those who have just seen that the file is whole."""
+        return int(self._counts[4]), int(self._counts[2])
 
     def length(self, number: int) -> Length:
         """Of the values of a column: among those with rows of any length, the one of this number."""
@@ -166,7 +165,7 @@ class States:
     def _look_at_all(self, count: int) -> None:
         """When some have been looked at for as long as it takes: if all are filled none need be, until one changes."""
         self._looked_at += _LOOK + count
-        changes, rows = self.changes, self.last_num_rows
+        changes, rows = self.seen()
         if self._looked_at * _QUICKER >= rows * self._columns:
             self._looked_at = 0
             parts = (self._part(at, min(_PART, rows - at)) for at in range(0, rows, _PART))
@@ -314,7 +313,7 @@ class States:
 
     def _all(self) -> Bytes:
         self.refuse_cut()
-        if len(self._bytes) < self.last_num_rows:  # another process has made room
+        if len(self._bytes) < int(self._counts[2]):  # another process has made room
             self._map()
         return self._bytes
 
@@ -366,7 +365,7 @@ class States:
             )
 
     def _reserve(self, rows: Numbers) -> None:
-        if not len(rows) or not hasattr(os, "posix_fallocate"):
+        if not len(rows):
             return
         first, last = ((PAGE + (int(rows[end]) - end) * self._columns - (end < 0)) // _CHUNK for end in (0, -1))
         if last - first > 1:

@@ -1,16 +1,20 @@
-"""The folder of a cache, and the order in which things are written.
+"""The folder of a cache: made, opened, read, written, and closed, in the order in which things are written.
 
 Always true:
+- of several who make a cache in one folder one does; its manifest is written last: what a creator that was killed
+  leaves is no cache, and is replaced by the next one. What somebody else put there is left as it is
 - data are on the disk before a row counts as filled; a row that is written again counts as empty before its data change
 - what a row is made of is written by one at a time, so that the last of two writers wins whole
 - room is made for all columns before it is said to be there, and taken from them after it is said to be gone: a crash
   leaves some to spare, which the next writer gives back
 - who only reads needs no header of a column: what a crash has left of it is the next writer's to mend
 - rows that were written and not flushed are this process's own: others see them as missing
+- what `read_hot` gives is what `read` would give; where that is not certain, it gives nothing
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,13 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.columns import FixedColumn
-from offload.cache.heap import HeapColumn
-from offload.cache.hot import HotRows
+from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each
 from offload.cache.lock import FILE as LOCK
 from offload.cache.lock import FolderLock, lock
+from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import TENSOR, Column
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
@@ -45,11 +49,14 @@ from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
-from offload.storage.write import explained
+from offload.storage.modes import is_plain_world
+from offload.storage.regular import is_there, open_regular
+from offload.storage.write import explained, sweep
 from offload.tensor.arguments import checked_names
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
+log = logging.getLogger("offload.cache")
 _LEAST_ROOM = 1024  # rows
 _LEAST_BYTES = 16 << 20  # for which there is room after it has been made
 _MOST_BYTES = 256 << 20  # that are written between two flushes; under a cap on memory, fewer: they can't be dropped
@@ -57,6 +64,9 @@ _LEAST_FLUSHED = 4 << 20
 _ROW = 256  # bytes that a row counts for beside its own
 _MOST_SECONDS = 10.0
 _LOOKS = 1000  # at rows that others write while they are read
+_SAMPLES = 4  # of rows that were picked, to tell whether all are in memory
+_STILL = 0.01  # seconds for which the states are taken to be whole after they were
+_NEVER = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,43 @@ class Written:
 
 class Store:
     """An opened folder."""
+
+    # Making and opening
+
+    @staticmethod
+    def create(folder: Path, manifest: Manifest) -> None:
+        """Make a folder a cache, of empty rows.
+
+        Raises:
+            CacheError: it is one, or somebody is making it one.
+            ForeignFileError: a file that offload did not write is in the way.
+            WriteError, ReadError
+        """
+        with explained(folder, 0, "folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
+            try:
+                if not lock(fd, folder / LOCK, wait=False) or is_there(folder / MANIFEST):
+                    raise CacheError(
+                        f"{folder} is a cache already, or another process is making one there: open it with "
+                        "TensorCache.open, or take another folder"
+                    )
+                sweep(folder)
+                for column in manifest.columns.values():
+                    kind = FixedColumn if column.kind == TENSOR else HeapColumn
+                    kind.create(folder, column, manifest.num_rows)
+                States.create(folder, len(manifest.columns), manifest.num_rows)
+                manifest.write(folder)
+            finally:
+                os.close(fd)
+
+    @classmethod
+    def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
+        manifest = Manifest.read(folder)
+        manifest.check(expect, folder)
+        if writes and not os.access(folder, os.W_OK):
+            raise WriteError(30, "the folder is read-only: open the cache with mode='r'", str(folder))
+        return cls(folder, manifest, writes=writes)
 
     def __init__(self, folder: Path, manifest: Manifest, *, writes: bool) -> None:
         self.folder = folder
@@ -105,16 +152,6 @@ class Store:
         except BaseException:
             self._close_files()
             raise
-
-    # Opening
-
-    @classmethod
-    def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
-        manifest = Manifest.read(folder)
-        manifest.check(expect, folder)
-        if writes and not os.access(folder, os.W_OK):
-            raise WriteError(30, "the folder is read-only: open the cache with mode='r'", str(folder))
-        return cls(folder, manifest, writes=writes)
 
     def _settle(self) -> None:
         """Count this writer, and mend what killed ones left, if it is the only one.
@@ -240,6 +277,10 @@ class Store:
 
     # Reading
 
+    def read_hot(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+        """Rows as `read` gives them, if all are filled and in memory; else, and for most forms of `index`, None."""
+        return None if self._hot is None else self._hot.take(index, columns)
+
     def read(
         self,
         rows: Rows,
@@ -281,17 +322,13 @@ class Store:
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
 
-    def read_hot(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows as `read` gives them, if all are filled and in memory; else, and for most forms of `index`, None."""
-        return None if self._hot is None else self._hot.take(index, columns)
-
     def _keep_hot(self, changes: int) -> None:
         count = self._states.known_filled(changes)
-        if not count or (self._hot is not None and self._hot.changes == changes):
+        if not count or (self._hot is not None and self._hot.seen[0] == changes):
             return
         fixed = {name: file.table(count) for name, file in self._files.items() if isinstance(file, FixedColumn)}
         tables = {name: table for name, table in fixed.items() if table is not None}
-        self._hot = HotRows(self._states, changes, count, tables) if len(tables) == len(self._files) else None
+        self._hot = HotRows(self._states, (changes, count), tables) if len(tables) == len(self._files) else None
 
     def _are_still(self, rows: Rows, places: list[int], before: Bytes | None, changes: int) -> bool:
         """Whether nobody has begun to write what was filled."""
@@ -490,6 +527,70 @@ class Store:
         self._tensors.clear()
         self._hot = None
         self._opened.close()
+
+
+class HotRows:
+    """Rows that are all filled and all in memory, as most batches of a warm cache are: given with little else done.
+
+    Nothing is certain any more when a row is added or begins to be written, or when some are not in memory.
+    """
+
+    def __init__(
+        self, states: States, seen: tuple[int, int], tables: Mapping[str, tuple[RowFile, torch.Tensor]]
+    ) -> None:
+        """
+        Args:
+            seen: as `States.seen` gave it: at so many changes there were so many rows.
+            tables: by column, its file, and these rows of it as `RowFile.table` gives them.
+        """
+        self.seen = seen
+        self._states = states
+        self._whole_until = 0.0
+        self._tables = tables
+        self._all = [(name, *table) for name, table in tables.items()]
+
+    def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+        """Rows by a number, a slice of some behind each other, or a tensor of numbers from 0 on; else nothing."""
+        now = time.monotonic()
+        if now > self._whole_until:  # seldom, as it takes a call: what was cut off would end the process
+            self._states.refuse_cut()
+            self._whole_until = now + _STILL
+        if self._states.seen() != self.seen or not is_plain_world():
+            return None
+        rows = self._plain(index)
+        if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
+            return None
+        try:
+            tables = self._all if columns is None else [(name, *self._tables[name]) for name in columns]
+            for _, file, _ in tables:
+                if now > file.in_memory_until:
+                    file.look(_some(rows))
+            found = {name: file.picked(words, rows) for name, file, words in tables}
+        except (KeyError, IndexError):  # there is no such column; they count from the end, or are out of range
+            return None
+        except OSError:
+            self.seen = _NEVER  # until `read` has seen whether the files are still mapped
+            return None
+        return found if self._states.seen() == self.seen else None
+
+    def _plain(self, index: Any) -> int | slice | torch.Tensor | None:
+        if type(index) is torch.Tensor:
+            return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
+        if type(index) is int:
+            return index if 0 <= index < self.seen[1] else None
+        if type(index) is slice:
+            start, stop, step = index.indices(self.seen[1])
+            return slice(start, stop) if step == 1 else None
+        return None
+
+
+def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
+    if isinstance(rows, int):
+        return (rows,)
+    if isinstance(rows, slice):
+        return {rows.start, rows.stop - 1} if rows.start < rows.stop else ()
+    some: list[int] = rows[:: -(-len(rows) // _SAMPLES) or 1].tolist()
+    return some
 
 
 def _one(value: Any) -> Any:

@@ -9,31 +9,36 @@ Always true:
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from multiprocessing import util
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate
 
-from offload.cache.fields import Field, Incoming, list_of, remove_others
-from offload.cache.heap import Ragged
-from offload.cache.held import HeldStore, read_file
+from offload.cache.batches import RowDataset, read_ahead, rows_of_each
+from offload.cache.columns import Ragged, row_bytes
+from offload.cache.held import HeldStore, Tensors, read_file, write_file
+from offload.cache.incoming import Field, Incoming, rows_in_batch
+from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import rows_of
-from offload.cache.making import make
 from offload.cache.manifest import Manifest, as_json
-from offload.cache.reading import ReadByIndex
-from offload.cache.records import rows_of as rows_of_records
-from offload.cache.schema import Column, schema_of
-from offload.cache.store import Store
-from offload.errors import CacheError, MissingRowsError
-from offload.progress import progress
+from offload.cache.schema import TENSOR, Column, schema_of
+from offload.cache.states import FILE as STATES
+from offload.cache.store import Store, log
+from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError
+from offload.memory import count_freed
+from offload.progress import progress as progress_of
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.paths import absolute
-from offload.storage.regular import is_folder
+from offload.storage.regular import is_folder, is_there
 from offload.storage.write import explained
 from offload.tensor.arguments import (
     checked_count,
@@ -41,13 +46,14 @@ from offload.tensor.arguments import (
     checked_names,
     iterated,
     refuse_other,
+    refuse_uncalled,
     refuse_unstorable,
 )
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import guest_of
 
 
-class TensorCache(ReadByIndex):
+class TensorCache:
     """Columns of rows in a folder: written by index in any order, by one process or many, and read in batches.
 
     Make one with `create`, open it again with `open`. A row counts as filled once it is on the disk; after a crash
@@ -127,7 +133,7 @@ class TensorCache(ReadByIndex):
         num_rows = checked_count(num_rows, "num_rows", least=0)
         where = checked_device(device)
         path = absolute(folder)
-        make(path, Manifest(schema, num_rows, as_json(metadata)))
+        Store.create(path, Manifest(schema, num_rows, as_json(metadata)))
         return cls._over(Store.open(path, None, writes=True), where)
 
     @classmethod
@@ -224,36 +230,7 @@ class TensorCache(ReadByIndex):
         refuse_other(schema, Mapping | None, "schema: a dict of columns by name")
         given = {name: Field.of(said) for name, said in (schema or {}).items()}
         rows = rows_of_records(iterated(records, "records"), given, checked_names(optional, "optional") or ())
-        return cls.from_rows(rows, folder, metadata=metadata, device=device)
-
-    @classmethod
-    def from_rows(
-        cls,
-        rows: Incoming,
-        folder: str | os.PathLike[str] | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        device: torch.device | str | int = "cpu",
-    ) -> TensorCache:
-        """A cache of rows that come in batches, as `from_records` and `offload.integrations.cache_from` make them.
-
-        Raises: as `create`, and what the batches raise; nothing is left in `folder` then.
-        """
-        refuse_other(rows, Incoming, "rows that come in batches, as offload.integrations.rows.rows_of gives them,")
-        root = private_folder() if folder is None else absolute(folder)
-        with explained(root, 0, "folder"):
-            path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
-            kept = list_of(path)
-        cache = cls.create(path, rows.columns, metadata=metadata, device=device)
-        try:
-            for batch in progress(rows.batches, "rows"):
-                cache.append(batch)
-            cache.flush()
-        except BaseException:
-            cache.close()
-            remove_others(path, kept)
-            raise
-        return cache
+        return cache_of(rows, folder, metadata=metadata, device=device)
 
     # What it is
 
@@ -313,7 +290,7 @@ class TensorCache(ReadByIndex):
             lines.append(f"  {name:{width}}  {column.kind}  {column.shape_text}  {column.dtype}")
         return "\n".join(lines)
 
-    # Rows in and out
+    # Rows out
 
     def __getitem__(self, index: Any) -> Any:
         """Rows, as `get` gives them; or, by its name, a column as an `OffloadedTensor` (rows, *row_shape)."""
@@ -379,6 +356,62 @@ class TensorCache(ReadByIndex):
         store = self._open()
         return torch.from_numpy(store.lengths(column, rows_of(rows, store.num_rows)))
 
+    def batches(
+        self,
+        sampler: int | Iterable[Any],
+        *,
+        columns: Iterable[str] | None = None,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        device: torch.device | str | int | None = None,
+        ragged: str = "list",
+        padding: complex = 0,
+    ) -> Iterator[dict[str, Any]]:
+        """Batches one after another, read by a thread before they are asked for.
+
+        Args:
+            sampler: how many rows a batch has, for all rows in order; or what names the rows of each batch, as
+                `torch.utils.data.BatchSampler` does.
+            columns, pin_memory, device, ragged, padding: as for `get`.
+            prefetch: how many batches are read ahead; 0 for no thread.
+
+        Raises:
+            CacheError: a batch of no rows.
+            As `get`, where the batch would have come.
+
+        Example:
+            >>> from offload import TensorCache
+            >>> cache = TensorCache(tensors={"x": torch.arange(5)})
+            >>> [batch["x"].tolist() for batch in cache.batches(2)]
+            [[0, 1], [2, 3], [4]]
+            >>> [batch["x"].tolist() for batch in cache.batches([[4, 0], [2]])]
+            [[4, 0], [2]]
+        """
+        names, prefetch = checked_names(columns, "columns"), checked_count(prefetch, "prefetch", least=0)
+        form: dict[str, Any] = {"pin_memory": pin_memory, "device": device, "ragged": ragged, "padding": padding}
+        return read_ahead(rows_of_each(sampler, len(self)), partial(self.get, columns=names, **form), prefetch)
+
+    def as_dataset(self, columns: Iterable[str] | None = None) -> RowDataset:
+        """A map-style dataset of torch: a dict a row; a `DataLoader` reads the rows of a batch together.
+
+        What was written is flushed, as worker processes see no other rows; rows written later, when they are flushed.
+        With `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, without
+        being taken apart and collated again.
+
+        Example:
+            >>> from offload import TensorCache
+            >>> data = TensorCache(tensors={"x": torch.arange(4)}).as_dataset()
+            >>> data[1], len(data)
+            ({'x': tensor(1)}, 4)
+            >>> [batch["x"].tolist() for batch in torch.utils.data.DataLoader(data, batch_size=2)]
+            [[0, 1], [2, 3]]
+        """
+        if self.mode == "r+":
+            self.flush()
+        return RowDataset(self, checked_names(columns, "columns"))
+
+    # Rows in
+
     def __setitem__(self, rows: Any, values: Mapping[str, Any]) -> None:
         """Write rows, of all columns or of some. They are filled when they have been flushed.
 
@@ -400,6 +433,68 @@ class TensorCache(ReadByIndex):
         with no_functions(), no_modes():
             return self._open().append(given)
 
+    def fill(
+        self,
+        fn: Callable[[Any], Mapping[str, Any]],
+        inputs: Any,
+        *,
+        batch_size: int = 32,
+        columns: Iterable[str] | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        progress: bool = True,
+    ) -> None:
+        """Compute the rows that are missing, batch by batch, and write them. A job that was stopped goes on with it.
+
+        What has been computed is kept whatever stops it: an error, an interrupt; of a process that is killed, what was
+        flushed.
+
+        Args:
+            fn: makes rows, a dict as for `cache[rows] = ...`, of the inputs of a batch.
+            inputs: what row `i` is made of is `inputs[i]`: a tensor, an array or a cache, of which a batch is taken as
+                `inputs[rows]`; or a dataset or list, of which it is what `collate` makes of the items.
+            batch_size: rows that are computed at a time.
+            columns: those that `fn` makes; all if None.
+            collate: makes a batch of a list of items; torch's, as in a `DataLoader`. With `list` it is that list.
+            progress: whether a bar shows how far it is, on a terminal.
+
+        Raises:
+            ShapeMismatchError: there is not an input for each row.
+            As `cache[rows] = values`, and what `fn` and `inputs` raise.
+
+        Example:
+            >>> import tempfile
+            >>> cache = TensorCache.create(tempfile.mkdtemp(), {"square": (torch.int64, ())}, num_rows=4)
+            >>> cache.fill(lambda batch: {"square": batch**2}, torch.arange(4), batch_size=3)
+            >>> cache[:]["square"]
+            tensor([0, 1, 4, 9])
+        """
+        refuse_uncalled(fn, "fn")
+        if not hasattr(inputs, "__getitem__") or not hasattr(inputs, "__len__"):
+            raise ArgumentTypeError(f"inputs: a tensor, a list or a dataset with a length, not {repr(inputs)[:80]}")
+        if len(inputs) != len(self):
+            raise ShapeMismatchError(
+                f"there are {len(inputs)} inputs, and the cache in {self.folder} has {len(self)} rows"
+            )
+        rows = self.missing_rows(columns)
+        log.info("%s: %d of %d rows are missing and are computed", self.folder, len(rows), len(self))
+        batches = rows.split(checked_count(batch_size, "batch_size"))
+        try:
+            for part in progress_of(batches, "batches") if progress else batches:
+                is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
+                self[part] = fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
+        finally:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until what was written is on the disk: the rows are filled then, also after a power cut.
+
+        Raises:
+            WriteError: rows written since the last flush are missing.
+        """
+        self._open().flush()
+
+    # Columns as tensors, and files of them
+
     def column(self, name: str) -> torch.Tensor:
         """A column as one tensor on disk, (rows, *row_shape), filled or not; in memory, if it is there.
 
@@ -411,6 +506,11 @@ class TensorCache(ReadByIndex):
             WriteError: at the first in-place op, if the disk has no room for all rows.
         """
         return self._open().tensor(name, self.device)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The columns as tensors, as `column` gives them."""
+        return Tensors({name: self.column(name) for name in self.columns}, self.put_column)
 
     def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
         """Have a tensor as a column, or none of that name, as `cache.tensors[name] = tensor` and `del` do.
@@ -432,17 +532,53 @@ class TensorCache(ReadByIndex):
         else:
             store.put(name, tensor)
 
-    def _was_saved(self, path: Path, names: Iterable[str]) -> None:
-        if isinstance(self._store, HeldStore):
-            self._store.was_saved(path, names)
+    def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
+        """Write all rows to one file, a batch at a time; `from_disk` opens it.
 
-    def flush(self) -> None:
-        """Wait until what was written is on the disk: the rows are filled then, also after a power cut.
+        Folders are made. A file that was there stays, whole, until the new one is; then it is replaced. It may be the
+        one that this cache is from.
+
+        Args:
+            path: the file. With the suffix .pt, .pth, .bin or .ckpt it is one that `torch.load` opens, a dict of
+                tensors; else safetensors.
+            columns: those to write; all if None.
 
         Raises:
-            WriteError: rows written since the last flush are missing.
+            ColumnError, MissingRowsError: there is no such column, or rows are not filled.
+            CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder. Or
+                `path` is in the folder of a cache.
+            ForeignFileError: a file that offload did not write stands there.
+            WriteError
         """
-        self._open().flush()
+        named = checked_names(columns, "columns")
+        names = list(self.columns) if named is None else named
+        if not names:
+            raise CacheError(f"{path}: columns= names none, and a file without columns is no cache: name some")
+        self.require_complete(names)
+        shapes = {name: (self.columns[name].dtype, (len(self), *self.columns[name].row_shape)) for name in names}
+        others = [name for name in names if self.columns[name].kind != TENSOR]
+        if others:
+            raise CacheError(
+                f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
+            )
+        target = absolute(path)
+        if is_there(target.parent / STATES):
+            raise CacheError(f"{target} would be among the files of a cache: take another folder")
+        values = {name: self._blocks(name) for name in shapes}
+        write_file(target, shapes, values, self.metadata)
+        if isinstance(self._store, HeldStore):
+            self._store.was_saved(target, names)
+
+    def _blocks(self, name: str) -> Iterator[torch.Tensor]:
+        step = rows_in_batch([row_bytes(self.columns[name])])
+        for batch in self.batches(step, columns=[name], device="cpu", prefetch=1):
+            block = batch.pop(name).contiguous().resolve_conj().resolve_neg()
+            nbytes = block.nbytes
+            yield block
+            del block
+            count_freed(nbytes)
+
+    # Its end, and on its way to another process
 
     def close(self) -> None:
         """Flush, and let go of the files. A cache that is dropped, or whose process ends, is closed too."""
@@ -451,24 +587,18 @@ class TensorCache(ReadByIndex):
     def __enter__(self) -> TensorCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._store, HeldStore):
             return TensorCache._over, (self._store, self.device)
-        return _opened, (self.folder, self.mode, self.device)
+        return partial(TensorCache.open, device=self.device), (self.folder, self.mode)
 
     def _open(self) -> Store | HeldStore:
         if self._store.is_closed:
             raise CacheError(f"the cache in {self.folder} is closed: open it again")
         return self._store
-
-
-def _opened(folder: Path, mode: str, device: torch.device) -> TensorCache:
-    return TensorCache.open(folder, mode, device=device)
 
 
 def _formed(value: Any, ragged: str, padding: complex) -> Any:
@@ -505,3 +635,41 @@ def _plain(value: Any, name: str) -> Any:
     if not value.is_nested:
         refuse_unstorable(value, name)
     return list(value.detach().unbind()) if value.is_nested else guest_of(value.detach())
+
+
+def cache_of(
+    rows: Incoming,
+    folder: str | os.PathLike[str] | None,
+    *,
+    metadata: Mapping[str, Any] | None,
+    device: torch.device | str | int,
+) -> TensorCache:
+    """A cache of rows that come in batches, as `from_records` and `offload.integrations.cache_from` make them.
+
+    Raises: as `TensorCache.create`, and what the batches raise; nothing is left in `folder` then.
+    """
+    root = private_folder() if folder is None else absolute(folder)
+    with explained(root, 0, "folder"):
+        path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
+        kept = set(os.listdir(path)) if is_folder(path) else None
+    cache = TensorCache.create(path, rows.columns, metadata=metadata, device=device)
+    try:
+        for batch in progress_of(rows.batches, "rows"):
+            cache.append(batch)
+        cache.flush()
+    except BaseException:
+        cache.close()
+        _remove_others(path, kept)
+        raise
+    return cache
+
+
+def _remove_others(folder: Path, kept: Collection[str] | None) -> None:
+    """Remove a cache that could not be filled: all that was not there before, and the folder if it was not."""
+    if kept is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for name in set(os.listdir(folder)) - set(kept):
+            with suppress(OSError):
+                (folder / name).unlink()

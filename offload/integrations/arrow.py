@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload.cache.fields import PRESENT, Batch, Field, Incoming
+from offload.cache.incoming import PRESENT, Batch, Field, Incoming
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from offload.cache.columns import row_bytes
-from offload.cache.fields import Batch, Field, rows_in_batch
+from offload.cache.incoming import Batch, Field, rows_in_batch
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.table import TensorCache
 from offload.errors import CacheError

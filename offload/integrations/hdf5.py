@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.regular import explained

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.fields import PRESENT, Batch, Field
+from offload.cache.incoming import PRESENT, Batch, Field
 from offload.errors import CacheError
 from offload.integrations.arrow import IS_JSON
 from offload.storage.beside import written_beside

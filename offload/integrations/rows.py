@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
-from offload.cache.table import TensorCache
+from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
+from offload.cache.table import TensorCache, cache_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError, OffloadError
 from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
@@ -69,7 +69,7 @@ def cache_from(
         >>> cache_from(rows)[:]
         {'id': tensor([1, 2]), 'score': tensor([0.5000, 1.5000])}
     """
-    return TensorCache.from_rows(rows_of(source, columns), folder, metadata=metadata, device=device)
+    return cache_of(rows_of(source, columns), folder, metadata=metadata, device=device)
 
 
 def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:

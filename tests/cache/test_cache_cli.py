@@ -125,7 +125,7 @@ def test_nothing_there_is_told(tmp_path: Path, capsys: Capsys) -> None:
 
 def test_export_to_parquet_and_back(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
-    monkeypatch.setattr("offload.cache.fields._BATCH", 5000)  # bytes
+    monkeypatch.setattr("offload.cache.incoming._BATCH", 5000)  # bytes
     before = TensorCache.open(folder)[:]
 
     assert 0 == cli.main(["cache", "export", str(folder), str(tmp_path / "made" / "rows.parquet")])

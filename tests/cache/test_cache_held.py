@@ -436,7 +436,7 @@ def test_a_folder_that_can_not_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_cache_in_a_folder_goes_to_one_file_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cache.fields._BATCH", 100)  # bytes
+    monkeypatch.setattr("offload.cache.incoming._BATCH", 100)  # bytes
     values = {"x": torch.arange(70, dtype=torch.int16).view(35, 2), "y": torch.rand(35)}
     with TensorCache.create(tmp_path / "folder", {"x": (torch.int16, (2,)), "y": (torch.float32, ())}, 35) as cache:
         cache[:] = values

@@ -23,7 +23,7 @@ N = 17
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several batches even of little."""
-    monkeypatch.setattr("offload.cache.fields._BATCH", 200)
+    monkeypatch.setattr("offload.cache.incoming._BATCH", 200)
     monkeypatch.setattr("offload.integrations.arrow._BATCH", 200)
 
 

@@ -63,7 +63,7 @@ def assert_rows(cache: TensorCache, *, words: bool = True) -> None:
 @pytest.mark.parametrize("small", [False, True])
 def test_a_tensordict_becomes_rows(monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
     if small:
-        monkeypatch.setattr("offload.cache.fields._BATCH", 1)
+        monkeypatch.setattr("offload.cache.incoming._BATCH", 1)
 
     assert_rows(cache_from(rows()))
     assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).columns)

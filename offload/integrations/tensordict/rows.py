@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload.cache.fields import Batch, Field, Incoming, rows_in_batch
+from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen
 from offload.integrations.tensordict.layout import INNER, META

@@ -1,6 +1,7 @@
-"""Records as rows: what columns dataclasses, NamedTuples, dicts and tensorclasses make, and batches of them.
+"""Rows on their way into a cache: their columns, and batches of them; from records, and from elsewhere.
 
 Always true:
+- a batch has a value for each column and each of its rows
 - the first records, the annotations of their class and the caller settle the columns; later records fit, or raise
 - a field that is None or not there is missing: False in the column `<field>.present`, beside zeros or an empty row; in
   a JSON column it is null
@@ -14,21 +15,99 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from offload.cache.fields import PRESENT, Batch, Field, Incoming
+from offload.cache.schema import BYTES, JSON, RAGGED, schema_of
 from offload.errors import CacheError
 from offload.tensor.arguments import refuse_unstorable
 
+PRESENT = ".present"
+_BATCH = 8 << 20  # bytes
 _LOOK = 64  # records that settle the columns
-_MOST_ROWS = 1024  # in a batch
-_MOST_BYTES = 4 << 20  # of tensors in a batch; four times that is in memory
+_MOST_ROWS = 1024  # in a batch of records
+_MOST_BYTES = 4 << 20  # of tensors in a batch of records; four times that is in memory
 _PLAIN = (bool, int, float, complex)
+_TENSORS = (torch.Tensor, np.ndarray)
+Batch: TypeAlias = "dict[str, Any]"  # by column: a tensor of all rows, or a list of one tensor or JSON value a row
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A column to be filled.
+
+    Attributes:
+        dtype: of a tensor's elements; None for what JSON says, and for bytes.
+        row_shape: of a tensor in it; a first size of None differs from row to row.
+        is_optional: whether a row may have no value.
+        is_bytes: whether it is of bytes, and not of JSON.
+    """
+
+    dtype: torch.dtype | None
+    row_shape: tuple[int | None, ...] = ()
+    is_optional: bool = False
+    is_bytes: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype is not None
+
+    @property
+    def is_ragged(self) -> bool:
+        return None in self.row_shape
+
+    @property
+    def marks_missing(self) -> bool:
+        """Whether a column beside it says which rows have a value; JSON has a word for none."""
+        return self.is_optional and (self.is_tensor or self.is_bytes)
+
+    @property
+    def column(self) -> Any:
+        """As `TensorCache.create` takes it."""
+        return (self.dtype, self.row_shape) if self.is_tensor else BYTES if self.is_bytes else JSON
+
+    @classmethod
+    def of(cls, said: Any) -> Field:
+        """What a user says of a column, as `TensorCache.create` takes it.
+
+        Raises:
+            CacheError: it is none.
+        """
+        [column] = schema_of({"schema": said}).values()
+        if column.kind in (JSON, BYTES):
+            return cls(None, is_bytes=column.kind == BYTES)
+        return cls(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Rows on their way: what columns they have, and their batches, which are made as they are asked for."""
+
+    fields: Mapping[str, Field]
+    batches: Iterator[Batch]
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """As `TensorCache.create` takes them, with those that say what is there."""
+        found: dict[str, Any] = {}
+        for name, field in self.fields.items():
+            found[name] = field.column
+            if field.marks_missing:
+                found[name + PRESENT] = (torch.bool, ())
+        return found
+
+
+def rows_in_batch(nbytes: Iterable[int]) -> int:
+    """How many rows make a batch, if a row is the sum of these bytes."""
+    return max(_BATCH // max(sum(nbytes), 1), 1)
+
+
+# Records
 
 
 def rows_of(records: Iterable[Any], schema: Mapping[str, Field], optional: Collection[str]) -> Incoming:
@@ -302,6 +381,3 @@ def _told(field: Field) -> str:
 
 def _some(names: Collection[str]) -> str:
     return ", ".join(map(repr, sorted(names)[:5]))
-
-
-_TENSORS = (torch.Tensor, np.ndarray)
