@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
-from offload.prefetch.engine import Counts
-from offload.prefetch.reads import POOL, counts, let_go, lock, tracked
-from offload.prefetch.residency import WINDOW, Pool, Value
-from offload.prefetch.tracked import Tracked
+from offload.prefetch.engine import POOL, UNTRACKED, counts, let_go, lock, tracked
+from offload.prefetch.reader import Counts
+from offload.prefetch.residency import WINDOW, Pool, Value, books_of
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.wrapper import handle_of, is_offloaded
@@ -147,7 +146,9 @@ def evict(*what: Any) -> None:
                 value.pinned = False
             for pool in {value.pool for value in values}:
                 leaving.extend(pool.reconsider(anew=True))
-            leaving.extend([*values, *(copy for handle in _handles_in(what) for copy in handle.copies.values())])
+            leaving.extend(
+                [*values, *(copy for handle in _handles_in(what) for copy in books_of(handle).copies.values())]
+            )
     finally:
         let_go(leaving)
 
@@ -285,7 +286,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None
 
 def _values_in(what: Iterable[Any]) -> list[Value]:
     values = [tracked(handle, *handle.extent) for handle in _handles_in(what)]
-    return [value for value in values if isinstance(value, Tracked)]
+    return [value for value in values if value is not UNTRACKED]
 
 
 def _bytes_in(values: Iterable[Value]) -> int:

@@ -24,8 +24,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
+os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
 
 
 def progress(items: Iterable[T], description: str, *, total: int | None = None) -> Iterable[T]:

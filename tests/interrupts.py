@@ -26,7 +26,7 @@ import torch
 
 import offload
 from offload.integrations import torchao
-from offload.prefetch import reads
+from offload.prefetch import engine as engines
 from offload.storage.locks import _LOCKS
 from offload.storage.write import TEMPORARY
 
@@ -203,17 +203,17 @@ def left_on() -> Iterator[str]:
 
 def held_locks() -> Iterator[threading.RLock]:
     """The package's locks that this thread still holds."""
-    locks: list[Any] = [*_LOCKS, reads.lock()]
+    locks: list[Any] = [*_LOCKS, engines.lock()]
     return (lock for lock in locks if lock._is_owned())
 
 
 def wrong_books() -> Iterator[str]:
     """Sums of what is read ahead that are not the sums of it."""
-    engine = reads._ENGINE
-    with engine.lock:
-        for stream in engine._streams:
+    engine = engines._ENGINE
+    with engine.reader.lock:
+        for stream in engine.streams.live:
             total = sum(value.nbytes for value in (*stream._ahead, *stream._used))
             if stream.in_flight != total:
                 yield f"{stream.in_flight} bytes in flight, of {total}"
-        if threading.get_ident() in engine._going:
+        if threading.get_ident() in engine.reader._going:
             yield "bytes that are still going"

@@ -10,7 +10,7 @@ from torch import nn
 import offload
 from offload.errors import ArgumentError
 from offload.memory import as_budget, as_bytes
-from offload.prefetch.reads import POOL
+from offload.prefetch.engine import POOL
 
 WHOLE = 10_000_000
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from offload.memory import uncollected
-from offload.prefetch.reads import expect
+from offload.prefetch.engine import expect
 from offload.prefetch.residency import SMALL, Pool
 from offload.storage.handle import Handle
 from offload.tensor.wrapper import handle_of, is_offloaded

@@ -17,6 +17,7 @@ from torch import nn
 from offload.memory import return_freed
 from offload.models.journal import RUNS, marks_of
 from offload.models.slots import tensor_slots
+from offload.prefetch.residency import books_of
 from offload.storage.handle import Handle
 from offload.tensor.wrapper import (
     OffloadedTensor,
@@ -87,7 +88,7 @@ class Replacing:
         notes = {RUNS: list(marks)} if marks else None
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
         made = Handle.create(value, own_name, handle.folder, notes, exist_ok=True)
-        made.pool = handle.pool
+        books_of(made).pool = books_of(handle).pool
         self._handles.add(made)
         return wrap_handle(made, new.device)
 

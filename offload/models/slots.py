@@ -22,6 +22,7 @@ from offload.memory import uncollected
 from offload.models.deferred import DeferredTensor
 from offload.models.device_map import Place
 from offload.models.hooks import Held, origin_of, read_held
+from offload.prefetch.residency import books_of
 from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.tensor.guests import CPU
@@ -243,7 +244,7 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
     else:
         other = Handle.reference(handle.file, handle.name, offload_dir)
         stored = wrap(other, current_twin(tensor), target_of(tensor))
-    handle_of(stored).pool = handle.pool
+    books_of(handle_of(stored)).pool = books_of(handle).pool
     return stored
 
 

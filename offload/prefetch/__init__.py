@@ -9,10 +9,9 @@ Always true:
 
 | module | what |
 | --- | --- |
-| `reads` | the way in |
-| `engine` | what all threads share |
-| `stream` | what one of them reads |
-| `tracked` | what follows a value |
+| `engine` | a read of a value: the way in |
+| `stream` | what one thread reads, and will read |
+| `reader` | the thread that reads ahead, and drops what is done with |
 | `residency` | what stays: values under a budget |
 | `staging` | copies to an accelerator, through memory that is pinned once |
 """

@@ -5,6 +5,7 @@ Always true:
 - values that fit in the budget all stay; of those that do not, a fixed part stays, spread evenly over the order in
   which they are read, and the rest streams: a pass then reads from the disk only what is over the budget
 - values of up to 64 KiB stay once they are read
+- a value is `AWAY` (nothing is known of it), `QUEUED`, being `READ`, or `HERE`: read ahead, and not asked for yet
 - a budget is never more than what the machine and its cgroups have room for
 
 The functions that change a plan return the values that have to leave; dropping them is for the caller, who holds no
@@ -14,6 +15,7 @@ lock then.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,12 +24,18 @@ import torch
 
 from offload.memory import available_bytes
 from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.locks import fork_safe_lock
 from offload.storage.pages import Range, joined
+
+log = logging.getLogger("offload.prefetch")
 
 SMALL = 64 << 10  # bytes up to which a value stays once it is read
 WINDOW = 64 << 20  # bytes that stream: read ahead, in use, and not yet dropped
 _SHARE = 0.85  # of the memory that is available, where no budget is set; the rest is for activations
 _LOOK_AGAIN = 2.0  # seconds after which available memory is looked at again
+_MOST_CONTEXTS = 16  # reads before a value that are told apart
+AWAY, QUEUED, READ, HERE = range(4)
 _NEWS = 0.1  # by how much of itself a total or a room has to change for a new plan
 
 
@@ -38,15 +46,31 @@ class Value(Range):
         pool: the budget that it is under.
         kept: whether it stays in memory once it is read.
         pinned: whether it stays whatever the plan.
+        state: where it is on its way, as far as the reader has to do with it.
+        is_leaving: whether it is to be dropped.
+        seeded: what was said to follow.
+        waited: seconds that ops have waited for it, in all.
     """
 
-    __slots__ = ("kept", "pinned", "pool")
+    __slots__ = ("_branches", "_followers", "is_leaving", "kept", "pinned", "pool", "seeded", "state", "waited")
 
     def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         super().__init__(file, start, nbytes, shared=shared)
         self.pool = pool
-        self.kept = False
-        self.pinned = False
+        self.kept = self.pinned = self.is_leaving = False
+        self.state = AWAY
+        self.waited = 0.0
+        self.seeded: weakref.ref[Value] | None = None
+        self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the read before
+        self._branches = False
+
+    @classmethod
+    def nowhere(cls) -> Value:
+        """One that nothing is known of, and that is not to be brought in."""
+        nothing = cls.__new__(cls)
+        nothing.nbytes = 0
+        nothing.calm_until = float("inf")
+        return nothing
 
     def read(self) -> None:
         """Bring it in; where not everything stays, without its neighbours.
@@ -55,6 +79,66 @@ class Value(Range):
             ReadError: the disk did not give it.
         """
         self.bring_in(exactly=not self.pool.fits)
+
+    def follower(self, before: Value | None) -> Value | None:
+        """What is expected after `before`, then this one; None if that is anybody's guess."""
+        found = self._followers.get(id(before))
+        if found is None and not self._branches:
+            if self.seeded is not None:
+                return self.seeded()
+            found = next(reversed(self._followers.values()), None)
+        return found[0]() if found is not None and found[1] else None
+
+    def let_go(self) -> None:
+        """Drop it from memory; the next read brings it back."""
+        if self.state == HERE:
+            self.state = AWAY
+        super().let_go()
+
+    def learn(self, before: Value | None, following: Value) -> None:
+        """After `before`, then this one, came `following`."""
+        if self.seeded is not None and self.seeded() is not following:
+            self.seeded = None
+        known = self._followers.pop(id(before), None)
+        is_news = known is None or known[0]() is not following
+        self._branches = self._branches or (known is not None and is_news)
+        while len(self._followers) >= _MOST_CONTEXTS:
+            del self._followers[next(iter(self._followers))]
+        self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
+
+
+class Books:
+    """What is known of the bytes of one stored value.
+
+    Attributes:
+        pool: the budget that it is under; None for that of the process.
+        ranges: in memory, by start and length.
+        copies: what stays on accelerators, by device.
+    """
+
+    __slots__ = ("copies", "pool", "ranges")
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.ranges: dict[tuple[int, int], Value] = {}
+        self.copies: dict[torch.device, Value] = {}
+
+    def begin_anew(self) -> None:
+        """The value is in another file now."""
+        known, self.ranges = self.ranges, {}
+        for value in list(known.values()):
+            value.calm_until = 0.0  # who holds on to one asks again
+        self.copies = {}
+
+
+def books_of(handle: Handle) -> Books:
+    """Those that are kept of the value of `handle`."""
+    if handle.books is None:
+        with _LOCK:
+            if handle.books is None:
+                handle.books = Books()
+    assert type(handle.books) is Books
+    return handle.books
 
 
 class Pool:
@@ -147,6 +231,9 @@ class Pool:
             if value.kept and value not in kept:
                 leaving.append(value)
             value.kept = value in kept
+        log.debug(
+            "%d bytes may stay: %d of %d values, %d bytes in all", self._room, len(kept), len(values), self._total
+        )
         return leaving
 
 
@@ -170,5 +257,6 @@ def _spread(values: list[Value], room: int) -> set[Value]:
     return kept
 
 
+_LOCK = fork_safe_lock()
 _TURNS = itertools.count()
 _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -1,6 +1,8 @@
-"""What one thread has read, and will read.
+"""What each thread has read, and will read, within the window that all threads share.
 
 Always true:
+- the order is learned from the last two reads of each thread; where it has branched before, it is followed only after
+  it has been seen twice
 - what is ahead, and what streams and is in use, is counted in `in_flight` until it is used, dropped or forgotten
 """
 
@@ -10,13 +12,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
 
-from offload.prefetch.residency import SMALL
-from offload.prefetch.tracked import AWAY, QUEUED, READ, Tracked
-
-if TYPE_CHECKING:
-    from offload.prefetch.engine import Engine
+from offload.prefetch.reader import Reader
+from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Value
 
 _MOST_STEPS = 256  # that the order is followed at a time
 _NEARLY = 0.75  # of the window: with more in flight, the order is not followed on yet
@@ -25,32 +23,67 @@ _OVERDUE = 8  # reads that may overtake a value that is ahead
 _FORGET = 5.0  # seconds after which a thread that reads no more loses its part of the window
 
 
+class Streams:
+    """Those of all threads. Its methods, and theirs, are called under the reader's lock."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.live: list[Stream] = []
+        self._local = threading.local()
+
+    def own(self) -> Stream:
+        """That of the running thread."""
+        stream: Stream | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = Stream(self)
+        if stream not in self.live:
+            self.reap()
+            self.live.append(stream)
+        return stream
+
+    def give_up_own(self) -> None:
+        """Let go of everything that is ahead for the running thread."""
+        stream: Stream | None = getattr(self._local, "stream", None)
+        if stream is not None:
+            stream.give_up()
+
+    def reap(self) -> None:
+        """Take their part of the window from threads that have ended, or read no more."""
+        for stream in [stream for stream in self.live if stream.is_idle()]:
+            stream.give_up()
+            self.live.remove(stream)
+
+    def in_flight(self) -> int:
+        """Bytes that are ahead, that stream and are in use, or that have not gone yet."""
+        return sum(stream.in_flight for stream in self.live) + self.reader.leaving_bytes
+
+    def share(self, value: Value) -> int:
+        """The part of the window that is for one thread."""
+        return value.pool.window // max(len(self.live), 1)
+
+
 class Stream:
-    """What one thread has read, and will read. Its methods are called under the engine's lock.
+    """What one thread has read, and will read.
 
     Attributes:
         in_flight: bytes that are ahead, and bytes that stream and are in use or just used.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.in_flight = 0
-        self._engine = engine
+        self._streams = streams
+        self._reader = streams.reader
         self._thread = weakref.ref(threading.current_thread())
         self._touched = 0.0
-        self._before: Tracked | None = None
-        self._last: Tracked | None = None
-        self._walked: tuple[Tracked | None, Tracked | None] = (None, None)  # how far the order has been followed
-        self._ahead: OrderedDict[Tracked, int] = OrderedDict()  # and at which move each is due
+        self._before: Value | None = None
+        self._last: Value | None = None
+        self._walked: tuple[Value | None, Value | None] = (None, None)  # how far the order has been followed
+        self._ahead: OrderedDict[Value, int] = OrderedDict()  # and at which move each is due
         self._moves = 0
         self._surprises = 0  # in a row
-        self._used: deque[Tracked] = deque()  # of those that stream
+        self._used: deque[Value] = deque()  # of those that stream
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether something was read ahead that has not been asked for."""
-        return bool(self._ahead)
-
-    def expects(self, value: Tracked) -> bool:
+    def expects(self, value: Value) -> bool:
         """Whether a value was read ahead for this thread."""
         return value in self._ahead
 
@@ -59,7 +92,7 @@ class Stream:
         thread = self._thread()
         return thread is None or not thread.is_alive() or time.monotonic() - self._touched > _FORGET
 
-    def move_to(self, value: Tracked) -> None:
+    def move_to(self, value: Value) -> None:
         """The thread reads `value` now: learn that, and read ahead from there."""
         self._touched = time.monotonic()
         if value is self._last:
@@ -73,7 +106,7 @@ class Stream:
             if self._last is not None:
                 self._last.learn(self._before, value)
             self._before, self._last = self._last, value
-        if not self._ahead or self.in_flight < _NEARLY * self._engine.share(value):
+        if not self._ahead or self.in_flight < _NEARLY * self._streams.share(value):
             self._read_ahead()
 
     def give_up(self) -> None:
@@ -84,7 +117,7 @@ class Stream:
         self._before = self._last = None
         self._surprises = self.in_flight = 0
 
-    def _arrive(self, value: Tracked) -> None:
+    def _arrive(self, value: Value) -> None:
         """Take a value out of those ahead, and forget those that do not come, though they are due."""
         if self._ahead.pop(value, None) is not None:
             self.in_flight -= value.nbytes
@@ -96,7 +129,7 @@ class Stream:
         while self._ahead and self._moves - next(iter(self._ahead.values())) > _OVERDUE:
             self._forget(1)
 
-    def _use(self, value: Tracked) -> None:
+    def _use(self, value: Value) -> None:
         """One op may use several values, so those that stream are dropped a little after their use."""
         value.is_leaving = False
         if value.kept:
@@ -106,7 +139,7 @@ class Stream:
         else:
             self.in_flight += value.nbytes
         self._used.append(value)
-        while len(self._used) > 1 and self._used_bytes() > self._engine.share(value) // 4:
+        while len(self._used) > 1 and self._used_bytes() > self._streams.share(value) // 4:
             self._drop(self._used.popleft())
 
     def _used_bytes(self) -> int:
@@ -117,17 +150,17 @@ class Stream:
         for _ in range(count):
             value, _ = self._ahead.popitem(last=False)
             if value.state != QUEUED:
-                self._engine.counts.wasted += 1
+                self._reader.counts.wasted += 1
             self._drop(value)
 
-    def _drop(self, value: Tracked) -> None:
+    def _drop(self, value: Value) -> None:
         self.in_flight -= value.nbytes
         if value in self._ahead:  # it comes again soon
             return
         if value.state != READ:
             value.state = AWAY
         if not value.kept:
-            self._engine.drop(value)
+            self._reader.drop(value)
 
     def _read_ahead(self) -> None:
         """Follow the order as far as the window reaches."""
@@ -138,10 +171,22 @@ class Stream:
             if following is None or following is self._last or following in self._ahead:
                 break
             if following.calm_until < now:
-                if not self._engine.has_room(following, self):
+                if not self._has_room(following):
                     break
                 self._ahead[following] = self._moves + len(self._ahead)
                 self.in_flight += following.nbytes
-                self._engine.queue(following)
+                self._reader.queue(following)
             before, last = last, following
         self._walked = (before, last)
+
+    def _has_room(self, value: Value) -> bool:
+        """Whether the window takes a value; where nothing is ahead of any thread, it takes a larger one too."""
+        if value.pool.window == 0:
+            return False
+        if not self._fits(value) and len(self._streams.live) > 1:
+            self._streams.reap()
+        return self._fits(value) or not any(other._ahead for other in self._streams.live)
+
+    def _fits(self, value: Value) -> bool:
+        streams, window = self._streams, value.pool.window
+        return self.in_flight + value.nbytes <= streams.share(value) and streams.in_flight() + value.nbytes <= window

@@ -20,7 +20,8 @@ from torch import nn
 
 from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
-from offload.prefetch.reads import counts
+from offload.prefetch.engine import counts
+from offload.prefetch.residency import books_of
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
 from offload.storage.handle import Handle
 from offload.storage.paths import absolute
@@ -223,7 +224,7 @@ def _waits(model: nn.Module) -> dict[str, float]:
 
 
 def _waited_for(handle: Handle) -> float:
-    return sum(getattr(value, "waited", 0.0) for value in list(handle.ranges.values()))
+    return sum(value.waited for value in list(books_of(handle).ranges.values()))
 
 
 def _layer_of(name: str) -> str:

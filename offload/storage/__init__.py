@@ -13,4 +13,5 @@
 | `header` `dtypes` `subclasses` `names` `paths` | the format, and what files are called |
 | `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |
 | `process` `locks` `modes` | whose files these are, who waits, and what torch is in the middle of |
+| `background` | a thread that works while there is something to do |
 """

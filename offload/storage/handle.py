@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -49,6 +49,13 @@ _MOST_LOOKS = 100  # at a file that another process replaces between each look a
 Notes: TypeAlias = "Mapping[str, Any] | None"
 
 
+class Books(Protocol):
+    """What is known of the bytes of a value in memory, by those who read ahead."""
+
+    def begin_anew(self) -> None:
+        """The value is in another file now."""
+
+
 class Handle:
     """The value called `name`. Use `create`, `allocate`, `reference` or `adopt`.
 
@@ -60,9 +67,7 @@ class Handle:
         generation: counts changes of `layout`, so that views can tell that they are stale.
         owned: whether `file` is ours to write.
         twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
-        ranges: what is known of its bytes in memory, by start and length; kept for those who read ahead.
-        copies: what stays of it on accelerators, by device; kept for those who send it there.
-        pool: the memory budget that it is under; None for that of the process.
+        books: what is known of its bytes in memory; kept for those who read ahead.
         has_holes: whether the file may lack blocks on the disk, which are then reserved before it is stored into.
         is_fixed: whether others write to the file in place, so that it is never to be replaced.
     """
@@ -72,7 +77,7 @@ class Handle:
         "_base",
         "_lock",
         "_pid",
-        "copies",
+        "books",
         "extent",
         "file",
         "folder",
@@ -82,8 +87,6 @@ class Handle:
         "layout",
         "name",
         "owned",
-        "pool",
-        "ranges",
         "recipe",
         "twin",
     )
@@ -97,9 +100,7 @@ class Handle:
         self.is_fixed = False
         self._base: torch.Tensor | None = None
         self._lock = fork_safe_lock()
-        self.ranges: dict[tuple[int, int], Any] = {}
-        self.copies: dict[torch.device, Any] = {}
-        self.pool: Any = None
+        self.books: Books | None = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
 
     @property
@@ -295,10 +296,8 @@ class Handle:
         self.file = file
         self.extent = extent_of(file.entries.values() if recipe else [file.entry(self.name)])
         self._base = None
-        known, self.ranges = self.ranges, {}
-        for extent in list(known.values()):
-            extent.calm_until = 0.0  # who holds on to one asks again
-        self.copies = {}
+        if self.books is not None:
+            self.books.begin_anew()
 
     # To be read
 

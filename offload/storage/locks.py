@@ -50,5 +50,4 @@ def _renew() -> None:
 
 
 _LOCKS: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_renew)

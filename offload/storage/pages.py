@@ -58,14 +58,6 @@ class Range:
         self.calm_until = 0.0
         self.is_part = False
 
-    @classmethod
-    def nowhere(cls) -> Range:
-        """One that nothing is known of, and that is not to be brought in."""
-        nothing = cls.__new__(cls)
-        nothing.nbytes = 0
-        nothing.calm_until = float("inf")
-        return nothing
-
     def follows(self, other: Range) -> bool:
         """Whether it comes next in the same file."""
         return other._file is self._file and 0 <= self._start - other._start - other.nbytes < PAGE * 2

@@ -1,40 +1,29 @@
-"""Guests: the plain tensors that stand for a stored value in an op, and what has to be read for that.
+"""Guests: the plain tensors that stand for a stored value in an op.
 
 Always true:
 - a cut is a meta tensor (a twin): shape, strides, offset, dtype, and the bits of lazy conjugation and negation
 - cutting reads nothing; a cut of a value on the CPU is over the mapped file, elsewhere it is a copy
-- what is small, and not known to be read soon, is left to the mapping; so is a view of small pieces that lie far apart
-- where what lies between the pieces of a view is so little that the system reads it along, it counts as read
-- a view of most of a value counts as the value: one that grows by a row at a time is one range, not a new one each time
 - only values in files that nobody writes to stay on an accelerator, and only within a budget for it: there is no copy
   that could be stale
 """
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
-from time import monotonic
 from typing import Any
 
 import torch
 
 from offload.errors import StaleViewError
-from offload.prefetch.reads import POOL, UNTRACKED, arrive, let_go, lock, tracked
-from offload.prefetch.residency import SMALL, Pool, Value
+from offload.prefetch.engine import POOL, brought_in, let_go, lock
+from offload.prefetch.residency import Pool, Value, books_of
 from offload.prefetch.staging import lend, send, settle
-from offload.prefetch.tracked import Tracked
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.pages import Range
 from offload.storage.subclasses import is_subclass_value, with_inner
 
 CPU = torch.device("cpu")
-_MOST_SCATTERED = 2  # times as many bytes as are read
-_BETWEEN = 64 << 10  # bytes between two pieces that the system reads along: half of what it reads around a page
-_LEAST_PIECE = 64 << 10  # bytes from which on a piece that lies apart is worth a look
-_MOST = 2  # times a part is more than the value
 
 
 # Twins: how a view is cut
@@ -103,72 +92,6 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
             "cut the view again"
         )
     return base
-
-
-# What a cut reads, in memory
-
-
-def brought_in(handle: Handle, twin: torch.Tensor) -> Range:
-    """What a view cut as `twin` reads, now in memory.
-
-    Raises:
-        ReadError: the disk did not give it.
-    """
-    if sys.is_finalizing():  # the reader may have stopped anywhere
-        return UNTRACKED
-    found = _range_of(handle, twin)
-    if found is None:
-        return _pieces_brought_in(handle, twin)
-    if found.calm_until < monotonic() and isinstance(found, Tracked):
-        arrive(found)
-    return found
-
-
-def _range_of(handle: Handle, twin: torch.Tensor) -> Range | None:
-    """The bytes that are read as one; None for several pieces, each worth a look of its own."""
-    nbytes = twin.numel() * twin.itemsize
-    start, most = handle.extent
-    whole: Range | None = handle.ranges.get(handle.extent)
-    if handle.recipe is not None or nbytes == most:
-        return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
-    if whole is not None and whole.calm_until >= monotonic():
-        return whole
-    steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
-    span = (1 + int(steps)) * twin.itemsize
-    if nbytes <= SMALL:
-        return UNTRACKED
-    if span > _MOST_SCATTERED * nbytes:
-        piece, others = _piece_of(twin)
-        if others:
-            return None if piece >= _LEAST_PIECE else UNTRACKED
-    if span * _MOST > most:
-        return whole or tracked(handle, start, most)
-    return tracked(handle, start + int(twin.storage_offset()) * twin.itemsize, span)
-
-
-def _piece_of(twin: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """The bytes of a piece of a scattered view; and how often, and at which distances, there are others."""
-    piece, others = twin.itemsize, []
-    for step, size in sorted(zip(twin.stride(), twin.shape, strict=True)):
-        distance = int(step) * twin.itemsize
-        if distance - piece <= _BETWEEN:
-            piece += (int(size) - 1) * distance
-        else:
-            others.append((int(size), distance))
-    return piece, others
-
-
-def _pieces_brought_in(handle: Handle, twin: torch.Tensor) -> Range:
-    """The pieces of a scattered view, now in memory; the one that is to be looked at again first."""
-    piece, others = _piece_of(twin)
-    starts = [handle.extent[0] + int(twin.storage_offset()) * twin.itemsize]
-    for size, distance in others:
-        starts = [start + number * distance for start in starts for number in range(size)]
-    found = [tracked(handle, start, piece) for start in starts]
-    for one in found:
-        if one.calm_until < monotonic() and isinstance(one, Tracked):
-            arrive(one)
-    return min(found, key=lambda one: one.calm_until)
 
 
 def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
@@ -246,15 +169,16 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
 
 
 def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
-    pool = (handle.pool or POOL).on_devices.get(target)
+    books = books_of(handle)
+    pool = (books.pool or POOL).on_devices.get(target)
     if pool is None or handle.owned or handle.recipe is not None:
         return None
     leaving: list[Value] = []
     try:
         with lock():
-            copy: Copy | None = handle.copies.get(target)
-            if copy is None or copy.pool is not pool:
-                copy = handle.copies[target] = Copy(pool, handle)
+            copy = books.copies.get(target)
+            if type(copy) is not Copy or copy.pool is not pool:
+                copy = books.copies[target] = Copy(pool, handle)
                 leaving.extend(pool.add([copy]))
             return copy if copy.kept else None
     finally:

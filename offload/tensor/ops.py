@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import UnsupportedOpError
+from offload.prefetch.engine import brought_in
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
-from offload.tensor.guests import CPU, brought_in, copied, sent_to
+from offload.tensor.guests import CPU, copied, sent_to
 from offload.tensor.rules import (
     call,
     decompose_in_sight,

@@ -35,7 +35,7 @@ from offload.errors import (
     StaleViewError,
     UnsupportedOpError,
 )
-from offload.prefetch.reads import UNTRACKED
+from offload.prefetch.engine import UNTRACKED, brought_in
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle, Notes
 from offload.storage.modes import no_functions, no_grad, no_modes
@@ -50,7 +50,7 @@ from offload.tensor.arguments import (
     refuse_unstorable,
     refuse_without_grad,
 )
-from offload.tensor.guests import CPU, brought_in, copied, cut, resident_guest, sent_to, twin_of, uncut, with_bits_of
+from offload.tensor.guests import CPU, copied, cut, resident_guest, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.traced import Traced, as_called_from, is_traced
 
 PathLike: TypeAlias = "str | os.PathLike[str]"

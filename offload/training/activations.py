@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -24,7 +23,8 @@ import torch
 
 from offload.errors import SavedTensorError
 from offload.memory import as_bytes, available_bytes, count_freed
-from offload.prefetch.reads import expect
+from offload.prefetch.engine import expect
+from offload.storage.background import Background
 from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
@@ -33,7 +33,6 @@ from offload.tensor.guests import CPU, metadata_of, sent_to, twin_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
 
 _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
-_IDLE = 2.0  # seconds after which the writer ends
 _log = logging.getLogger("offload")
 _uses = torch._C._storage_Use_Count
 
@@ -185,12 +184,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class _Disk:
+class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
     """What the threads of a process share: which storages were saved, and the thread that writes them."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)  # for the writer
+        super().__init__("offload-writer")
         self._ops = Waiters()  # for the writer to have written something
         self._contents: weakref.WeakValueDictionary[int, _Content] = (
             weakref.WeakValueDictionary()
@@ -199,10 +197,9 @@ class _Disk:
         self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
         self._writing = 0  # bytes, just now
         self._turns = count()
-        self._writer: threading.Thread | None = None
 
     def save(self, tensor: torch.Tensor, block: _Block) -> _Saved:
-        with self._lock:
+        with self.lock:
             storage = tensor.untyped_storage()
             content = self._contents.get(storage._cdata)
             if content is None:
@@ -215,12 +212,12 @@ class _Disk:
 
     def load(self, saved: _Saved) -> torch.Tensor:
         content = saved.content
-        with self._lock:
+        with self.lock:
             if content.stored is None:
                 assert content.storage is not None
                 return twin_with(_bytes_of(content.storage), saved.cut)
         mapped = value_on_cpu(content.stored)
-        with self._lock:  # what backward saves of it, for a second one, is this content
+        with self.lock:  # what backward saves of it, for a second one, is this content
             self._forget(content)
             content.storage = mapped.untyped_storage()
             self._contents[content.storage._cdata] = content
@@ -230,13 +227,13 @@ class _Disk:
     def look(self) -> None:
         """Have written what nobody else holds any more."""
         here: list[_Content] = []
-        with self._lock:
+        with self.lock:
             alone = [content for content in self._waiting if content.is_alone]
             for content in sorted(alone, key=lambda content: content.turn):
                 assert content.storage is not None
                 if content.storage.device == CPU:
                     self._queue.append((weakref.ref(content), content.storage.nbytes()))
-                    self._wake()
+                    self.wake()
                 else:
                     here.append(content)  # in the order of the stream that computed it
                 self._waiting.discard(content)
@@ -246,7 +243,7 @@ class _Disk:
     def wait(self, most: int) -> None:
         """Until at most so many bytes are still to be written."""
         while True:
-            with self._lock:
+            with self.lock:
                 if self._writing + sum(nbytes for _, nbytes in self._queue) <= most:
                     return
                 something = self._ops.add()
@@ -258,30 +255,25 @@ class _Disk:
 
     # The writer
 
-    def _wake(self) -> None:
-        if self._writer is None or not self._writer.is_alive():
-            self._writer = threading.Thread(target=self._write_on, name="offload-writer", daemon=True)
-            self._writer.start()
-        self._work.notify()
+    def take(self) -> tuple[weakref.ref[_Content], int] | None:
+        """The next in turn, and its bytes, which then are being written."""
+        if not self._queue:
+            return None
+        found, self._writing = self._queue.popleft()
+        return found, self._writing
 
-    def _write_on(self) -> None:
-        while True:
-            with self._lock:
-                while not self._queue:
-                    if not self._work.wait(_IDLE) and not self._queue:
-                        self._writer = None
-                        return
-                found, self._writing = self._queue.popleft()
-            try:
-                content = found()
-                if content is not None:
-                    with no_functions(), no_modes():
-                        self._write(content)
-                del content
-            finally:
-                with self._lock:
-                    self._writing = 0
-                    self._ops.wake()
+    def carry_out(self, work: tuple[weakref.ref[_Content], int]) -> None:
+        """Write it, unless the graph has gone."""
+        try:
+            content = work[0]()
+            if content is not None:
+                with no_functions(), no_modes():
+                    self._write(content)
+            del content
+        finally:
+            with self.lock:
+                self._writing = 0
+                self._ops.wake()
 
     def _write(self, content: _Content) -> None:
         storage, block = content.storage, content.block  # the object only: a tensor over it would be another use
@@ -293,7 +285,7 @@ class _Disk:
             _log.warning("an activation stays in memory: %s", error)
             block.error = error
             return
-        with self._lock:
+        with self.lock:
             if _uses(storage._cdata) > 1:  # backward has asked for it meanwhile
                 return
             self._forget(content)
@@ -312,5 +304,4 @@ def _begin_anew() -> None:
 
 
 _DISK = _Disk()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -10,10 +10,9 @@ from weakref import ref
 import pytest
 
 from offload.prefetch import engine as engines
-from offload.prefetch import reads
 from offload.prefetch.engine import Engine
-from offload.prefetch.residency import SMALL, Pool
-from offload.prefetch.tracked import HERE, QUEUED, READ, Tracked
+from offload.prefetch.residency import HERE, QUEUED, READ, SMALL, Pool, Value
+from offload.storage import background
 from tests.processes import in_fork
 
 MIB = 1 << 20
@@ -26,7 +25,7 @@ class File:
         return None
 
 
-class Made(Tracked):
+class Made(Value):
     """A value that notes what becomes of it, in a memory that notes how full it is."""
 
     __slots__ = ("memory", "name")
@@ -83,7 +82,7 @@ def memory() -> Memory:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """One of its own, whose reader ends soon after the test."""
-    monkeypatch.setattr(engines, "_IDLE", 0.05)
+    monkeypatch.setattr(background, "IDLE", 0.05)
     return Engine()
 
 
@@ -107,12 +106,12 @@ def read(engine: Engine, values: list[Made]) -> None:
 def rest(engine: Engine) -> None:
     """Wait until the reader has nothing to do."""
     while True:
-        with engine.lock:
-            reader = engine._reader
-            busy = [value for stream in engine._streams for value in stream._ahead if value.state in (QUEUED, READ)]
+        with engine.reader.lock:
+            reader = engine.reader.thread
+            busy = [value for stream in engine.streams.live for value in stream._ahead if value.state in (QUEUED, READ)]
             if reader is not None and not reader.is_alive():
                 return
-            if not engine._queue and not engine._leaving and not busy:
+            if not engine.reader._queue and not engine.reader._leaving and not busy:
                 return
         time.sleep(0.0005)
 
@@ -133,8 +132,8 @@ def test_the_order_of_the_first_pass_is_read_ahead_in_the_second(engine, memory)
 
     assert [("a", False)] == [entry for entry in memory.log if not entry[1]]
     assert "abcdefghab" == "".join(name for name, _ in memory.log)  # and on to the next pass
-    assert (7, 0) == (engine.counts.ahead, engine.counts.wasted)
-    assert (16 + 2) * MIB == engine.counts.bytes_read
+    assert (7, 0) == (engine.reader.counts.ahead, engine.reader.counts.wasted)
+    assert (16 + 2) * MIB == engine.reader.counts.bytes_read
 
 
 def test_from_the_third_pass_on_the_beginning_is_read_ahead_too(engine, memory):
@@ -145,7 +144,7 @@ def test_from_the_third_pass_on_the_beginning_is_read_ahead_too(engine, memory):
     read(engine, values * 3)
 
     assert [] == [entry for entry in memory.log if not entry[1]]
-    assert 0 == engine.counts.wasted
+    assert 0 == engine.reader.counts.wasted
 
 
 def test_an_order_that_is_told_is_read_ahead_at_once(engine, memory):
@@ -154,7 +153,7 @@ def test_an_order_that_is_told_is_read_ahead_at_once(engine, memory):
     read(engine, values)
 
     assert [("a", False)] == [entry for entry in memory.log if not entry[1]]
-    assert 7 == engine.counts.ahead
+    assert 7 == engine.reader.counts.ahead
 
 
 def test_forward_and_backward_are_told_apart(engine, memory):
@@ -162,21 +161,21 @@ def test_forward_and_backward_are_told_apart(engine, memory):
     values = made(memory, "abcdef")
     there_and_back = [*values, *values[-2:0:-1]]
     read(engine, there_and_back * 2)
-    missed, wasted = engine.counts.missed, engine.counts.wasted
+    missed, wasted = engine.reader.counts.missed, engine.reader.counts.wasted
 
     read(engine, there_and_back * 2)
 
-    assert (missed, wasted) == (engine.counts.missed, engine.counts.wasted)
+    assert (missed, wasted) == (engine.reader.counts.missed, engine.reader.counts.wasted)
 
 
 def test_two_models_in_turn_are_read_ahead(engine, memory):
     first, second = made(memory, "abcdef"), made(memory, "uvwxyz")
     read(engine, [*first, *second] * 2)
-    missed = engine.counts.missed
+    missed = engine.reader.counts.missed
 
     read(engine, [*first, *second] * 2)
 
-    assert missed == engine.counts.missed
+    assert missed == engine.reader.counts.missed
 
 
 def test_where_the_order_branches_little_is_wasted(engine, memory):
@@ -187,8 +186,8 @@ def test_where_the_order_branches_little_is_wasted(engine, memory):
     for pick in picks:
         read(engine, [*layer, router, experts[pick]])
 
-    assert engine.counts.wasted <= 4
-    assert engine.counts.ahead >= 3 * len(picks)
+    assert engine.reader.counts.wasted <= 4
+    assert engine.reader.counts.ahead >= 3 * len(picks)
     for name in "0123456789":
         read_ahead = [entry for entry in memory.log if entry == (name, True)]
         assert len(read_ahead) <= 1
@@ -209,11 +208,11 @@ def test_small_values_are_no_part_of_the_order(engine, memory):
     pool.add([*large, *small])
     read(engine, [value for pair in zip(small, large, strict=True) for value in pair])
     read(engine, large)
-    missed = engine.counts.missed
+    missed = engine.reader.counts.missed
 
     read(engine, large * 2)
 
-    assert missed == engine.counts.missed
+    assert missed == engine.reader.counts.missed
     assert set(small) <= memory.here
 
 
@@ -223,8 +222,8 @@ def test_values_that_come_in_another_order_than_told_are_still_read_ahead(engine
 
     read(engine, [values[index] for index in (0, 2, 1, 3, 5, 4, 6, 7, 9, 8)])
 
-    assert 1 == engine.counts.missed
-    assert 0 == engine.counts.wasted
+    assert 1 == engine.reader.counts.missed
+    assert 0 == engine.reader.counts.wasted
 
 
 def test_a_wrong_guess_is_given_up(engine, memory):
@@ -235,7 +234,7 @@ def test_a_wrong_guess_is_given_up(engine, memory):
     read(engine, [values[0], *others])
     rest(engine)
 
-    assert 3 == engine.counts.wasted
+    assert 3 == engine.reader.counts.wasted
     assert memory.here <= set(others)
 
 
@@ -257,7 +256,7 @@ def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(
     read(engine, values * 6)
 
     assert len(memory.log) <= most
-    for stream in engine._streams:
+    for stream in engine.streams.live:
         assert stream.in_flight == sum(value.nbytes for value in [*stream._ahead, *stream._used])
 
 
@@ -279,7 +278,7 @@ def test_threads_that_come_and_go_leave_nothing(engine, memory):
         thread.start()
         thread.join()
 
-    assert len(engine._streams) <= 2
+    assert len(engine.streams.live) <= 2
 
 
 def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memory):
@@ -287,7 +286,7 @@ def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memo
 
     read(engine, values)
 
-    assert 3 == engine.counts.ahead
+    assert 3 == engine.reader.counts.ahead
     assert memory.most <= 30 * MIB  # in use, ahead, and not yet dropped
 
 
@@ -312,7 +311,7 @@ def test_where_everything_fits_nothing_is_dropped_and_nobody_works(engine, memor
 
     assert set(values) == memory.here
     assert 8 == len(memory.log)
-    assert engine._reader is None
+    assert engine.reader.thread is None
 
 
 def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, memory):
@@ -324,11 +323,11 @@ def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, mem
     memory.here.clear()
     values[0].calm_until = 1e-9  # a second goes by; for the others it has not
 
-    missed = engine.counts.missed
+    missed = engine.reader.counts.missed
     read(engine, values)
 
     assert set(values) == memory.here
-    assert engine.counts.missed - missed <= 3  # the first, and the two small ones
+    assert engine.reader.counts.missed - missed <= 3  # the first, and the two small ones
 
 
 def test_without_a_window_nothing_is_read_ahead(engine, memory):
@@ -336,22 +335,22 @@ def test_without_a_window_nothing_is_read_ahead(engine, memory):
 
     read(engine, values * 2)
 
-    assert 16 == engine.counts.missed
-    assert 0 == engine.counts.ahead
+    assert 16 == engine.reader.counts.missed
+    assert 0 == engine.reader.counts.ahead
     assert memory.most <= 2 * MIB
 
 
 def test_the_reader_ends_when_nobody_reads_and_comes_back(engine, memory):
     values = seed(made(memory, "abcd"))
     read(engine, values)
-    reader = engine._reader
+    reader = engine.reader.thread
     if reader is not None:
         reader.join(10)
         assert not reader.is_alive()
 
     read(engine, values)
 
-    assert engine.counts.ahead >= 6
+    assert engine.reader.counts.ahead >= 6
 
 
 def test_a_value_that_the_reader_cannot_read_is_an_error_for_who_asks_for_it(engine, memory):
@@ -370,13 +369,13 @@ def test_a_reader_that_fails_is_replaced_and_nobody_waits_for_ever(engine, memor
     """Whatever goes wrong in it."""
     values = seed(made(memory, "abcd"))
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
-    monkeypatch.setattr(engine, "_read", lambda batch: 1 / 0)
+    monkeypatch.setattr(engine.reader, "_read", lambda batch: 1 / 0)
     read(engine, values)
     monkeypatch.undo()
 
     read(engine, values * 2)
 
-    assert engine.counts.ahead > 0
+    assert engine.reader.counts.ahead > 0
 
 
 def test_eight_threads_share_one_window(engine, memory):
@@ -403,8 +402,8 @@ def test_eight_threads_share_one_window(engine, memory):
 
     assert [] == missing
     assert memory.most <= (16 + 2 * 8 + 4) * MIB  # one in use by each, one on its way out, and what the reader is at
-    assert engine.counts.ahead > 100
-    assert 8 * 12 * 5 == engine.counts.ahead + engine.counts.missed + engine.counts.found
+    assert engine.reader.counts.ahead > 100
+    assert 8 * 12 * 5 == engine.reader.counts.ahead + engine.reader.counts.missed + engine.reader.counts.found
 
 
 def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memory):
@@ -413,7 +412,7 @@ def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memo
     thread.start()
     thread.join()
     rest(engine)
-    assert 4 * MIB == sum(stream.in_flight for stream in engine._streams)
+    assert 4 * MIB == sum(stream.in_flight for stream in engine.streams.live)
 
     others = seed(made(memory, "stuvwxyz"))
     read(engine, others)
@@ -428,7 +427,7 @@ def test_a_forked_child_has_an_engine_of_its_own(memory):
 
     def child() -> bool:
         for value in values:
-            reads.arrive(value)
+            engines._ENGINE.arrive(value)
         return memory.here >= set(values[-2:])
 
     assert in_fork(child)

@@ -11,10 +11,10 @@ import torch
 
 import offload
 from offload import OffloadedTensor
-from offload.prefetch import reads, staging
-from offload.prefetch.reads import POOL
-from offload.prefetch.residency import Pool
-from offload.prefetch.tracked import AWAY, READ
+from offload.prefetch import engine as engines
+from offload.prefetch import staging
+from offload.prefetch.engine import POOL
+from offload.prefetch.residency import AWAY, READ, Pool, books_of
 from offload.tensor import guests
 from offload.tensor.wrapper import guest_of
 
@@ -232,14 +232,14 @@ def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, 
     guest_of(w)
     v = OffloadedTensor.from_original_tensor(torch.zeros(300, 300), "v")
     v.sum()
-    value = v._handle.ranges[v._handle.extent]
+    value = books_of(v._handle).ranges[v._handle.extent]
     value.state = READ
 
-    engine = reads._ENGINE
+    engine = engines._ENGINE
     try:
-        reads._begin_anew()
+        engines._begin_anew()
     finally:
-        reads._ENGINE = engine
+        engines._ENGINE = engine
 
     assert AWAY == value.state
 

@@ -1,0 +1,202 @@
+"""The thread that reads ahead, and drops what is done with.
+
+Always true:
+- the lock is not held while the disk is read
+- whatever happens to the thread, nobody waits for ever
+- what leaves counts until it has gone
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from offload.prefetch.residency import AWAY, HERE, QUEUED, READ, Pool, Value, log
+from offload.storage.background import Background
+from offload.storage.locks import Waiters
+
+_NEAR = 4  # values in the queue, of which one that follows in the file goes first
+_BATCH = 4 << 20  # bytes of small values that are asked for at once
+
+
+@dataclass
+class Counts:
+    """What was read since the process began.
+
+    Attributes:
+        bytes_read: brought in from the disk, in whole pages of values that are larger than 64 KiB. What was in memory
+            already, as a part of another view, does not count again.
+        ahead: reads of what was here, or on its way, when it was asked for.
+        found: reads of what was in memory for another reason.
+        missed: reads that had to be waited for from their beginning.
+        wasted: values that were read ahead for nothing.
+        waited: seconds that ops waited for the disk.
+    """
+
+    bytes_read: int = 0
+    ahead: int = 0
+    found: int = 0
+    missed: int = 0
+    wasted: int = 0
+    waited: float = 0.0
+
+
+class Reader(Background["tuple[list[Value], list[Value]]"]):
+    """What is to be read, and what is to leave. What needs the lock says so."""
+
+    def __init__(self) -> None:
+        super().__init__("offload-reader")
+        self.counts = Counts()
+        self._queue: deque[Value] = deque()
+        self._leaving: list[Value] = []
+        self._going: dict[int, int] = {}  # bytes that a thread is dropping
+        self._taken: Value | None = None  # last, by the reader
+        self._ops = Waiters()  # for the reader to do something
+
+    # Under the lock
+
+    def queue(self, value: Value) -> None:
+        """Have `value` brought in."""
+        value.is_leaving = False
+        if value.state == AWAY:
+            value.state = QUEUED
+            self._queue.append(value)
+            self._begin()
+
+    def drop(self, value: Value) -> None:
+        """Have `value` dropped, unless it is asked for before."""
+        value.is_leaving = True
+        self._leaving.append(value)
+        self._begin()
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Of what is to leave, and has not gone yet."""
+        return sum(value.nbytes for value in self._leaving) + sum(self._going.values())
+
+    def take_leaving(self) -> list[Value]:
+        """What is to leave, for this thread to `let_go`."""
+        leaving, self._leaving = self._leaving, []
+        self._going[threading.get_ident()] = sum(value.nbytes for value in leaving)
+        return leaving
+
+    def mend(self) -> None:
+        """After an op that did not end: what was to leave leaves."""
+        self._going.pop(threading.get_ident(), None)
+        known = (value for pool in Pool.all() for value in pool.values())
+        self._leaving = [value for value in known if value.is_leaving]
+        self._begin()
+
+    def count_waited(self, value: Value, started: float) -> None:
+        """An op has waited for `value` since `started`."""
+        waited = time.monotonic() - started
+        value.waited += waited
+        self.counts.waited += waited
+
+    def _begin(self) -> None:
+        with suppress(RuntimeError):  # the interpreter is ending: who asks for a value will read it
+            self.wake()
+
+    # For those who ask for a value
+
+    def brings(self, value: Value) -> bool:
+        """Wait for the thread, if it is at work on `value`; whether it has brought it."""
+        started = 0.0
+        while True:
+            with self.lock:
+                if value.state != READ:
+                    if started:
+                        self.count_waited(value, started)
+                    here = value.state == HERE
+                    self.counts.ahead += here
+                    value.state = AWAY  # if it was queued, the reader will pass over it
+                    return here
+                done = self._ops.add()
+            started = started or time.monotonic()
+            done.acquire()
+
+    def let_go(self, leaving: list[Value]) -> None:
+        """Drop what `take_leaving` gave."""
+        try:
+            for value in leaving:
+                if value.is_leaving:
+                    value.let_go()
+        finally:
+            with self.lock:
+                self._going.pop(threading.get_ident(), None)
+
+    # The thread
+
+    def take(self) -> tuple[list[Value], list[Value]] | None:
+        """What is to leave, and what is to be read: one value, or several small ones."""
+        if not self._queue and not self._leaving:
+            return None
+        batch: list[Value] = []
+        size = 0
+        while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
+            value = self._next()
+            if value.state == QUEUED:
+                value.state = READ
+                batch.append(value)
+                size += value.nbytes
+                self._taken = value
+        return self.take_leaving(), batch
+
+    def _next(self) -> Value:
+        """The next in turn; before it, one that follows in the file what was read last, if it is soon due too."""
+        for value in islice(self._queue, _NEAR):
+            if self._taken is not None and value.follows(self._taken):
+                self._queue.remove(value)
+                return value
+        return self._queue.popleft()
+
+    def carry_out(self, work: tuple[list[Value], list[Value]]) -> None:
+        """Drop, then read."""
+        leaving, batch = work
+        log.debug("dropping %d values, reading %d ahead", len(leaving), len(batch))
+        try:
+            self.let_go(leaving)
+            self._read(batch)
+        finally:  # whatever happened, nobody is to wait for ever
+            with self.lock:
+                for value in batch:
+                    if value.state == READ:
+                        value.state = AWAY
+                self._ops.wake()
+
+    def _read(self, batch: list[Value]) -> None:
+        runs = list(_runs(batch))
+        joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
+        with suppress(Exception):  # the op that asks for a value meets the same error, and tells
+            for extent in joined if len(joined) > 1 else ():
+                extent.announce()
+        for run, extent in zip(runs, joined, strict=True):
+            state, read = AWAY, 0
+            with suppress(Exception):
+                if not extent.is_cached():
+                    missing = extent.missing_bytes()
+                    extent.bring_in(exactly=not run[0].pool.fits)
+                    read = missing
+                state = HERE
+            with self.lock:
+                for value in run:
+                    value.state = AWAY if value.is_leaving else state
+                self.counts.bytes_read += read
+                self._ops.wake()
+
+
+def _runs(batch: Iterable[Value]) -> Iterator[list[Value]]:
+    """Values that lie behind one another in a file are read in one go."""
+    run: list[Value] = []
+    for value in batch:
+        if run and not value.follows(run[-1]):
+            yield run
+            run = []
+        run.append(value)
+    if run:
+        yield run
