@@ -37,7 +37,7 @@ from offload.errors import (
     ForeignFileError,
     MissingFileError,
     OffloadError,
-    UnknownTypeError,
+    UnsupportedOpError,
 )
 from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
@@ -45,12 +45,12 @@ from offload.storage.header import MARK, VERSION
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, read_json, short
 from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
-from offload.tensor.arguments import refuse_other
+from offload.tensor.arguments import refuse_other, refuse_unstorable
 from offload.tensor.materialize import materialize
-from offload.tensor.saved import file_of
+from offload.tensor.saved import file_of, subclass_value
 from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.training.optimizer import is_on_disk
-from offload.training.plain import Apart, put_together
+from offload.tree.structure import Named, Node, Way, decode, encode
 
 _LATEST = "latest.json"
 _STATE = "state.json"
@@ -100,22 +100,23 @@ def save_training(
     latest = folder / _LATEST
     if is_there(latest) and _marked(latest) is None:
         raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
-    apart = Apart()
-    try:
-        tree = _tree(apart, model, optimizer, extra, frozen=frozen)
-    except RecursionError as error:
-        raise UnknownTypeError("something in it is in itself, or nested too deeply: no file can hold that") from error
+    named = Named()
+    structure = encode(
+        _parts(model, optimizer, extra, frozen=frozen),
+        lambda tensor, way: {"tensor": named.name_of(_checked(tensor, way), way)},
+        classes=False,
+    )
     with explained(folder, 0, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
         sweep_folders(folder)  # what killed processes left of checkpoints that they were writing
-        made = _written(folder, apart, tree)
+        made = _written(folder, named, structure)
         try:
             _put_json(latest, {"checkpoint": made.name})
         except BaseException:
             _remove_unless_latest(folder, made)
             raise
     with suppress(OSError):  # it is saved; what could not be removed is removed by the next save
-        _remove_others(folder, made, apart.tensors.values())
+        _remove_others(folder, made, named.tensors.values())
     return made
 
 
@@ -191,13 +192,11 @@ def _taking(name: str, checkpoint: Path) -> Iterator[None]:
 # What a checkpoint holds
 
 
-def _tree(
-    apart: Apart, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], *, frozen: bool
-) -> dict[str, Any]:
+def _parts(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], *, frozen: bool) -> dict[str, Any]:
     parameters = model.named_parameters(remove_duplicate=False)
     left_out = set() if frozen else {name for name, parameter in parameters if not parameter.requires_grad}
     states = {name: thing.state_dict() for name, thing in extra.items() if hasattr(thing, "state_dict")}
-    parts = {
+    return {
         "model": {name: value for name, value in model.state_dict().items() if name not in left_out},
         "left_out": sorted(left_out),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
@@ -205,7 +204,22 @@ def _tree(
         "extra": {name: value for name, value in extra.items() if name not in states},
         "random": _random_states(),
     }
-    return {name: apart.take(part, name) for name, part in parts.items()}
+
+
+def _checked(tensor: torch.Tensor, way: Way) -> torch.Tensor:
+    """A tensor that a checkpoint of training has a form for.
+
+    Raises:
+        UnsupportedOpError: it is of a subclass, such as a quantized weight.
+    """
+    name = ".".join(way)
+    refuse_unstorable(tensor, name)
+    if subclass_value(tensor) is not None:
+        raise UnsupportedOpError(
+            f"{name} is of a tensor subclass, which a checkpoint of training has no form for: "
+            "pass frozen=False to leave out what is not trained"
+        )
+    return tensor
 
 
 def _random_states() -> dict[str, Any]:
@@ -269,7 +283,8 @@ def _read(checkpoint: Path) -> _Saved:
         raise CheckpointError(f"{checkpoint / _STATE} is missing, or not whole: the checkpoint can't be used")
     tensors = load_file(checkpoint)
     try:
-        parts = {str(name): put_together(part, tensors) for name, part in state["tree"].items()}
+        structure = state["structure"] if "structure" in state else _node_from(state["tree"])
+        parts = decode(structure, lambda kind, name: {"tensor": tensors}[kind][name], ())
         found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
         named: list[Any] = [found.model, found.stateful, found.extra, found.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
@@ -279,6 +294,25 @@ def _read(checkpoint: Path) -> _Saved:
     except Exception as error:  # whatever made-up parts lead to
         raise _damaged(checkpoint, f"it ({type(error).__name__}: {short(error)})") from error
     return found
+
+
+def _node_from(part: Any) -> Node:
+    """The node for what offload 0.1 wrote: plain JSON, and `{"*": kind, "of": data}` for what has no word in that."""
+    match part:
+        case list():
+            return {"list": [_node_from(member) for member in part]}
+        case {"*": "tensor", "of": name}:
+            return {"tensor": name}
+        case {"*": "tuple", "of": members}:
+            return {"tuple": [_node_from(member) for member in members]}
+        case {"*": "pairs" | "counter" as kind, "of": pairs}:
+            word = {"pairs": "items", "counter": "counter"}[kind]
+            return {word: [[_node_from(key), _node_from(value)] for key, value in pairs]}
+        case {"*": kind}:
+            raise ValueError(f"it has a {short(kind)}")
+        case dict():
+            return {"dict": {name: _node_from(member) for name, member in part.items()}}
+    return part
 
 
 def _check_optimizer(state: Any) -> None:
@@ -341,12 +375,12 @@ def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
 # Folders
 
 
-def _written(folder: Path, apart: Apart, tree: Mapping[str, Any]) -> Path:
+def _written(folder: Path, named: Named, structure: Node) -> Path:
     """A new checkpoint, whole; not yet the latest."""
     temporary = temporary_for(folder / "checkpoint")
     try:
-        files = save_checkpoint(apart.tensors, temporary)
-        _put_json(temporary / _STATE, {"files": [path.name for path in files], "tree": tree})
+        files = save_checkpoint({name: tensor.detach() for name, tensor in named.tensors.items()}, temporary)
+        _put_json(temporary / _STATE, {"files": [path.name for path in files], "structure": structure})
         sync_folder(temporary)
         numbers = [int(found[1]) for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
         made = folder / f"checkpoint-{max(numbers, default=0) + 1}"

@@ -42,9 +42,9 @@ from offload.storage.paths import absolute
 from offload.storage.regular import is_there, parse_json, read_regular, short
 from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
-from offload.tensor.saved import identity_of, write_file
+from offload.tensor.saved import write_file
 from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
-from offload.tree.structure import Node, Way, decode, encode, told
+from offload.tree.structure import ROOT, Named, Node, Way, decode, encode, told
 
 _MANIFEST = "tree.json"
 _VERSION = 1
@@ -52,7 +52,6 @@ _NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
 _MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists of numbers
-_ROOT = "tensor"  # the name of a tensor that is the whole tree
 # What a tensor is beside its values: whether it requires grad, and whether it is a parameter.
 _DRESSES = {
     "tensor": (False, False),
@@ -90,8 +89,8 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
         'tree.json'
     """
     folder = absolute(folder)
-    plan = _Plan()
-    structure = encode(tree, plan.node_of)
+    plan = Named()
+    structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): plan.name_of(tensor, way)})
     with explained(folder, 0, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
@@ -151,36 +150,10 @@ def load_tree(
 # What is to be written
 
 
-@dataclass
-class _Plan:
-    """The tensors of a tree.
-
-    Attributes:
-        tensors: by name, each once.
-        names: of the tensors, by what tells one from another.
-    """
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    names: dict[Any, str] = field(default_factory=dict)
-
-    def node_of(self, tensor: torch.Tensor, way: Way) -> Node:
-        """The node of a tensor, which now is one of those to write."""
-        refuse_unstorable(tensor, ".".join(way) or _ROOT)
-        same = identity_of(tensor)
-        name = self.names.get(same)
-        if name is None:
-            name = self.names[same] = self._free_name(way)
-            self.tensors[name] = tensor
-        return {_KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]: name}
-
-    def _free_name(self, way: Way) -> str:
-        """The way with dots; numbered where another way reads the same, or no tensor can be called so."""
-        plain = ".".join(way) or _ROOT
-        name, number = plain, 1
-        while name in self.tensors or name == "__metadata__":
-            number += 1
-            name = f"{plain}~{number}"
-        return name
+def _kind_of(tensor: torch.Tensor, way: Way) -> str:
+    """What a tensor is beside its values."""
+    refuse_unstorable(tensor, ".".join(way) or ROOT)
+    return _KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]
 
 
 # Writing
@@ -219,7 +192,7 @@ def _lock(fd: int, folder: Path) -> None:
             raise
 
 
-def _put_in_place(folder: Path, plan: _Plan, kept: Mapping[str, str], structure: Node) -> None:
+def _put_in_place(folder: Path, plan: Named, kept: Mapping[str, str], structure: Node) -> None:
     """Write what is not `kept` to a new numbered folder, and then the manifest."""
     with explained(folder, 0, "folder"):
         number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
@@ -258,7 +231,7 @@ def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     return files
 
 
-def _text(plan: _Plan, files: Mapping[str, str], structure: Node) -> str:
+def _text(plan: Named, files: Mapping[str, str], structure: Node) -> str:
     tensors = {
         name: {"file": files[name], "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         for name, tensor in plan.tensors.items()

@@ -2,6 +2,7 @@
 
 Always true:
 - a container, and what JSON has no word for, is an object of one key, which says what it is: nothing else is an object
+- a tensor stands under its name; one that stands in several places has one
 - a class is looked for among those that the reader hands in or has registered, never imported by the name in a file
 - an error says where in the tree
 """
@@ -12,8 +13,9 @@ import base64
 import dataclasses
 import enum
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -21,10 +23,12 @@ import torch
 from offload.errors import CorruptFileError, OffloadError, UnknownTypeError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.subclasses import registered
+from offload.tensor.saved import identity_of
 
 Way: TypeAlias = tuple[str, ...]  # from the root of a tree to a place in it
 Node: TypeAlias = Any  # what `json` makes of JSON
 
+ROOT = "tensor"  # the name of a tensor that is the whole nest
 _DEEPEST = 200  # containers in each other: well within what `json` and Python take
 
 
@@ -33,37 +37,70 @@ def told(way: Way) -> str:
     return repr(".".join(way)) if way else "the tree itself"
 
 
-def encode(
-    value: Any, tensor: Callable[[torch.Tensor, Way], Node], way: Way = (), around: Way | tuple[int, ...] = ()
-) -> Node:
+@dataclass
+class Named:
+    """The tensors of a nest by name, each once.
+
+    Example:
+        >>> named, one = Named(), torch.ones(1)
+        >>> encode([one, {"again": one, "sum": torch.zeros(1)}], lambda *found: {"tensor": named.name_of(*found)})
+        {'list': [{'tensor': '0'}, {'dict': {'again': {'tensor': '0'}, 'sum': {'tensor': '1.sum'}}}]}
+        >>> named.tensors
+        {'0': tensor([1.]), '1.sum': tensor([0.])}
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    _names: dict[Hashable, str] = field(default_factory=dict)
+
+    def name_of(self, tensor: torch.Tensor, way: Way) -> str:
+        """The way with dots; numbered where another way reads the same, or no tensor can be called so."""
+        same = identity_of(tensor)
+        if same not in self._names:
+            name, number = ".".join(way) or ROOT, 1
+            while name in self.tensors or name == "__metadata__":
+                number += 1
+                name = f"{'.'.join(way) or ROOT}~{number}"
+            self._names[same], self.tensors[name] = name, tensor
+        return self._names[same]
+
+
+def encode(value: Any, tensor: Callable[[torch.Tensor, Way], Node], *, classes: bool = True) -> Node:
     """The node for `value`.
 
     Args:
         value: a nest of what this module knows.
         tensor: gives the node for a tensor, by itself and the way to it.
-        way: to `value`.
-        around: the containers that `value` is in, by `id`.
+        classes: whether there may be enums, dataclasses and named tuples, which a reader has to be told of.
 
     Raises:
         UnknownTypeError: something in it has no form, is in itself, or is nested too deeply.
     """
-    if isinstance(value, torch.Tensor):
-        return tensor(value, way)
-    scalar = _scalar(value)
-    if scalar is not _NONE:
-        return scalar
-    if id(value) in around:
-        raise UnknownTypeError(f"{told(way)} is a {type(value).__name__} that it is itself in: no file can hold that")
-    if len(around) == _DEEPEST:
-        raise UnknownTypeError(f"{told(way[:3])} holds containers in each other, more than {_DEEPEST}: flatten it")
 
-    def below(child: Any, step: object) -> Node:
-        return encode(child, tensor, (*way, str(step)), (*around, id(value)))
+    def node(value: Any, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
+        if isinstance(value, torch.Tensor):
+            return tensor(value, way)
+        scalar = _scalar(value)
+        if scalar is not _NONE:
+            return scalar
+        if id(value) in around:
+            what = f"{told(way)} is a {type(value).__name__}"
+            raise UnknownTypeError(f"{what} that it is itself in: no file can hold that")
+        if len(around) == _DEEPEST:
+            raise UnknownTypeError(f"{told(way[:3])} holds containers in each other, more than {_DEEPEST}: flatten it")
 
-    def key(child: Any) -> Node:
-        return encode(child, _refuse_key, (*way, repr(child)))
+        def below(child: Any, step: object) -> Node:
+            return node(child, (*way, str(step)), (*around, id(value)), tensor)
 
-    return _container(value, below, key, way)
+        made = _container(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
+        if made is None and classes:
+            made = _instance(value, below, way)
+        if made is None:
+            raise UnknownTypeError(
+                f"{told(way)} is a {_word(type(value))}, which has no form in a tree: {_way_out(value, classes)}"
+            )
+        return made
+
+    return node(value, (), (), tensor)
 
 
 def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterable[type]) -> Any:
@@ -118,29 +155,36 @@ def _scalar(value: Any) -> Node:
         return {"dtype": dtype_name(value)}
     if kind is torch.device:
         return {"device": str(value)}
-    if isinstance(value, enum.Enum) and value.name in kind.__members__:
-        return {"enum": [_word(kind), value.name]}
     return _NONE
 
 
-def _container(value: Any, below: Callable[[Any, object], Node], key: Callable[[Any], Node], way: Way) -> Node:
+def _container(value: Any, below: Callable[[Any, object], Node], key: Callable[[Any], Node]) -> Node:
+    """The node of a plain container; None for any other value."""
     kind = type(value)
     if kind is dict and all(type(name) is str for name in value):
         return {"dict": {name: below(child, name) for name, child in value.items()}}
-    if kind in (dict, OrderedDict):
-        word = "items" if kind is dict else "ordered"
-        return {word: [[key(name), below(child, name)] for name, child in value.items()]}
+    if kind in _WORDS:
+        return {_WORDS[kind]: [[key(name), below(child, name)] for name, child in value.items()]}
     if kind in (list, tuple):
         return {kind.__name__: [below(child, index) for index, child in enumerate(value)]}
+    return None
+
+
+def _instance(value: Any, below: Callable[[Any, object], Node], way: Way) -> Node:
+    """The node of a value of a class that a reader has to be told of; None for any other."""
+    kind = type(value)
+    if isinstance(value, enum.Enum) and value.name in kind.__members__:
+        return {"enum": [_word(kind), value.name]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         if _has_more(value, names):
-            raise UnknownTypeError(f"{told(way)} is a {_word(kind)}, which is more than its fields: {_way_out(value)}")
+            out = _way_out(value, True)
+            raise UnknownTypeError(f"{told(way)} is a {_word(kind)}, which is more than its fields: {out}")
         return {"object": [_word(kind), {name: below(getattr(value, name), name) for name in names}]}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value, strict=True)
         return {"named": [_word(kind), {name: below(child, name) for name, child in fields}]}
-    raise UnknownTypeError(f"{told(way)} is a {_word(kind)}, which has no form in a tree: {_way_out(value)}")
+    return None
 
 
 def _has_more(value: Any, names: Iterable[str]) -> bool:
@@ -150,14 +194,14 @@ def _has_more(value: Any, names: Iterable[str]) -> bool:
     return hasattr(value, "load_memmap") or (isinstance(value, Collection) and len(value) > 0)
 
 
-def _way_out(value: Any) -> str:
+def _way_out(value: Any, classes: bool) -> str:
     if isinstance(value, torch.nn.Module):
         return "save its state_dict()"
     if hasattr(value, "__array__"):
         return "make it a tensor (torch.from_numpy, torch.as_tensor), or a number (.item())"
     if hasattr(value, "load_memmap"):
         return "offload.integrations.tensordict.save_memmap keeps such data"
-    return "make it a dict, list, tuple, dataclass, named tuple, number or text"
+    return f"make it a dict, list, tuple, {'dataclass, named tuple, ' if classes else ''}number or text"
 
 
 def _refuse_key(_: torch.Tensor, way: Way) -> Node:
@@ -232,6 +276,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 _NONE = object()
+_WORDS: dict[type, str] = {dict: "items", OrderedDict: "ordered", Counter: "counter"}
 _SCALARS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "complex": complex,
@@ -244,6 +289,7 @@ _CONTAINERS: dict[str, Callable[[Any, Callable[[Node], Any]], Any]] = {
     "dict": lambda data, value: {name: value(node) for name, node in data.items()},
     "items": lambda data, value: dict(_pairs(data, value)),
     "ordered": lambda data, value: OrderedDict(_pairs(data, value)),
+    "counter": lambda data, value: Counter(dict(_pairs(data, value))),
     "list": lambda data, value: [value(node) for node in data],
     "tuple": lambda data, value: tuple(value(node) for node in data),
 }

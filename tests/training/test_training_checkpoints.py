@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import enum
 import errno
 import json
 import os
 import random
 from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ import offload
 from offload import is_offloaded
 from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError, MissingFileError, UnsupportedOpError
 from offload.training import checkpoints
-from offload.training.plain import Apart, put_together
+from offload.tree.structure import decode
 from tests import faults
 from tests.conftest import contents
 from tests.processes import run_script
@@ -45,6 +48,26 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 def adamw(model: nn.Module, on_disk: bool) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return offload.training.offload_optimizer(optimizer, min_bytes=1) if on_disk else optimizer
+
+
+class Kind(enum.Enum):
+    """An enum."""
+
+    ONE = 1
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    x: int
+    y: int
+
+
+@dataclass
+class Note:
+    """A dataclass."""
+
+    text: str
 
 
 @pytest.mark.parametrize("was_on_disk", [True, False])
@@ -274,18 +297,24 @@ def test_a_checkpoint_that_is_cut_is_refused(text, tmp_path):
 
 
 def test_what_is_not_plain_is_refused_by_name(tmp_path):
-    with pytest.raises(TypeError, match=r"extra\.args\.1 is a object"):
+    with pytest.raises(TypeError, match=r"'extra\.args\.1' is a builtins:object"):
         offload.training.save_training(network(), tmp_path, args=[1, object()])
     assert [] == os.listdir(tmp_path)
 
 
-def test_values_of_a_subclass_are_refused_by_name():
+@pytest.mark.parametrize("value", [Kind.ONE, Pair(1, 2), Note("x")], ids=str)
+def test_classes_that_a_checkpoint_could_not_be_told_of_are_refused(value, tmp_path):
+    with pytest.raises(TypeError, match=r"'extra\.it' is a .*make it a dict, list, tuple, number or text"):
+        offload.training.save_training(network(), tmp_path, it=value)
+
+
+def test_values_of_a_subclass_are_refused_by_name(tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64))
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
 
     with pytest.raises(UnsupportedOpError, match=r"model\.0\.weight.*frozen=False"):
-        Apart().take(dict(model.state_dict()), "model")
+        offload.training.save_training(model, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -293,20 +322,43 @@ def test_values_of_a_subclass_are_refused_by_name():
     [None, True, -1, 0.1, float("-inf"), "*", [], (), {}, [(1, [2.0])], {"*": 1}, {1: "a", None: (2,)}, Counter("aab")],
     ids=str,
 )
-def test_plain_data_is_put_together_as_it_was(value):
-    apart = Apart()
-    found = put_together(json.loads(json.dumps(apart.take(value, "it"))), apart.tensors)
+def test_plain_data_comes_back_as_it_was(value, tmp_path):
+    offload.training.save_training(nn.Linear(1, 1), tmp_path, it=value)
+    found = offload.training.load_training(nn.Linear(1, 1), tmp_path)["it"]
 
     assert value == found
     assert type(value) is type(found)
 
 
-@pytest.mark.parametrize(
-    "parts", [{"*": "tensor", "of": "no"}, {"*": "code", "of": []}, {"*": "pairs", "of": [[1]]}, {"*": "tuple"}]
-)
-def test_what_nobody_took_apart_is_refused(parts):
+EARLIER = {
+    "plain": ({"a": [1, None, float("-inf")]}, {"a": [1, None, float("-inf")]}),
+    "a tuple": ({"*": "tuple", "of": [1, {"*": "tuple", "of": []}]}, (1, ())),
+    "pairs": ({"*": "pairs", "of": [[1, "a"], [{"*": "tuple", "of": [2]}, {}], ["*", 0]]}, {1: "a", (2,): {}, "*": 0}),
+    "a counter": ({"*": "counter", "of": [["a", 2]]}, Counter("aa")),
+    "a tensor": ({"x": {"*": "tensor", "of": "extra.x"}}, {"x": "the tensor extra.x"}),
+}
+
+
+@pytest.mark.parametrize(("written", "value"), EARLIER.values(), ids=EARLIER)
+def test_what_the_first_release_wrote_is_read_as_it_was(written, value):
+    """The others of its forms are in the folder that it made (`tests/old_folders.py`)."""
+    found = decode(checkpoints._node_from(written), lambda kind, name: f"the {kind} {name}", ())
+
+    assert value == found
+    assert type(value) is type(found)
+
+
+@pytest.mark.parametrize("form", ["structure", "tree"])
+@pytest.mark.parametrize("kind", ["tensor", "code", "items", "pairs", "tuple", "dict"])
+def test_what_nobody_took_apart_is_refused(kind, form, tmp_path):
+    made = offload.training.save_training(network(), tmp_path)
+    state = json.loads((made / "state.json").read_text())
+    extra = {kind: [[1]]} if form == "structure" else {"*": kind, "of": [[1]]}
+    state = {"offload": state["offload"], form: {"dict": {"extra": extra}} if form == "structure" else {"extra": extra}}
+    (made / "state.json").write_text(json.dumps(state))
+
     with pytest.raises(CheckpointError, match="not whole"):
-        put_together(parts, {})
+        offload.training.load_training(network(), tmp_path)
 
 
 # Killed
@@ -474,11 +526,11 @@ def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
     path = folder / "checkpoint-1" / "state.json"
     state = json.loads(path.read_text())
     refused = 0
-    ways = [way for way in places(state["tree"]) if way]
-    odd = (None, -1, 10**40, 1e300, "x", [], [[]], {}, {"*": "pairs", "of": [[[], 1]]}, {"*": "tensor", "of": "model"})
+    ways = [way for way in places(state["structure"]) if way]
+    odd = (None, -1, 10**40, 1e300, "x", [], {"list": []}, {"dict": {}}, {"items": [[[], 1]]}, {"tensor": "model"})
     trials = [(way, odd[(number + more) % len(odd)]) for number, way in enumerate(ways) for more in range(0, 10, 3)]
     for way, new in trials:
-        path.write_text(json.dumps({**state, "tree": changed(state["tree"], way, new)}))
+        path.write_text(json.dumps({**state, "structure": changed(state["structure"], way, new)}))
         before = everything(*objects)
         error = loaded(folder, objects)
         if error is not None:
@@ -497,7 +549,7 @@ def test_a_state_of_random_numbers_that_is_none_changes_nothing(which, run):
     folder, model, optimizer, scheduler = run
     path = folder / "checkpoint-1" / "state.json"
     state = json.loads(path.read_text())
-    state["tree"]["random"][which] = None
+    state["structure"]["dict"]["random"]["dict"][which] = None
     path.write_text(json.dumps(state))
     before = everything(model, optimizer, scheduler)
 
@@ -580,5 +632,5 @@ def test_what_is_in_itself_is_refused(tmp_path):
     endless = []
     endless.append(endless)
 
-    with pytest.raises(offload.errors.UnknownTypeError, match="in itself"):
+    with pytest.raises(offload.errors.UnknownTypeError, match=r"extra\.endless\.0.* that it is itself in"):
         offload.training.save_training(network(), tmp_path, endless=endless)
