@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli import arguments
 from offload.cli.output import allow_json, print_json, print_pairs
 from offload.errors import ArgumentError, CheckpointError
+from offload.storage.regular import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -209,12 +210,10 @@ def _marking(mark: Callable[[], None]) -> Any:
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    from offload.integrations.transformers import short
-
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever it makes of files that are damaged
         raise CheckpointError(
-            f"{folder} has no tokenizer that transformers can load ({short(error)}): put the one of the model there "
-            "(tokenizer.json and tokenizer_config.json)"
+            f"{folder} has no tokenizer that transformers can load ({first_line(error)}): put the one of the model "
+            "there (tokenizer.json and tokenizer_config.json)"
         ) from error

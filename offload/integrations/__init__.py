@@ -10,6 +10,7 @@
 | `rows` | `cache_from`: rows of others into a cache |
 | `numpy` `hdf5` `arrow` `parquet` | whose rows these are |
 | `tensordict` | folders of `TensorDict.memmap`, read and written |
+| `log` | the logger of this wing |
 """
 
 from offload.integrations import tensordict

@@ -14,7 +14,7 @@ from typing import Any
 from offload.errors import CheckpointError
 from offload.models.checkpoint import COMPANIONS
 from offload.storage.paths import text_of
-from offload.storage.regular import is_folder, is_there
+from offload.storage.regular import first_line, is_folder, is_there
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
 _PICKLED = ["*.bin"]
@@ -48,8 +48,7 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
     except HFValidationError as error:
         raise CheckpointError(f"{name_or_path} is neither a folder nor a name on the hub ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise CheckpointError(
-            f"{name_or_path} is not a folder here, and the hub did not give it: {reason}. "
+            f"{name_or_path} is not a folder here, and the hub did not give it: {first_line(error).rstrip('.')}. "
             "Check the name, the network and your token, or give a folder."
         ) from error

@@ -23,7 +23,6 @@ from torch import nn
 
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.memory import return_freed
-from offload.models.loader import PathLike
 from offload.models.replacing import Replacing
 from offload.models.values import Book, MapReport, Value, book_for, values_of
 from offload.progress import progress_in_bytes
@@ -31,7 +30,7 @@ from offload.storage.paths import text_of
 from offload.storage.regular import as_file, is_folder, open_regular, reading
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 
 _BLOCK = 1 << 20  # bytes that are read at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,9 +22,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
-from offload.models.pretrained import is_of_transformers, let_quantizer_save, let_saving_look, mapped_state
+from offload.integrations.log import log
+from offload.models.pretrained import is_of_transformers, let_save
 from offload.models.replacing import Replacing
-from offload.models.saving import in_torchaos_form
 from offload.models.values import Book, book_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
@@ -34,7 +33,6 @@ from offload.tensor.saved import subclass_value
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 
 _THEIRS = "TorchAoConfig"
-_log = logging.getLogger("offload")
 _AT_WORK: ContextVar[_Quantizing | None] = ContextVar("offload_quantizing", default=None)
 
 
@@ -191,7 +189,7 @@ class _Quantizing:
         self.has_quantized |= is_quantized
         stored = self._places.stored(old, new, full_name, self._book.key if is_quantized else ())
         if stored is not None:
-            _log.debug("quantized %s to a %s in %s", full_name, type(new).__name__, stored.offload_path)
+            log.debug("quantized %s to a %s in %s", full_name, type(new).__name__, stored.offload_path)
         if is_quantized:
             self._book.note(full_name, replaced=True)
         return stored
@@ -296,20 +294,7 @@ def _tell(model: Any, quantizer: Any) -> None:
     if len(ties) < len(model.all_tied_weights_keys):
         model.all_tied_weights_keys = ties
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
-    let_save_quantized(model)
-
-
-def let_save_quantized(model: Any) -> None:
-    """Have `save_pretrained` of a quantized model read its weights where they are; torchao's form copies none."""
-    let_saving_look(model)
-    if getattr(model, "quantization_method", None) == "torchao":
-        model.hf_quantizer.get_state_dict_and_metadata = _saved
-    else:
-        let_quantizer_save(model)
-
-
-def _saved(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    return in_torchaos_form(mapped_state(model))
+    let_save(model)
 
 
 def _are_tied(model: nn.Module, name: str, other: str) -> bool:

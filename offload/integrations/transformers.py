@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,15 @@ import torch
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.hub import folder_of
-from offload.integrations.torchao import let_save_quantized
+from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map, places
-from offload.models.loader import (
-    LoadReport,
-    connect_devices,
-    referenced,
-    refuse_meta,
-    refuse_other_names,
-    refuse_own_folder,
-)
-from offload.models.order import expect_reads
+from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
+from offload.models.loader import LoadReport, finish_loading, refuse_other_names, report_of
 from offload.models.pretrained import filled
-from offload.models.slots import place_tensors, tensor_slots
-from offload.storage.regular import reading
+from offload.models.slots import tensor_slots
+from offload.storage.regular import first_line, reading
 from offload.tensor.arguments import floating_dtype
 
-_CPU = torch.device("cpu")
 _NOT_HERE = {
     "torch_dtype": "give dtype",
     "offload_folder": "give offload_dir",
@@ -98,20 +88,27 @@ def from_pretrained(
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
     empty, config, options = model_on_meta(folder, model_class, config, **options)
     source = open_checkpoint(folder)
-    refuse_own_folder(source, offload_dir)
+    source.refuse_own_folder(offload_dir)
     dtype = _requested_dtype(dtype, empty.config, source)
     if getattr(config, "quantization_config", None) is not None:
+        log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-        let_save_quantized(model)
     else:
-        tensors = dict(zip(source, referenced(source, [(name, _CPU) for name in source], offload_dir), strict=True))
-        model, info = filled(type(empty), empty.config, tensors, dtype, **options)
+        model, info = filled(type(empty), empty.config, source.tensors(offload_dir), dtype, **options)
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
-    _refuse_other_model(model, info, source)
+    report = report_of(info)
+    _refuse_other_model(model, report, source)
     model.name_or_path = model.config.name_or_path = str(name_or_path)
-    _place(model, device_map, offload_dir, offload_buffers=offload_buffers, max_memory=max_memory)
-    expect_reads(model, pool)
+    finish_loading(
+        model,
+        infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers),
+        report,
+        offload_dir=offload_dir,
+        offload_buffers=offload_buffers,
+        pool=pool,
+        skip_keys=getattr(model, "_skip_keys_device_placement", None),
+    )
     return (model, info) if output_loading_info else model
 
 
@@ -140,13 +137,7 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
     except OffloadError:
         raise
     except Exception as error:  # whatever it makes of a configuration that is damaged, or of another kind of model
-        raise CheckpointError(f"transformers can't make a model of {folder}: {short(error)}") from error
-
-
-def short(error: Exception, most: int = 300) -> str:
-    """The first line of an error of a neighbour, which may name all that it knows."""
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
-    return text if len(text) <= most else f"{text[:most]}..."
+        raise CheckpointError(f"transformers can't make a model of {folder}: {first_line(error)}") from error
 
 
 def _refuse_options(options: dict[str, Any]) -> None:
@@ -193,17 +184,7 @@ def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
     return {"generation_config": GenerationConfig.from_pretrained(folder)}
 
 
-def _refuse_other_model(model: Any, info: Mapping[str, Any], source: Checkpoint) -> None:
+def _refuse_other_model(model: Any, report: LoadReport, source: Checkpoint) -> None:
     names = {name for slot in tensor_slots(model) for name in slot.keys}
-    if names and names <= set(info["missing_keys"]):
-        report = LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]))
+    if names and names <= set(report.missing_keys):
         raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")
-
-
-def _place(model: Any, device_map: DeviceMap, offload_dir: Any, *, offload_buffers: bool, max_memory: Any) -> None:
-    device_map = infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers)
-    slots = tensor_slots(model)
-    placed = places([name for slot in slots for name in slot.names], device_map)
-    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
-    refuse_meta(slots, placed, LoadReport())
-    connect_devices(model, device_map, placed, getattr(model, "_skip_keys_device_placement", None))

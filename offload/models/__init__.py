@@ -13,11 +13,14 @@ Always true:
 | `device_map` | which tensor goes where |
 | `loader` | a model, empty or in memory, filled and moved: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
 | `slots` | a model's tensors, each once, under all their names |
-| `deferred` | a tensor that is still to be put together from stored ones |
+| `deferred` `assembly` | a tensor that is still to be put together from stored ones, and doing that |
 | `pretrained` `hooks` | what transformers and accelerate have a say in: names, forms, and where weights are held |
-| `order` | in which order values are likely to be read |
 | `values` `journal` | many values, replaced one at a time: `map_values`, and what is noted of its runs |
 | `replacing` | what takes the place of values, where they were |
 | `saving` `conversion` | a checkpoint written: `save_checkpoint`, and another one in another form |
 | `verify` | whether a checkpoint is whole |
 """
+
+import logging
+
+log = logging.getLogger(__name__)

@@ -15,13 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+import torch
+
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
+from offload.models import log
 from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_unicode
 from offload.storage.layout import Layout
 from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, read_json, reading, short
+from offload.tensor.guests import CPU
+from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -88,9 +94,45 @@ class Checkpoint(Mapping[str, StoredValue]):
         """Bytes of all values."""
         return sum(value.nbytes for value in self.values())
 
+    @uncollected()
+    def tensors(
+        self, offload_dir: PathLike | None = None, devices: Mapping[str, torch.device] | None = None
+    ) -> dict[str, OffloadedTensor]:
+        """Its values as tensors, referenced where they are.
+
+        In an offload folder that is `offload_dir` itself they are open to be written.
+
+        Args:
+            offload_dir: where they go at their first write; None for a private folder.
+            devices: the names of those that are wanted, each with where ops on it run; None for all, on the CPU.
+        """
+        wanted = dict.fromkeys(self, CPU) if devices is None else devices
+        to_write = self.is_offload_folder and self.is_in(offload_dir)
+        values = [self[name] for name in wanted]
+        for value in values:
+            if value.key in value.file.header.loose:
+                log.debug("%s is copied: no tensor can be over it where it lies in %s", value.key, value.file.path)
+        handles = [
+            Handle.adopt(value.file, value.key) if to_write else Handle.reference(value.file, value.key, offload_dir)
+            for value in values
+        ]
+        return dict(zip(wanted, wrap_handles(zip(handles, wanted.values(), strict=True)), strict=True))
+
+    def is_in(self, offload_dir: PathLike | None) -> bool:
+        """Whether its folder is this one."""
+        return offload_dir is not None and os.path.realpath(absolute(offload_dir)) == os.path.realpath(self.path)
+
+    def refuse_own_folder(self, offload_dir: PathLike | None) -> None:
+        """Raises `CheckpointError` if values are to go where the checkpoint is, and that is no offload folder."""
+        if self.is_in(offload_dir) and not self.is_offload_folder:
+            raise CheckpointError(
+                f"{self.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
+                "opened again. Give another offload_dir."
+            )
+
 
 @uncollected()
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: PathLike) -> Checkpoint:
     """A file of tensors, the index of several, a folder with either, or an offload folder.
 
     Files are `.safetensors`, or of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), and are told by what is in them.

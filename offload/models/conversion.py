@@ -22,7 +22,6 @@ import torch
 from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
 from offload.models.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
 from offload.models.deferred import deferred
-from offload.models.loader import PathLike, referenced
 from offload.models.saving import PARTS_NOTE, save_checkpoint
 from offload.progress import progress
 from offload.storage.dtypes import dtype_name
@@ -30,7 +29,7 @@ from offload.storage.paths import absolute
 from offload.storage.regular import is_folder, is_there, read_json, reading
 from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor
+from offload.tensor.wrapper import OffloadedTensor, PathLike
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -76,9 +75,7 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
             f"{source.path} holds quantized weights in torchao's form, which takes notes that an offload folder has no "
             "place for: convert it to safetensors, or load the model and call offload.disk_offload"
         )
-    names = list(source)
-    tensors = referenced(source, [(name, torch.device("cpu")) for name in names], None)
-    for name, tensor in progress(zip(names, tensors, strict=True), "converting", total=len(names)):
+    for name, tensor in progress(source.tensors().items(), "converting", total=len(source)):
         if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             OffloadedTensor.from_original_tensor(tensor, name, folder)
         elif subclass_value(tensor) is not None:

@@ -3,18 +3,16 @@
 Always true:
 - nothing is read before it is stored, or an op needs its numbers
 - stacking, joining, cutting, casting and making contiguous are recorded; parts are offloaded tensors, or views of them
-- it is stored in one go, in memory for some blocks, whatever its size; what is a stored value as it is, is not copied
+- what comes of it is written, by an `Assembly`, when it is stored; what is a stored value as it is, is not copied
 - at its first write it goes to a file of its own, which its views see, and what was copied from it before does not
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -22,51 +20,16 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map_only
 
 from offload.errors import UnsupportedOpError
-from offload.storage.handle import Handle
-from offload.storage.layout import contiguous
+from offload.models.assembly import Assembly, Part, as_parts
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.scratch import scratch
-from offload.storage.write import layout_of
-from offload.tensor.guests import CPU, sent_to
+from offload.tensor.guests import CPU
 from offload.tensor.rules import written_arguments
-from offload.tensor.wrapper import (
-    OffloadedTensor,
-    Rule,
-    handle_of,
-    is_offloaded,
-    is_part,
-    mapped_value,
-    value_on_cpu,
-    wrap_handle,
-)
+from offload.tensor.wrapper import OffloadedTensor, Rule, handle_of, is_offloaded, is_part, mapped_value
 
-_BLOCK = 8 << 20  # bytes that are put together at a time
-_FEW = 64 << 10  # bytes of a part up to which it is joined with others before it is written
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
 _aten = torch.ops.aten
 
 Cut: TypeAlias = Callable[[torch.Tensor], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a value.
-
-    Attributes:
-        source: its numbers: on disk, on the CPU, of as many dimensions as the whole, perhaps of another dtype.
-        start: where its first element is in the whole.
-    """
-
-    source: torch.Tensor
-    start: tuple[int, ...]
-
-    def end(self, dim: int) -> int:
-        return self.start[dim] + self.source.shape[dim]
-
-    def moved(self, dim: int, by: int) -> Part:
-        start = list(self.start)
-        start[dim] += by
-        return replace(self, start=tuple(start))
 
 
 @dataclass(slots=True)
@@ -83,7 +46,7 @@ class Body:
     own: bool = False
 
     def become(self, stored: torch.Tensor) -> None:
-        self.parts, self.made, self.own = _whole(stored), True, True
+        self.parts, self.made, self.own = as_parts(stored), True, True
 
 
 class DeferredTensor(torch.Tensor):
@@ -115,8 +78,13 @@ class DeferredTensor(torch.Tensor):
             source = self._body.parts[0].source
             for cut in self._cuts:
                 source = cut(source)
-            self._seen = (self._body.parts, _whole(source))
+            self._seen = (self._body.parts, as_parts(source))
         return self._seen[1]
+
+    @property
+    def assembly(self) -> Assembly:
+        """How it is put together, by now."""
+        return Assembly(self._parts, self._twin)
 
     @property
     def data(self) -> torch.Tensor:
@@ -145,7 +113,7 @@ class DeferredTensor(torch.Tensor):
     @property
     def is_stored(self) -> bool:
         """Whether it is on disk as it is, as a whole value: it will stay there."""
-        source = self._as_it_is()
+        source = self.assembly.as_it_is()
         return is_offloaded(source) and not (is_part(source) or self._body.made)
 
     @torch.no_grad()
@@ -168,19 +136,16 @@ class DeferredTensor(torch.Tensor):
         if written is not None:
             written.update_values(self.settled(), strict_dtype=False)
             return written.to(device)  # type: ignore[return-value]
-        return _assembled(self._parts, self._twin, name, offload_dir, device)
+        return self.assembly.in_file(name, offload_dir, device)
 
     @torch.no_grad()
     def materialize(self, device: torch.device = CPU) -> torch.Tensor:
         """The value in memory, as a plain tensor."""
-        whole = torch.empty_like(self._twin, device=CPU)
-        for part in self._parts:
-            _place_in(whole, part).copy_(_on_cpu(part.source))
-        return sent_to(whole, device)
+        return self.assembly.in_memory(device)
 
     def settled(self) -> torch.Tensor:
         """The value as one tensor that is on disk now."""
-        source = self._as_it_is()
+        source = self.assembly.as_it_is()
         if source is None:
             self._settle()
             source = self._parts[0].source
@@ -189,7 +154,7 @@ class DeferredTensor(torch.Tensor):
     @torch.no_grad()
     def _settle(self) -> None:
         """Put the body together, in a file that is its own."""
-        self._body.become(_assembled(self._body.parts, self._root, "deferred", None, CPU))
+        self._body.become(Assembly(self._body.parts, self._root).in_file("deferred", None, CPU))
 
     def _copied(self) -> tuple[Part, ...]:
         """The parts, for another body: the next write to this one goes to another file."""
@@ -205,13 +170,6 @@ class DeferredTensor(torch.Tensor):
             start = value.storage_offset() * value.itemsize
             span = value.untyped_storage()[start : start + value.numel() * value.itemsize]
             return torch.empty(0, dtype=value.dtype, device=CPU).set_(span, 0, value.shape, value.stride())
-
-    def _as_it_is(self) -> torch.Tensor | None:
-        """The only part, if that is the value with its dtype and strides; else None."""
-        (part, *others) = self._parts
-        with DisableTorchFunctionSubclass():
-            has, wanted = ((one.shape, one.dtype, one.stride()) for one in (part.source, self._twin))
-        return part.source if has == wanted and not others else None
 
     def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
         """What this is a cast of, if that is stored, and open to be written, where this is to be."""
@@ -229,7 +187,18 @@ def deferred(source: torch.Tensor) -> DeferredTensor:
     """A deferred tensor of one part, which is on disk and for the CPU."""
     with no_functions(), no_modes():
         twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
-    return _made(_whole(source), twin)
+    return _made(as_parts(source), twin)
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a dtype: one on disk is deferred, if it has another, but for one of a subclass, which is written."""
+    with DisableTorchFunctionSubclass():
+        if tensor.dtype == dtype:
+            return tensor
+    if is_offloaded(tensor) and handle_of(tensor).is_subclass:
+        tensor.update_values(tensor.to(dtype), strict_dtype=False)
+        return tensor
+    return (deferred(tensor) if is_offloaded(tensor) else tensor).to(dtype)
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,10 +224,6 @@ def _wrapped(
     made._twin = twin
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
-
-
-def _whole(source: torch.Tensor) -> tuple[Part, ...]:
-    return (Part(source, (0,) * source.dim()),)
 
 
 # What is recorded
@@ -331,14 +296,14 @@ def _deferred(tensor: torch.Tensor) -> DeferredTensor:
 def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A view of the only part; one that is there already, or one that the parts are put together to."""
     tensor = args[0]
-    if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor._as_it_is() is None):
+    if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor.assembly.as_it_is() is None):
         tensor._settle()
 
     def cut(source: torch.Tensor) -> Any:
         return func(source, *args[1:], **kwargs)
 
     def view(twin: torch.Tensor, source: torch.Tensor, cut: Cut) -> DeferredTensor:
-        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twin, _whole(source))
+        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twin, as_parts(source))
 
     twins, sources = cut(tensor._twin), cut(tensor._parts[0].source)
     if isinstance(twins, torch.Tensor):
@@ -392,88 +357,6 @@ def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
     if result.device != CPU or result.numel() * result.itemsize < _BIG:
         return result
     return deferred(OffloadedTensor.from_original_tensor(result, "deferred"))
-
-
-# Putting together
-
-
-def _assembled(
-    parts: Sequence[Part],
-    twin: torch.Tensor,
-    name: str,
-    offload_dir: str | os.PathLike[str] | None,
-    device: torch.device,
-) -> OffloadedTensor:
-    """The parts in a file, in the layout of the twin."""
-    layout = layout_of(twin)
-    order = layout.order
-    parts = [Part(part.source.permute(order), tuple(part.start[dim] for dim in order)) for part in parts]
-    blocks = _blocks(parts, tuple(layout.shape[dim] for dim in order), layout.dtype)
-    return wrap_handle(Handle.assemble(layout, blocks, name, offload_dir), device)
-
-
-def _blocks(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Contiguous tensors of `dtype` that make up the whole, in row-major order. Each is good until the next."""
-    return _blocks_of(parts, shape, dtype, scratch(contiguous(torch.uint8, (_BLOCK,))))
-
-
-def _blocks_of(
-    parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    if math.prod(shape) == 0:
-        return
-    nbytes = math.prod(shape) * dtype.itemsize
-    if len(parts) == 1 and _lies_as_it_reads(parts[0].source, dtype):
-        yield _on_cpu(parts[0].source)
-    elif shape[:-1] and shape[0] == 1:
-        below = [Part(part.source[0], part.start[1:]) for part in parts]
-        yield from _blocks_of(below, shape[1:], dtype, buffer)
-    elif nbytes <= _BLOCK and (nbytes <= _FEW * len(parts) or len(_bounds(parts, shape)) == 2):
-        yield _joined(parts, shape, dtype, buffer)
-    else:
-        for start, stop in _rows(parts, shape, dtype):
-            inside = [_between(part, start, stop) for part in parts if part.start[0] < stop and part.end(0) > start]
-            yield from _blocks_of(inside, (stop - start, *shape[1:]), dtype, buffer)
-
-
-def _lies_as_it_reads(source: torch.Tensor, dtype: torch.dtype) -> bool:
-    return source.dtype == dtype and source.is_contiguous() and not (source.is_conj() or source.is_neg())
-
-
-def _rows(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Spans of rows that fit in a block, if they are not one row, and in which no part begins or ends."""
-    most = max(1, _BLOCK // (math.prod(shape[1:]) * dtype.itemsize))
-    for first, last in pairwise(_bounds(parts, shape)):
-        for start in range(first, last, most):
-            yield start, min(start + most, last)
-
-
-def _bounds(parts: Sequence[Part], shape: tuple[int, ...]) -> list[int]:
-    """The rows at which parts begin or end."""
-    return sorted({0, shape[0], *(part.start[0] for part in parts), *(part.end(0) for part in parts)})
-
-
-def _between(part: Part, start: int, stop: int) -> Part:
-    """What a part, which covers these rows, has of them."""
-    piece = part.source[start - part.start[0] : stop - part.start[0]]
-    return Part(piece, (0, *part.start[1:]))
-
-
-def _joined(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype, buffer: torch.Tensor) -> torch.Tensor:
-    block = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-    for part in parts:
-        _place_in(block, part).copy_(_on_cpu(part.source))
-    return block
-
-
-def _on_cpu(source: torch.Tensor) -> torch.Tensor:
-    return value_on_cpu(source) if is_offloaded(source) else source
-
-
-def _place_in(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(part.start, part.source.shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
 
 
 _WIDER = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import torch
 from torch import nn
 
 from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
+from offload.models.deferred import as_dtype
+from offload.models.slots import Slot
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.regular import explained, reading
 from offload.tensor.arguments import checked_device
-from offload.tensor.wrapper import is_offloaded, wrap_handle
+from offload.tensor.wrapper import PathLike, is_offloaded, wrap_handle
 
 _DIGEST_BLOCK = 1 << 22
 
@@ -62,7 +64,7 @@ def held_values(model: nn.Module) -> dict[str, Held]:
     return held
 
 
-def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: str | os.PathLike[str] | None) -> torch.Tensor:
+def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: PathLike | None) -> torch.Tensor:
     """The value of the tensor `name`, with the shape and dtype of `like`.
 
     An entry of a safetensors file is referenced there; a file of accelerate's is mapped.
@@ -82,7 +84,7 @@ def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: str | os.P
             f"{name!r} has shape {tuple(like.shape)}, and the value that accelerate's hook holds for it "
             f"{tuple(value.shape)}: the hook's weights are of another model"
         )
-    return _cast(value, like.dtype)
+    return as_dtype(value, like.dtype)
 
 
 def origin_of(held: Held) -> Hashable:
@@ -97,6 +99,39 @@ def origin_of(held: Held) -> Hashable:
     if info.get("safetensors_file") is not None:
         return os.path.abspath(info["safetensors_file"]), info.get("weight_name", held.key)
     return (_digest(_data_file(held)), str(info)) if held.is_tied else None
+
+
+def held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
+    """What a hook holds for a slot."""
+    return next((held[name] for name in slot.names if name in held), None)
+
+
+def device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
+    """Where ops on a slot's tensor run."""
+    found = held_for(slot, held)
+    return found.device if found else slot.tensor.device
+
+
+def joined_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
+    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        found = held_for(slot, held)
+        origin = origin_of(found) if found and slot.is_parameter else None
+        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
+        if first is not slot:
+            first.join(slot)
+    return list(joined.values())
+
+
+def filled_slots(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
+    """The slots one by one, each with the value that a hook holds for it."""
+    for slot in slots:
+        found = held_for(slot, held)
+        if found:
+            value = read_held(slot.name, found, slot.tensor, offload_dir)
+            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
+        yield slot
 
 
 def release(model: nn.Module, *, keep_moves: bool) -> None:
@@ -210,7 +245,7 @@ def _unprefixed(weights: Any, key: str) -> tuple[Mapping[str, Any], str]:
 # What they hold
 
 
-def _read(name: str, held: Held, offload_dir: str | os.PathLike[str] | None) -> torch.Tensor:
+def _read(name: str, held: Held, offload_dir: PathLike | None) -> torch.Tensor:
     info = _index_entry(held)
     if info is None:
         value: torch.Tensor = held.weights[held.key]
@@ -219,7 +254,7 @@ def _read(name: str, held: Held, offload_dir: str | os.PathLike[str] | None) -> 
         return _map_data(name, _data_file(held), info)
     file = TensorFile.open(info["safetensors_file"])
     stored = wrap_handle(Handle.reference(file, info.get("weight_name", held.key), offload_dir), held.device)
-    return _cast(stored, _dtype(info["dtype"])) if "dtype" in info else stored
+    return as_dtype(stored, _dtype(info["dtype"])) if "dtype" in info else stored
 
 
 def _index_entry(held: Held) -> Mapping[str, Any] | None:
@@ -258,15 +293,6 @@ def _dtype(word: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CorruptFileError(f"accelerate's index gives {word!r} as a dtype, which is none of torch's")
     return dtype
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if value.dtype == dtype:
-        return value
-    if not is_offloaded(value):
-        return value.to(dtype)
-    value.update_values(value.to(dtype), strict_dtype=False)
-    return value
 
 
 def _memory_of(value: Any) -> Hashable:

@@ -10,20 +10,19 @@ Always true:
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
+from offload.models import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.deferred import DeferredTensor, deferred
+from offload.models.deferred import DeferredTensor, as_dtype
 from offload.models.device_map import (
     AUTOMATIC,
     ON_DISK,
@@ -34,35 +33,26 @@ from offload.models.device_map import (
     places,
     warn_of_strangers,
 )
-from offload.models.hooks import held_values, move_activations, release
-from offload.models.order import expect_reads
-from offload.models.pretrained import as_in, is_of_transformers, let_saving_look, let_saving_stream
+from offload.models.hooks import device_of, filled_slots, held_for, held_values, joined_slots, move_activations, release
+from offload.models.pretrained import as_in, is_of_transformers, let_save
 from offload.models.slots import (
     Slot,
-    brought,
-    device_of,
-    filled_slots,
-    held_for,
+    at_place,
     is_meta,
-    joined_slots,
     place_of_slot,
     place_tensors,
     tensor_slots,
     tied_slots,
 )
+from offload.prefetch.engine import expect
+from offload.prefetch.residency import SMALL, Pool
 from offload.progress import progress
 from offload.storage.handle import Handle
-from offload.storage.paths import absolute
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
-from offload.tensor.guests import CPU
-from offload.tensor.materialize import materialize
-from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handles
+from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
 
-PathLike: TypeAlias = "str | os.PathLike[str]"
 Model = TypeVar("Model", bound=nn.Module)
-
-_log = logging.getLogger("offload")
 
 
 @dataclass(frozen=True)
@@ -149,17 +139,25 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
     )
     slots = tied_slots(model)
-    placed = places(_names(slots), device_map)
-    report = _load(
-        model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
+    report = _fill(
+        model,
+        slots,
+        checkpoint,
+        _placed(slots, device_map),
+        offload_dir,
+        dtype=dtype,
+        strict=strict,
+        offload_buffers=offload_buffers,
     )
-    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
-    refuse_meta(slots, placed, report)
-    let_saving_look(model)
-    if is_of_transformers(model):
-        let_saving_stream(model)
-    expect_reads(model, pool)
-    connect_devices(model, device_map, placed, skip_keys)
+    finish_loading(
+        model,
+        device_map,
+        report,
+        offload_dir=offload_dir,
+        offload_buffers=offload_buffers,
+        pool=pool,
+        skip_keys=skip_keys,
+    )
     return model
 
 
@@ -189,9 +187,9 @@ def load_checkpoint_in_model(
     """
     dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]
-    placed = places(_names(slots), device_map)
+    placed = _placed(slots, device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
-    return _load(
+    return _fill(
         model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
 
@@ -247,10 +245,7 @@ def disk_offload(
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
     runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
     release(model, keep_moves=device is None and runs_elsewhere)
-    let_saving_look(model)
-    if is_of_transformers(model):
-        let_saving_stream(model)
-    expect_reads(model)
+    _settle(model, None)
     return model
 
 
@@ -275,86 +270,15 @@ def load_file(
     """
     target = computing_device(device)
     source = open_checkpoint(path)
-    refuse_own_folder(source, offload_dir)
-    return dict(zip(source, referenced(source, [(name, target) for name in source], offload_dir), strict=True))
+    source.refuse_own_folder(offload_dir)
+    return source.tensors(offload_dir, dict.fromkeys(source, target))
 
 
-@uncollected()
-def referenced(
-    source: Checkpoint, wanted: Iterable[tuple[str, torch.device]], offload_dir: PathLike | None
-) -> list[OffloadedTensor]:
-    """Tensors, by name and target device, in their checkpoint.
-
-    In an offload folder that is `offload_dir` itself they are open to be written.
-    """
-    to_write = source.is_offload_folder and _is_own_folder(source, offload_dir)
-    handles = []
-    for name, device in wanted:
-        value = source[name]
-        handle = (
-            Handle.adopt(value.file, value.key) if to_write else Handle.reference(value.file, value.key, offload_dir)
-        )
-        handles.append((handle, device))
-    return wrap_handles(handles)
-
-
-def refuse_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> None:
-    """Raises `CheckpointError` for an offload folder that is a checkpoint's, and that not of per-name files alone."""
-    if _is_own_folder(source, offload_dir) and not source.is_offload_folder:
-        raise CheckpointError(
-            f"{source.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
-            "opened again. Give another offload_dir."
-        )
-
-
-def refuse_other_names(
-    source: Checkpoint, values: Iterable[tuple[list[str], torch.Tensor]], offload_dir: PathLike | None
-) -> None:
-    """Raises `CheckpointError` for values, with their names, that would go to a folder that has them in other forms."""
-    others = [
-        keys[0]
-        for keys, value in values
-        if isinstance(value, DeferredTensor) and not value.is_stored and not any(key in source for key in keys)
-    ]
-    if others and _is_own_folder(source, offload_dir):
-        raise CheckpointError(
-            f"{source.path} has {len(others)} tensors in another form, or under other names, than this model "
-            f"({_some(others)}), and can't hold both. Give another offload_dir."
-        )
-
-
-def _is_own_folder(source: Checkpoint, offload_dir: PathLike | None) -> bool:
-    return offload_dir is not None and os.path.realpath(absolute(offload_dir)) == os.path.realpath(source.path)
-
-
-def refuse_meta(slots: Iterable[Slot], placed: Mapping[str, Place], report: LoadReport) -> None:
-    """Raises `MetaTensorError` for tensors that should have data and have none."""
-    empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
-    if empty:
-        raise MetaTensorError(
-            f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
-            "Give a checkpoint that has them, or fill them first; init_empty_weights keeps buffers real by default."
-        )
-
-
-def connect_devices(
-    model: nn.Module, device_map: DeviceMap, placed: Mapping[str, Place], skip_keys: str | list[str] | None
-) -> None:
-    """Where modules execute on several devices, let accelerate's hooks move the activations."""
-    warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
-    at = {name: placed[slot.name] for slot in tensor_slots(model) for name in slot.names}  # tied ones are where one is
-    devices = execution_devices(at)
-    if len(set(devices.values())) > 1:
-        move_activations(model, devices, skip_keys=skip_keys)
-
-
-def _names(slots: Iterable[Slot]) -> Iterator[str]:
-    for slot in slots:
-        yield from slot.names
+# Filling, in the order in which it happens
 
 
 @torch.inference_mode(False)  # tensors of that mode could not be trained later
-def _load(
+def _fill(
     model: nn.Module,
     slots: Iterable[Slot],
     checkpoint: PathLike,
@@ -366,44 +290,53 @@ def _load(
     offload_buffers: bool,
 ) -> LoadReport:
     """Fill the slots that the checkpoint has values for, if it fits at all."""
-    held = held_values(model)
-    if held:
-        raise DeviceMapError(
-            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
-            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
-        )
+    _refuse_held(model)
     source = open_checkpoint(checkpoint)
-    refuse_own_folder(source, offload_dir)
+    source.refuse_own_folder(offload_dir)
     keyed, ties = _without_ties(_keyed(slots, source), source)
     report = _compare(keyed, source)
     converted: dict[str, DeferredTensor] | None = None
     if report.differs and is_of_transformers(model):
-        converted, report = _as_in(model, source, offload_dir)
+        log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
+        converted, info = as_in(model, source.tensors(offload_dir))
         keyed, ties = _keyed(slots, converted), []
-        values = ((slot.keys, converted[key]) for slot, key in keyed if key is not None)
-        refuse_other_names(source, values, offload_dir)
-        report.missing_keys.extend(slot.keys[0] for slot, key in keyed if key is None)
+        refuse_other_names(source, ((slot.keys, converted[key]) for slot, key in keyed if key is not None), offload_dir)
+        missing = [slot.keys[0] for slot, key in keyed if key is None]
+        report = replace(report_of(info), missing_keys=missing)
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
         raise CheckpointError(
             f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
         )
-    wanted = _wanted(keyed, placed, report, offload_buffers=offload_buffers)
-    if converted is None:
-        _fill(
-            wanted,
-            referenced(source, [(key, place.device) for _, key, place in wanted], offload_dir),
-            offload_dir,
-            dtype,
-        )
-    else:
-        _fill(wanted, [converted[key] for _, key, _ in wanted], offload_dir, dtype)
+    skipped = {name for name, _, _ in report.mismatched_keys}
+    wanted = {
+        key: (slot, place_of_slot(slot, placed, offload_buffers=offload_buffers))
+        for slot, key in keyed
+        if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
+    }
+    tensors: Mapping[str, torch.Tensor] = converted or source.tensors(
+        offload_dir, {key: place.device for key, (_, place) in wanted.items()}
+    )
+    for key, (slot, place) in progress(wanted.items(), "loading", total=len(wanted)):
+        tensor = tensors[key]
+        if slot.tensor.is_floating_point() and tensor.is_floating_point():
+            tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
+        slot.fill(at_place(tensor, key, place, offload_dir))
     for slot, filled in ties:
         slot.fill(filled.tensor)
     if report.differs:
-        _log.warning("%s: %s", source.path, report)
+        log.warning("%s: %s", source.path, report)
     return report
+
+
+def _refuse_held(model: nn.Module) -> None:
+    held = held_values(model)
+    if held:
+        raise DeviceMapError(
+            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
+            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
+        )
 
 
 def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
@@ -433,16 +366,6 @@ def _kind(slot: Slot) -> tuple[bool, torch.Size, torch.dtype]:
     return slot.is_parameter, slot.tensor.shape, slot.tensor.dtype
 
 
-def _as_in(
-    model: nn.Module, source: Checkpoint, offload_dir: PathLike | None
-) -> tuple[dict[str, DeferredTensor], LoadReport]:
-    """The tensors of a checkpoint as a transformers model has them, and what does not match but for missing ones."""
-    tensors = referenced(source, [(name, CPU) for name in source], offload_dir)
-    values, report = as_in(model, dict(zip(source, tensors, strict=True)))
-    mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(report["mismatched_keys"])]
-    return values, LoadReport([], sorted(report["unexpected_keys"]), mismatched)
-
-
 def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
     report = LoadReport()
     expected: set[str] = set()
@@ -458,61 +381,130 @@ def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> Lo
     return report
 
 
-def _wanted(
-    keyed: Iterable[tuple[Slot, str | None]],
-    placed: Mapping[str, Place],
+def report_of(info: Mapping[str, Any]) -> LoadReport:
+    """What transformers says of a loading."""
+    mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(info["mismatched_keys"])]
+    return LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), mismatched)
+
+
+def refuse_other_names(
+    source: Checkpoint, values: Iterable[tuple[list[str], torch.Tensor]], offload_dir: PathLike | None
+) -> None:
+    """Raises `CheckpointError` for values, with their names, that would go to a folder that has them in other forms."""
+    if not source.is_in(offload_dir):
+        return
+    others = [
+        keys[0]
+        for keys, value in values
+        if isinstance(value, DeferredTensor) and not value.is_stored and not any(key in source for key in keys)
+    ]
+    if others:
+        raise CheckpointError(
+            f"{source.path} has {len(others)} tensors in another form, or under other names, than this model "
+            f"({_some(others)}), and can't hold both. Give another offload_dir."
+        )
+
+
+# The end of every loading
+
+
+def finish_loading(
+    model: nn.Module,
+    device_map: DeviceMap,
     report: LoadReport,
     *,
+    offload_dir: PathLike | None,
     offload_buffers: bool,
-) -> list[tuple[Slot, str, Place]]:
-    """What is to be filled, from which key, and where it goes."""
-    skipped = {name for name, _, _ in report.mismatched_keys}
-    return [
-        (slot, key, place_of_slot(slot, placed, offload_buffers=offload_buffers))
-        for slot, key in keyed
-        if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
-    ]
-
-
-def _fill(
-    wanted: list[tuple[Slot, str, Place]],
-    tensors: Iterable[torch.Tensor],
-    offload_dir: PathLike | None,
-    dtype: torch.dtype | None,
+    pool: Pool | None,
+    skip_keys: str | list[str] | None,
 ) -> None:
-    for (slot, key, place), tensor in progress(zip(wanted, tensors, strict=True), "loading", total=len(wanted)):
-        slot.fill(_converted(tensor, key, _dtype_for(slot.tensor, dtype), place, offload_dir))
+    """Bring what is not in its place there, look that nothing is empty, and make the model ready to run.
+
+    Args:
+        model: filled from a checkpoint.
+        device_map: one that says everything.
+        report: what did not match.
+        pool: see `_settle`.
+        skip_keys, offload_dir, offload_buffers: see `load_checkpoint_and_dispatch`.
+
+    Raises:
+        MetaTensorError: tensors are left without data.
+        WriteError, NameInUseError, ForeignFileError
+    """
+    slots = tensor_slots(model)
+    placed = _placed(slots, device_map)
+    warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
+    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
+    empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
+    if empty:
+        raise MetaTensorError(
+            f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
+            "Give a checkpoint that has them, or fill them first; init_empty_weights keeps buffers real by default."
+        )
+    connect_devices(model, slots, placed, skip_keys)
+    _settle(model, pool)
 
 
-def _converted(
-    tensor: torch.Tensor,
-    name: str,
-    dtype: torch.dtype | None,
-    place: Place,
-    offload_dir: PathLike | None,
-) -> torch.Tensor:
-    with DisableTorchFunctionSubclass():
-        has = tensor.dtype
-    if dtype is not None and dtype != has and has.is_floating_point:
-        tensor = tensor.to(dtype) if isinstance(tensor, DeferredTensor) else _cast(tensor, dtype)
-    if isinstance(tensor, DeferredTensor):
-        return brought(tensor, name, place, offload_dir)
-    return tensor if place.on_disk else materialize(tensor)
+def _placed(slots: Iterable[Slot], device_map: DeviceMap) -> dict[str, Place]:
+    return places((name for slot in slots for name in slot.names), device_map)
 
 
-def _cast(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A value in another dtype: deferred, but for one of a subclass."""
-    assert is_offloaded(stored)
-    if not handle_of(stored).is_subclass:
-        return deferred(stored).to(dtype)
-    stored.update_values(stored.to(dtype), strict_dtype=False)
-    return stored
+def connect_devices(
+    model: nn.Module, slots: Iterable[Slot], placed: Mapping[str, Place], skip_keys: str | list[str] | None
+) -> None:
+    """Where modules execute on several devices, let accelerate's hooks move the activations."""
+    at = {name: placed[slot.name] for slot in slots for name in slot.names}  # tied ones are where one is
+    devices = execution_devices(at)
+    if len(set(devices.values())) > 1:
+        move_activations(model, devices, skip_keys=skip_keys)
 
 
-def _dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
-    if not tensor.is_floating_point():
-        return None
-    return dtype or tensor.dtype
+@uncollected()
+def _settle(model: nn.Module, pool: Pool | None) -> None:
+    """Have a model that is on disk save itself, and its values read ahead, block by block, small ones first.
+
+    Of embeddings rows are picked, and of stacks of matrices (experts) some: they are not expected as wholes. It is a
+    guess for the first pass: what is really read is learned from the reads themselves.
+
+    Args:
+        model: a module whose parameters and buffers are where they will be.
+        pool: the budget that they are to be under; None for that of the process.
+    """
+    let_save(model)
+    handles: dict[int, Handle] = {}
+    for block in _blocks(model):
+        modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        members = [member for module in modules for member in (*module._parameters.values(), *module._buffers.values())]
+        stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
+        for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
+            handles.setdefault(id(handle_of(tensor)), handle_of(tensor))
+    expect(handles.values(), pool)
+    if log.isEnabledFor(logging.INFO):
+        _tell(model)
+
+
+def _blocks(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """A module's parts in their order; what stands in a list is a block with all that is in it."""
+    yield [module]
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (list(block.modules()) for block in child.children())
+        else:
+            yield from _blocks(child)
+
+
+def _tell(model: nn.Module) -> None:
+    """Log how many of a model's values are where."""
+    tensors = [slot.tensor for slot in tensor_slots(model)]
+    handles = [handle_of(tensor) for tensor in tensors if is_offloaded(tensor)]
+    written = sum(handle.owned for handle in handles)
+    log.info(
+        "%s is ready: %d values are referenced in their checkpoint, %d are in files of their own, %d are in memory",
+        type(model).__name__,
+        len(handles) - written,
+        written,
+        len(tensors) - len(handles),
+    )
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

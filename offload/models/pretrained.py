@@ -3,7 +3,7 @@
 Always true:
 - transformers' own loader renames, stacks, splits, casts and ties; it is handed deferred tensors in place of tensors
 - nothing is read, or written, by that
-- a model does not save itself over the files that its weights are in
+- a model does not save itself over the files that its weights are in, and saves them without reading them as a whole
 
 transformers is imported when there is a model of its to fill.
 """
@@ -15,16 +15,17 @@ import gc
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
+from offload.models import log
 from offload.models.deferred import DeferredTensor, deferred
+from offload.models.saving import in_torchaos_form
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.paths import absolute
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
@@ -67,8 +68,6 @@ def filled(
             raise CheckpointError(
                 f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
             ) from error
-    let_saving_look(model)
-    let_saving_stream(model)
     return model, report
 
 
@@ -101,24 +100,29 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
-def let_saving_stream(model: Any) -> None:
-    """Have `save_pretrained` undo the conversions of the checkpoint on deferred tensors: nothing is held in memory."""
-    conversions = _conversions(model)
-    if conversions and not isinstance(conversions, _Streaming):
-        model._weight_conversions = _Streaming(conversions)
+# Saving
 
 
-def let_saving_look(model: nn.Module) -> None:
-    """Have each `save_pretrained` in a model look, before it writes, for files that live tensors refer to."""
+def let_save(model: Any) -> None:
+    """Have `save_pretrained` of a model, and of the models in it, look before it writes, and hold nothing in memory."""
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
-            module.save_pretrained = _Looking(module)  # type: ignore[assignment]
+            module.save_pretrained = _Looking(module)
+    if is_of_transformers(model):
+        conversions = _conversions(model)
+        if conversions and not isinstance(conversions, _Streaming):
+            model._weight_conversions = _Streaming(conversions)
+        if getattr(model, "hf_quantizer", None) is not None:
+            is_torchao = getattr(model, "quantization_method", None) == "torchao"
+            saved = _in_torchaos_form if is_torchao else partial(_saved_by, model.hf_quantizer)
+            model.hf_quantizer.get_state_dict_and_metadata = saved
 
 
 class _Looking:
-    """A model's `save_pretrained`, behind a look at the folder; in a pickle the usual one.
+    """A model's `save_pretrained`, behind a look at the folder for files that live tensors refer to.
 
-    It holds the model, which may have no other name: `offload.from_pretrained(a).save_pretrained(b)`.
+    It holds the model, which may have no other name: `offload.from_pretrained(a).save_pretrained(b)`. In a pickle it is
+    the usual one.
 
     Raises:
         ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
@@ -135,8 +139,10 @@ class _Looking:
         saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
         files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
         replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
-        refuse_sources(_sources(model), replaced)
+        named = (*model.named_parameters(), *model.named_buffers())
+        refuse_sources({name: file for name, tensor in named if (file := file_of(tensor))}, replaced)
         refuse_referenced(replaced)
+        log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
         return save(model, *args, **options)
 
     def _only_holder(self) -> Any:
@@ -162,9 +168,15 @@ def _is_of_a_module(holder: object) -> bool:
     return isinstance(holder, dict) and "_modules" in holder
 
 
-def _sources(model: nn.Module) -> dict[str, Path]:
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: file for name, tensor in named if (file := file_of(tensor))}
+def _conversions(model: Any) -> Any:
+    """Those that saving will undo: of the checkpoint, or, of a model that was not loaded, the usual ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    if getattr(model, "_weight_conversions", None) is None:
+        usual = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
+    return model._weight_conversions or ()
 
 
 class _Streaming(list[Any]):
@@ -187,55 +199,47 @@ def _streaming(conversion: Any) -> Any:
     if not isinstance(conversion, WeightConverter):
         return conversion
     streaming = copy.copy(conversion)
-    streaming.operations = [_Undone(_Map()), *conversion.operations, _Undone(_Defer())]
+    streaming.operations = [_Undone(_mapped_alone), *conversion.operations, _Undone(_deferred_again)]
     return streaming
 
 
-class _Operation:
-    """A step of a conversion, as transformers calls them."""
+class _Undone:
+    """A step of a conversion, as transformers calls them, for when it is undone: something is done to each tensor."""
 
     supports_many_to_many = False
 
-    def change(self, tensor: Any) -> Any:
-        """What becomes of a tensor."""
-        return tensor
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+
+    @property
+    def reverse_op(self) -> _Undone:
+        return self
 
     def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
         """What becomes of tensors, or lists of them, by name."""
-        change = self.change
+        change = self._change
         return {
             name: [change(one) for one in value] if isinstance(value, list) else change(value)
             for name, value in input_dict.items()
         }
 
 
-class _Defer(_Operation):
-    """The first to undo: tensors on disk are deferred."""
-
-    def change(self, tensor: Any) -> Any:
-        return deferred(tensor.detach()) if is_offloaded(tensor) else tensor
+def _deferred_again(tensor: Any) -> Any:
+    """What is undone first, on disk, as one that takes the steps after it without being read."""
+    return deferred(tensor.detach()) if is_offloaded(tensor) else tensor
 
 
-class _Map(_Operation):
-    """The last to undo: what is to be saved is mapped, each in a storage of its own: shards are filled by these."""
-
-    def change(self, tensor: Any) -> Any:
-        return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor
+def _mapped_alone(tensor: Any) -> Any:
+    """What came of the steps, mapped, each in a storage of its own: shards are filled by these."""
+    return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor
 
 
-class _Undone(_Operation):
-    """Nothing while loading, as the tensors are deferred anyway; undone by another step."""
-
-    def __init__(self, reverse_op: _Operation) -> None:
-        self.reverse_op = reverse_op
-
-
-def let_quantizer_save(model: Any) -> None:
-    """Have the quantizer that saves a model see its weights as they are without `offload`, mapped."""
-    model.hf_quantizer.get_state_dict_and_metadata = partial(_saved_by, model.hf_quantizer)
+def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    return in_torchaos_form(_mapped_state(model))
 
 
 def _saved_by(quantizer: Any, model: Any) -> Any:
+    """What a quantizer saves of a model, whose weights it sees as they are without `offload`, mapped."""
     return type(quantizer).get_state_dict_and_metadata(quantizer, _Mapped(model))
 
 
@@ -249,22 +253,11 @@ class _Mapped:
         return getattr(self._model, name)
 
     def state_dict(self) -> dict[str, Any]:
-        return mapped_state(self._model)
+        return _mapped_state(self._model)
 
 
-def mapped_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def _mapped_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A model's weights by name, plain or of a quantized class, over their files."""
     named = model.state_dict().items()
     with no_functions(), no_modes():
         return {name: mapped_value(value) if is_offloaded(value) else value for name, value in named}
-
-
-def _conversions(model: Any) -> Any:
-    """Those that saving will undo: of the checkpoint, or, of a model that was not loaded, the usual ones."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    if getattr(model, "_weight_conversions", None) is None:
-        usual = get_model_conversion_mapping(model, add_legacy=False)
-        model._weight_conversions = [one for one in usual if not isinstance(one, PrefixChange)] or None
-    return model._weight_conversions or ()

@@ -39,7 +39,6 @@ from offload.errors import (
 )
 from offload.memory import as_bytes
 from offload.models.checkpoint import Checkpoint
-from offload.models.loader import PathLike, referenced
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, is_standard, is_unicode
@@ -50,6 +49,7 @@ from offload.storage.subclasses import is_subclass_value, refuse_lossy, with_inn
 from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
 from offload.tensor.arguments import checked_dense, floating_dtype, refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
+from offload.tensor.wrapper import PathLike
 
 PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
 _SINGLE = "model.safetensors"
@@ -158,7 +158,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     discarded: Iterable[str] = ()
     noted: Mapping[str, str] = {}
     if isinstance(source, Checkpoint):
-        tensors: dict[str, Any] = _tensors_of(source)
+        tensors: dict[str, Any] = dict(source.tensors())
         metadata = _metadata_of(source)
         noted = source.ties
     elif isinstance(source, nn.Module):
@@ -177,10 +177,6 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     numbers = source.parameters() if isinstance(source, nn.Module) else [part.tensor for part in parts.values()]
     sources = {name: file for name, tensor in tensors.items() if (file := file_of(tensor))}
     return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
-
-
-def _tensors_of(source: Checkpoint) -> dict[str, torch.Tensor]:
-    return dict(zip(source, referenced(source, [(name, torch.device("cpu")) for name in source], None), strict=True))
 
 
 def _metadata_of(source: Checkpoint) -> dict[str, str]:

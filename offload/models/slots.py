@@ -8,9 +8,8 @@ Always true:
 from __future__ import annotations
 
 import gc
-import logging
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +18,9 @@ from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
+from offload.models import log
 from offload.models.deferred import DeferredTensor
 from offload.models.device_map import Place
-from offload.models.hooks import Held, origin_of, read_held
 from offload.prefetch.residency import books_of
 from offload.progress import progress
 from offload.storage.handle import Handle
@@ -38,8 +37,6 @@ from offload.tensor.wrapper import (
     target_of,
     wrap,
 )
-
-_log = logging.getLogger("offload")
 
 
 @dataclass(slots=True)
@@ -61,6 +58,12 @@ class Slot:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def join(self, other: Slot) -> None:
+        """Take on the names and places of a slot that has the same value."""
+        self.names += other.names
+        self.keys += other.keys
+        self.owners += other.owners
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Put a tensor in all its places; a new one, which nobody else holds."""
@@ -152,12 +155,12 @@ def place_tensors(
     for slot in progress(slots, "placing"):
         place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
         if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, offload_dir):
-            old = slot.become(_moved(slot, place, offload_dir, brought_over))
+            old = slot.become(at_place(slot.tensor, slot.name, place, offload_dir, brought_over))
             if old is not None:
                 left.append((old, slot))
     if left:
         _replace_elsewhere({id(old): slot.tensor for old, slot in left}, [old for old, _ in left])
-        _log.warning(
+        log.warning(
             "%d tensors are held by a graph, or by weak references, and others took their places: %s. Graphs keep the "
             "old ones, in memory.",
             len(left),
@@ -178,13 +181,6 @@ def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor])
                     holder[key] = new[id(value)]
                 if id(key) in new:  # an optimizer's state
                     holder[new[id(key)]] = holder.pop(key)
-
-
-def brought(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
-    """The value where it is to be: on disk, in memory, or nowhere."""
-    if place.device.type == "meta":
-        return tensor.to(place.device)
-    return tensor.stored(name, offload_dir, place.device) if place.on_disk else tensor.materialize(place.device)
 
 
 def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
@@ -217,22 +213,48 @@ def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
     return is_it or (folder is not None and os.path.realpath(folder) == os.path.realpath(offload_dir))
 
 
-def _moved(
-    slot: Slot, place: Place, offload_dir: PathLike | None, brought_over: dict[Hashable, OffloadedTensor]
+def at_place(
+    tensor: torch.Tensor,
+    name: str,
+    place: Place,
+    offload_dir: PathLike | None,
+    brought_over: dict[Hashable, OffloadedTensor] | None = None,
 ) -> torch.Tensor:
-    tensor = slot.tensor
+    """A value where it is to be: on disk, in memory, or nowhere; itself, if it is there.
+
+    Args:
+        tensor: deferred, on disk, or in memory.
+        name: of the file that it is written to, if need be.
+        offload_dir: the folder for that; None for a private one, or, of what is on disk, for where it is.
+        brought_over: what came to that folder from others, to be shared by what shares a file.
+    """
     if isinstance(tensor, DeferredTensor):
-        return brought(tensor, slot.name, place, offload_dir)
+        return _put_together(tensor, name, place, offload_dir)
     if not place.on_disk and is_offloaded(tensor):
+        log.debug("%s: read into memory, for %s", name, place.device)
         tensor = tensor.materialize()
     elif place.on_disk and not is_offloaded(tensor):
-        tensor = OffloadedTensor.from_original_tensor(tensor, slot.name, offload_dir, exist_ok=True)
+        log.debug("%s: written to disk, from memory", name)
+        tensor = OffloadedTensor.from_original_tensor(tensor, name, offload_dir, exist_ok=True)
     elif is_offloaded(tensor) and not _is_in(tensor, offload_dir):
         same = identity_of(tensor)  # other parameters may be over the same file, and are to stay so
+        brought_over = {} if brought_over is None else brought_over
         if same not in brought_over:
-            brought_over[same] = _brought_over(tensor, slot.name, offload_dir)
+            brought_over[same] = _brought_over(tensor, name, offload_dir)
         tensor = brought_over[same].detach()
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)
+
+
+def _put_together(tensor: DeferredTensor, name: str, place: Place, offload_dir: PathLike | None) -> torch.Tensor:
+    if place.device.type == "meta":
+        return tensor.to(place.device)
+    steps = "as it is stored" if tensor.is_stored else tensor.assembly.steps()
+    if not place.on_disk:
+        log.debug("%s: read into memory, for %s: %s", name, place.device, steps)
+        return tensor.materialize(place.device)
+    stored = tensor.stored(name, offload_dir, place.device)
+    log.debug("%s: %s %s: %s", name, "in" if tensor.is_stored else "written to", stored.offload_path, steps)
+    return stored
 
 
 def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
@@ -256,41 +278,3 @@ def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
 
 def _can_require_grad(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-# What accelerate's hooks hold
-
-
-def held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
-    """What a hook holds for a slot."""
-    return next((held[name] for name in slot.names if name in held), None)
-
-
-def device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
-    """Where ops on a slot's tensor run."""
-    found = held_for(slot, held)
-    return found.device if found else slot.tensor.device
-
-
-def joined_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
-    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
-    joined: dict[Hashable, Slot] = {}
-    for slot in slots:
-        found = held_for(slot, held)
-        origin = origin_of(found) if found and slot.is_parameter else None
-        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
-        if first is not slot:
-            first.names += slot.names
-            first.keys += slot.keys
-            first.owners += slot.owners
-    return list(joined.values())
-
-
-def filled_slots(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
-    """The slots one by one, each with the value that a hook holds for it."""
-    for slot in slots:
-        found = held_for(slot, held)
-        if found:
-            value = read_held(slot.name, found, slot.tensor, offload_dir)
-            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
-        yield slot

@@ -223,9 +223,7 @@ class Value:
     def add(self, slot: Slot) -> None:
         """One more slot of the same bytes."""
         self.others.append(slot.tensor)
-        self.slot.names += slot.names
-        self.slot.keys += slot.keys
-        self.slot.owners += slot.owners
+        self.slot.join(slot)
 
     @property
     def folder(self) -> Path | None:

@@ -204,3 +204,8 @@ def short(value: object, most: int = 200) -> str:
     """A value as text that fits into a message."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def first_line(error: Exception, most: int = 300) -> str:
+    """What an error of a neighbour says, which may name all that it knows, as text that fits into a message."""
+    return short(str(error).strip().partition("\n")[0] or type(error).__name__, most)

@@ -20,6 +20,7 @@ from offload.errors import DeviceMapError
 from offload.models import loader
 from offload.models.device_map import Place
 from offload.models.hooks import move_activations
+from offload.models.slots import tensor_slots
 
 
 class Block(nn.Module):
@@ -277,19 +278,22 @@ GPU_0, GPU_1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned: dict[str, torch.device]) -> None:
-    loader.connect_devices(Tied(), {}, {"first.weight": Place(True, GPU_0), "last.weight": Place(True, GPU_1)}, None)
+    tied = Tied()
+    placed = {"first.weight": Place(True, GPU_0), "last.weight": Place(True, GPU_1)}
+    loader.connect_devices(tied, tensor_slots(tied), placed, None)
     assert {} == planned  # all of it is on the first
 
     model = nn.Sequential(Tied(), nn.Linear(4, 4, bias=False))
     placed = {"0.first.weight": Place(True, GPU_0), "0.last.weight": Place(True, GPU_1), "1.weight": Place(True, GPU_1)}
-    loader.connect_devices(model, {}, placed, None)
+    loader.connect_devices(model, tensor_slots(model), placed, None)
     assert {"": GPU_0, "0": GPU_0, "0.first": GPU_0, "0.last": GPU_0, "1": GPU_1} == planned
 
 
 def test_on_one_device_nothing_moves_activations(planned: dict[str, torch.device]) -> None:
-    names = [name for name, _ in Net().named_parameters()] + [name for name, _ in Net().named_buffers()]
+    net = Net()
+    names = [name for name, _ in net.named_parameters()] + [name for name, _ in net.named_buffers()]
 
-    loader.connect_devices(Net(), {}, dict.fromkeys(names, Place(True, GPU_0)), None)
+    loader.connect_devices(net, tensor_slots(net), dict.fromkeys(names, Place(True, GPU_0)), None)
 
     assert {} == planned
 

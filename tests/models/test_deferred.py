@@ -124,8 +124,8 @@ def test_a_part_of_a_value_gets_a_file_of_its_own(waiting: Tensors, plain: Tenso
 def test_blocks_are_smaller_than_the_value(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
     """Also where one row is more than a block, and where parts begin inside one."""
     for block, few in ((4, 0), (8, 0), (20, 100), (100, 0), (100, 50), (300, 0), (1000, 0), (1000, 200)):
-        monkeypatch.setattr("offload.models.deferred._BLOCK", block)
-        monkeypatch.setattr("offload.models.deferred._FEW", few)
+        monkeypatch.setattr("offload.models.assembly._BLOCK", block)
+        monkeypatch.setattr("offload.models.assembly._FEW", few)
 
         for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
             assert torch.equal(make(plain), make(waiting).stored("value").materialize())  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> No
 
 
 def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
-    folder, real = tmp_path / "offload", offload.models.deferred._joined
+    folder, real = tmp_path / "offload", offload.models.assembly._joined
     calls = []
 
     def full(*args: object) -> torch.Tensor:
@@ -155,8 +155,8 @@ def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, wait
             raise OSError(28, "No space left on device")
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("offload.models.deferred._BLOCK", 100)
-    monkeypatch.setattr("offload.models.deferred._joined", full)
+    monkeypatch.setattr("offload.models.assembly._BLOCK", 100)
+    monkeypatch.setattr("offload.models.assembly._joined", full)
 
     with pytest.raises(WriteError, match="No space left"):
         RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
