@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from bench.models import cache_folder
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.write import TEMPORARY, sweep
+from offload.storage.replacing import TEMPORARY, sweep
 from offload.tensor.wrapper import OffloadedTensor
 
 SIZES = tuple(4096 << shift for shift in range(0, 15, 2))  # bytes: 4 KiB to 64 MiB

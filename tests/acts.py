@@ -20,7 +20,7 @@ import torch
 
 from offload import OffloadedTensor
 from offload.errors import MapError, OffloadError
-from offload.storage.write import TEMPORARY
+from offload.storage.replacing import TEMPORARY
 from tests import faults
 from tests.processes import in_fork
 

@@ -28,7 +28,7 @@ import offload
 from offload.integrations import torchao
 from offload.prefetch import engine as engines
 from offload.storage.locks import _LOCKS
-from offload.storage.write import TEMPORARY
+from offload.storage.replacing import TEMPORARY
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}

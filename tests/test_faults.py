@@ -40,7 +40,7 @@ def test_one_call_fails_and_the_next_does_not(tmp_path):
         saved(tmp_path)
 
     assert errno.EIO == caught.value.errno
-    assert fault.call.where.startswith("storage/write.py:")
+    assert fault.call.where.startswith("storage/replacing.py:")
     assert [1.0] * 4 == saved(tmp_path).tolist()
 
 

@@ -24,10 +24,12 @@ from typing import Any
 import torch
 
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, OffloadError, ReadError
-from offload.storage.beside import written_beside
 from offload.storage.file import TensorFile
 from offload.storage.layout import Layout
-from offload.storage.regular import MOST_JSON, as_file, parse_json, reading
+from offload.storage.reasons import reading
+from offload.storage.regular import as_file
+from offload.storage.replacing import replacing
+from offload.storage.state_file import MOST_JSON, parse_json
 from offload.storage.write import bytes_of
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -49,7 +51,8 @@ def write_archive(
         ForeignFileError: a file that this did not write stands there.
         WriteError
     """
-    with written_beside(path, refuse=_refuse_foreign) as temporary, zipfile.ZipFile(temporary, "x") as archive:
+    _refuse_foreign(path)
+    with replacing(path) as new, zipfile.ZipFile(new.path, "w") as archive:
         _put(archive, f"{_ROOT}/data.pkl", [_pickled(layouts)])
         _put(archive, f"{_ROOT}/byteorder", [sys.byteorder.encode()])
         for number, name in enumerate(layouts):

@@ -40,8 +40,10 @@ from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
 from offload.storage.names import SUFFIX, file_name
-from offload.storage.regular import open_regular, reading
-from offload.storage.write import bytes_of, explained, put_file, refuse_foreign, write_all
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import open_regular
+from offload.storage.replacing import put_file, write_all
+from offload.storage.write import bytes_of, refuse_foreign
 from offload.tensor.arguments import checked_dense, checked_number, refuse_unstorable
 from offload.tensor.wrapper import is_offloaded
 
@@ -163,7 +165,7 @@ class FixedColumn:
         """
         self.check(known)
         head, fd = _head(self.column, room), self._file.fd
-        with explained(self.path, 0, "folder"):
+        with writing(self.path):
             if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
                 os.ftruncate(fd, _size(self.column, room))
                 write_all(fd, memoryview(head), 0)

@@ -35,8 +35,9 @@ from offload.models.checkpoint import open_checkpoint
 from offload.storage.file import Identity, TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.storage.regular import reading
-from offload.storage.write import explained, sweep, write_values
+from offload.storage.reasons import reading
+from offload.storage.replacing import made_folder
+from offload.storage.write import write_values
 from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, mapped_value, wrap_handles
@@ -352,9 +353,7 @@ def write_file(
     """
     by_size = sorted(columns, key=lambda name: -columns[name][0].itemsize)  # so that every element is aligned
     layouts = {name: contiguous(*columns[name]) for name in by_size}
-    with explained(path.parent, 0, "folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent)
+    made_folder(path.parent)
     said = {"columns": list(columns), "metadata": dict(metadata)}
     if path.suffix in SUFFIXES:
         write_archive(path, {name: layouts[name] for name in columns}, values, said)

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.cache.rowfile import opened
 from offload.storage.locks import fork_safe_lock
-from offload.storage.regular import explained
+from offload.storage.reasons import explained
 
 fcntl: Any
 try:

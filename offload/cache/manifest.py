@@ -16,8 +16,9 @@ from typing import Any
 
 from offload.cache.schema import Column, schema_of
 from offload.errors import CacheError, CorruptFileError, MissingFileError
-from offload.storage.regular import read_json, short
-from offload.storage.write import put_file
+from offload.storage.reasons import short
+from offload.storage.replacing import put_file
+from offload.storage.state_file import read_json
 from offload.tensor.arguments import refuse_other
 
 FILE = "manifest.json"

@@ -25,8 +25,9 @@ from offload.cache.indexing import Numbers, Rows
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
 from offload.memory import available_bytes
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
-from offload.storage.regular import explained, open_regular, reading
-from offload.storage.write import write_all
+from offload.storage.reasons import explained, reading
+from offload.storage.regular import open_regular
+from offload.storage.replacing import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
 _STILL = 0.01  # seconds for which what is mapped is taken to be in memory after it was: a batch or few that wait longer

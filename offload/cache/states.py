@@ -32,9 +32,10 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.lock import lock, unlock
 from offload.cache.rowfile import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
-from offload.storage.regular import as_file, is_there, open_regular, reading
-from offload.storage.regular import explained as unread
-from offload.storage.write import explained, put_file
+from offload.storage.reasons import explained as unread
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import as_file, is_there, open_regular
+from offload.storage.replacing import put_file
 
 FILE = "rows.state"
 PAGE = 4096
@@ -146,7 +147,7 @@ class States:
         self.refuse_cut()
         needed = room * self._columns
         if PAGE + needed > self._durable:
-            with explained(self.path, needed, "folder"):
+            with writing(self.path, needed):
                 size = max(PAGE + needed * _AHEAD, os.fstat(self.fd).st_size)
                 os.ftruncate(self.fd, size)
                 os.fsync(self.fd)
@@ -237,7 +238,7 @@ class States:
         Raises:
             WriteError
         """
-        with explained(self.path, 0, "folder"):
+        with writing(self.path):
             os.fdatasync(self.fd)
 
     def missing(self, columns: list[int], start: int = 0) -> Numbers:
@@ -375,7 +376,7 @@ class States:
             wanted = {first, last}
         for chunk in wanted - self._reserved:
             start = chunk * _CHUNK
-            with explained(self.path, _CHUNK, "folder"):
+            with writing(self.path, _CHUNK):
                 os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
             self._reserved.add(chunk)
 

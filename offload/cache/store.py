@@ -50,8 +50,9 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import is_plain_world
+from offload.storage.reasons import writing
 from offload.storage.regular import is_there, open_regular
-from offload.storage.write import explained, sweep
+from offload.storage.replacing import sweep
 from offload.tensor.arguments import checked_names
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
@@ -92,7 +93,7 @@ class Store:
             ForeignFileError: a file that offload did not write is in the way.
             WriteError, ReadError
         """
-        with explained(folder, 0, "folder"):
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             fd = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
             try:
@@ -442,7 +443,7 @@ class Store:
         with self._lock.held():
             written, self._written, self._written_bytes = self._written, [], 0
         touched = {self._names[place] for part in written for place in part.columns} if names is None else names
-        with explained(self.folder, 0, "folder"):
+        with writing(self.folder):
             for name in touched:
                 self._files[name].sync()
         with self._lock.held():
@@ -496,7 +497,7 @@ class Store:
         """Under the lock."""
         each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
         room = max(needed, self._states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1))
-        with explained(self.folder, 0, "folder"):
+        with writing(self.folder):
             for file in self._files.values():
                 file.fit(room, self._states.room)
             self._states.grow(room)

@@ -37,9 +37,8 @@ from offload.memory import count_freed
 from offload.progress import progress as progress_of
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, is_there
-from offload.storage.write import explained
+from offload.storage.reasons import writing
+from offload.storage.regular import absolute, is_folder, is_there
 from offload.tensor.arguments import (
     checked_count,
     checked_device,
@@ -649,7 +648,7 @@ def cache_of(
     Raises: as `TensorCache.create`, and what the batches raise; nothing is left in `folder` then.
     """
     root = private_folder() if folder is None else absolute(folder)
-    with explained(root, 0, "folder"):
+    with writing(root):
         path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
         kept = set(os.listdir(path)) if is_folder(path) else None
     cache = TensorCache.create(path, rows.columns, metadata=metadata, device=device)

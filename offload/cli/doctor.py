@@ -24,8 +24,9 @@ import torch
 from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
 from offload.prefetch.residency import WINDOW, Pool
-from offload.storage.paths import absolute
-from offload.storage.write import explained, remove, temporary_for
+from offload.storage.reasons import writing
+from offload.storage.regular import absolute
+from offload.storage.replacing import remove, temporary_for
 
 _PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
@@ -133,7 +134,7 @@ def _measured(folder: Path, nbytes: int) -> Disk:
         return Disk(folder, free, writes=None, reads=None, reads_direct=None)
     path = temporary_for(folder / "doctor")
     try:
-        with explained(path, size, "folder"):
+        with writing(path, size):
             writes = _rate(size, lambda: _write(path, size))
         reads = _rate(size, lambda: _read(path, 0)) if _forget(path) else None
         with suppress(OSError, AttributeError):  # there is no O_DIRECT

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli import arguments
 from offload.cli.output import allow_json, print_json, print_pairs
 from offload.errors import ArgumentError, CheckpointError
-from offload.storage.regular import first_line
+from offload.storage.reasons import first_line
 
 if TYPE_CHECKING:
     import torch

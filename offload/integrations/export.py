@@ -21,10 +21,9 @@ from offload.cache.table import TensorCache
 from offload.errors import CacheError
 from offload.integrations.parquet import write_parquet
 from offload.progress import progress
-from offload.storage.beside import refuse_replacing, written_beside
 from offload.storage.names import SUFFIX, file_name
-from offload.storage.paths import absolute
-from offload.storage.write import explained, sweep, sync_folder
+from offload.storage.regular import absolute
+from offload.storage.replacing import made_folder, refuse_there, replacing, sync_folder
 
 _GUESS = 1024  # bytes of a value of any length
 
@@ -48,9 +47,7 @@ def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] |
     if form == "safetensors":
         cache.to_disk(target, names)
         return
-    with explained(target, 0, "folder"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        sweep(target.parent)
+    made_folder(target.parent)
     if form == "parquet":
         fields = {name: _field(cache.columns[name]) for name in names}
         write_parquet(target, fields, _batches(cache, names))
@@ -74,19 +71,17 @@ def _batches(cache: TensorCache, names: Sequence[str]) -> Iterator[Batch]:
 def _write_arrays(cache: TensorCache, folder: Path, names: Sequence[str]) -> None:
     dtypes = {name: _numpy_dtype(cache.columns[name]) for name in names}
     paths = {name: folder / (file_name(name).removesuffix(SUFFIX) + ".npy") for name in names}
-    with explained(folder, 0, "folder"):
-        folder.mkdir(exist_ok=True)
-        sweep(folder)
+    made_folder(folder)
     sync_folder(folder.parent)
     for path in paths.values():
-        refuse_replacing(path, "folder")
+        refuse_there(path, "folder")
     for name, dtype in dtypes.items():
-        with written_beside(paths[name]) as temporary:
-            _write_array(temporary, dtype, (len(cache), *cache.columns[name].row_shape), _batches(cache, [name]))
+        with replacing(paths[name]) as new:
+            _write_array(new.path, dtype, (len(cache), *cache.columns[name].row_shape), _batches(cache, [name]))
 
 
 def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], batches: Iterator[Batch]) -> None:
-    with path.open("xb") as file:
+    with path.open("wb") as file:
         head = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, head)
         for batch in batches:

@@ -19,7 +19,7 @@ import numpy as np
 from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen, field_of, values_of
-from offload.storage.regular import explained
+from offload.storage.reasons import explained
 
 _log = logging.getLogger("offload")
 _GUESS = 1024  # bytes of a value of any length

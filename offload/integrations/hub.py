@@ -13,8 +13,8 @@ from typing import Any
 
 from offload.errors import CheckpointError
 from offload.models.checkpoint import COMPANIONS
-from offload.storage.paths import text_of
-from offload.storage.regular import first_line, is_folder, is_there
+from offload.storage.reasons import first_line
+from offload.storage.regular import is_folder, is_there, text_of
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
 _PICKLED = ["*.bin"]

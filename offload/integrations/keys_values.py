@@ -24,8 +24,8 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.storage.layout import Layout, contiguous_stride
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, reading
+from offload.storage.reasons import reading
+from offload.storage.regular import absolute, is_folder
 from offload.tensor.arguments import checked_count
 from offload.tensor.guests import CPU
 from offload.tensor.rules import is_followed

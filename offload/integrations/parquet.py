@@ -19,7 +19,7 @@ import torch
 from offload.cache.incoming import PRESENT, Batch, Field
 from offload.errors import CacheError
 from offload.integrations.arrow import IS_JSON
-from offload.storage.beside import written_beside
+from offload.storage.replacing import refuse_there, replacing
 
 
 def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Batch]) -> None:
@@ -35,7 +35,8 @@ def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Bat
 
     names = [name for name in fields if name.removesuffix(PRESENT) == name or name.removesuffix(PRESENT) not in fields]
     schema = pa.schema([_field(name, fields[name]) for name in names])
-    with written_beside(path) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+    refuse_there(path)
+    with replacing(path) as new, pq.ParquetWriter(new.path, schema) as writer:
         for batch in batches:
             columns = [_array(schema.field(name).type, fields[name], name, batch) for name in names]
             writer.write_batch(pa.record_batch(columns, schema=schema))

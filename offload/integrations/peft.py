@@ -26,8 +26,8 @@ from offload.memory import return_freed
 from offload.models.replacing import Replacing
 from offload.models.values import Book, MapReport, Value, book_for, values_of
 from offload.progress import progress_in_bytes
-from offload.storage.paths import text_of
-from offload.storage.regular import as_file, is_folder, open_regular, reading
+from offload.storage.reasons import reading
+from offload.storage.regular import as_file, is_folder, open_regular, text_of
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded

@@ -24,8 +24,8 @@ from offload.integrations import arrow, hdf5
 from offload.integrations import numpy as arrays
 from offload.integrations.tensordict import rows as tensordicts
 from offload.models.loader import load_file
-from offload.storage.paths import absolute
-from offload.storage.regular import as_file, explained, is_folder, is_there, open_regular, reading
+from offload.storage.reasons import explained, reading
+from offload.storage.regular import absolute, as_file, is_folder, is_there, open_regular
 from offload.tensor.arguments import checked_names, refuse_unstorable
 from offload.tensor.materialize import materialize
 

@@ -23,7 +23,7 @@ from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_devic
 from offload.models.loader import LoadReport, finish_loading, refuse_other_names, report_of
 from offload.models.pretrained import filled
 from offload.models.slots import tensor_slots
-from offload.storage.regular import first_line, reading
+from offload.storage.reasons import first_line, reading
 from offload.tensor.arguments import floating_dtype
 
 _NOT_HERE = {

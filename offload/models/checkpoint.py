@@ -24,8 +24,9 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_unicode
 from offload.storage.layout import Layout
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, is_there, read_json, reading, short
+from offload.storage.reasons import reading, short
+from offload.storage.regular import absolute, is_folder, is_there
+from offload.storage.state_file import read_json
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 

@@ -12,22 +12,21 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, CorruptFileError, ForeignFileError
+from offload.errors import CheckpointError, CorruptFileError
 from offload.models.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
 from offload.models.deferred import deferred
 from offload.models.saving import PARTS_NOTE, save_checkpoint
 from offload.progress import progress
 from offload.storage.dtypes import dtype_name
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, is_there, read_json, reading
-from offload.storage.write import explained, sweep_folders, sync_folder, temporary_for
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import absolute, is_folder
+from offload.storage.replacing import replacing_folder
+from offload.storage.state_file import read_json
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
@@ -59,7 +58,7 @@ def convert_checkpoint(
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
-    with _new_folder(absolute(target)) as folder:
+    with replacing_folder(absolute(target)) as folder:
         if is_folder(opened.path):
             _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
@@ -84,35 +83,11 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
             deferred(tensor).to(dtype).stored(name, folder)  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it if the block ends well, and goes if not."""
-    with reading(target):
-        is_free = not is_there(target) or (is_folder(target) and not target.is_symlink() and not any(target.iterdir()))
-    if not is_free:
-        raise ForeignFileError(f"{target} is there, and is no empty folder: take another one, or remove it first")
-    temporary = temporary_for(target)
-    with explained(target, 0, "folder"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        sweep_folders(target.parent)
-        temporary.mkdir()
-    try:
-        yield temporary
-        with explained(target, 0, "folder"):
-            if is_there(target):
-                target.rmdir()  # some systems replace no folder, not even an empty one
-            os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(target.parent)
-
-
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
     with reading(source):
         found = [(path, path.stat().st_size) for path in sorted(source.iterdir()) if _is_companion(path)]
     for path, size in found:
-        with explained(folder / path.name, size, "folder"):
+        with writing(folder / path.name, size):
             if path.name == "config.json" and dtype is not None:
                 _copy_config(path, folder / path.name, dtype)
             else:

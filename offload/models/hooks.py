@@ -24,7 +24,7 @@ from offload.models.deferred import as_dtype
 from offload.models.slots import Slot
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.regular import explained, reading
+from offload.storage.reasons import explained, reading
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import PathLike, is_offloaded, wrap_handle
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from offload.errors import JournalError, MissingFileError
 from offload.storage.file import TensorFile
-from offload.storage.regular import read_json, short
-from offload.storage.write import put_file
+from offload.storage.reasons import short
+from offload.storage.replacing import put_file
+from offload.storage.state_file import read_json
 
 NAME = ".offload-journal"  # no value's file begins with a dot
 RUNS = "runs"  # the note in a value's file

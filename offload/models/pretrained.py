@@ -27,7 +27,7 @@ from offload.models import log
 from offload.models.deferred import DeferredTensor, deferred
 from offload.models.saving import in_torchaos_form
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.paths import absolute
+from offload.storage.regular import absolute
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import is_offloaded, mapped_value
 

@@ -12,7 +12,6 @@ Always true:
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -43,10 +42,12 @@ from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, is_standard, is_unicode
 from offload.storage.layout import Layout, contiguous
-from offload.storage.paths import absolute
-from offload.storage.regular import is_there, read_json, reading
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import absolute, is_there
+from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
+from offload.storage.state_file import read_json
 from offload.storage.subclasses import is_subclass_value, refuse_lossy, with_inner
-from offload.storage.write import explained, remove, sweep, sync_folder, temporary_for, write_beside
+from offload.storage.write import write_beside
 from offload.tensor.arguments import checked_dense, floating_dtype, refuse_unstorable
 from offload.tensor.saved import file_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 from offload.tensor.wrapper import PathLike
@@ -105,17 +106,12 @@ def save_checkpoint(
     refuse_referenced(earlier)
     files = _with_free_names(folder, files)
     targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
-    with explained(folder, plan.nbytes, "folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
-    temporaries = {target: temporary_for(target) for target in targets}
-    try:
+    made_folder(folder, plan.nbytes)
+    with replacing_all(targets, plan.nbytes) as temporaries:
         _write_all(plan, files, temporaries)
-        with explained(folder, plan.nbytes, "folder"):
-            _put_in_place(folder, temporaries, earlier)
-    finally:
-        for temporary in temporaries.values():
-            remove(temporary)
+    for path in earlier:
+        if path not in targets:
+            _remove_earlier(path)
     return targets
 
 
@@ -397,34 +393,9 @@ def _write_index(target: Path, temporary: Path, plan: _Plan, files: Mapping[str,
     numbers = {"total_parameters": plan.total_parameters, "total_size": plan.nbytes}
     own = {MARK: json.dumps({"version": VERSION})}
     index = {"metadata": {**plan.ties, **numbers, **own}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    with explained(target, len(text), "folder"), open(temporary, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _put_in_place(folder: Path, temporaries: Mapping[Path, Path], earlier: Iterable[Path]) -> None:
-    """Rename the new files to their places, and then remove the earlier ones.
-
-    The last renaming is what counts. What fails before it takes back the others; what fails after it leaves files that
-    no index names, which go when somebody saves here again.
-    """
-    *shards, last = temporaries
-    try:
-        for path in shards:
-            os.replace(temporaries[path], path)
-        sync_folder(folder)
-        os.replace(temporaries[last], last)
-    except BaseException:
-        if is_there(temporaries[last]):
-            for path in shards:
-                remove(path)
-        raise
-    sync_folder(folder)
-    for path in earlier:
-        if path not in temporaries:
-            _remove_earlier(path)
+    data = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    with writing(target, len(data)), new_file(temporary, len(data), like=target) as fd:
+        write_all(fd, memoryview(data), 0)
 
 
 def _remove_earlier(path: Path) -> None:

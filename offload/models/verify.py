@@ -16,8 +16,8 @@ from pathlib import Path
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.models.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
 from offload.storage.file import TensorFile
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, reading
+from offload.storage.reasons import reading
+from offload.storage.regular import absolute, is_folder
 from offload.storage.subclasses import layout_from
 
 

@@ -24,9 +24,9 @@ from offload.prefetch.engine import counts
 from offload.prefetch.residency import books_of
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
 from offload.storage.handle import Handle
-from offload.storage.paths import absolute
-from offload.storage.regular import is_there
-from offload.storage.write import explained, put_file
+from offload.storage.reasons import writing
+from offload.storage.regular import absolute, is_there
+from offload.storage.replacing import put_file
 from offload.tensor.arguments import refuse_other
 from offload.tensor.wrapper import handle_of, is_offloaded
 
@@ -235,7 +235,7 @@ def _layer_of(name: str) -> str:
 
 
 def _refuse_other(path: Path) -> None:
-    with explained(path, 0, "name"):
+    with writing(path, 0, "name"):
         if is_there(path) and not (path.is_file() and _begins_as_ours(path)):
             raise ForeignFileError(f"{path} exists and is not a report of offload: take another name")
         path.parent.mkdir(parents=True, exist_ok=True)

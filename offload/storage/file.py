@@ -29,8 +29,8 @@ from offload.storage import pickled
 from offload.storage.header import Header, header_length, parse
 from offload.storage.layout import Entry
 from offload.storage.locks import fork_safe_lock
-from offload.storage.paths import absolute
-from offload.storage.regular import as_file, explained, not_regular, open_regular, reading
+from offload.storage.reasons import explained, not_regular, reading
+from offload.storage.regular import absolute, as_file, open_regular
 
 
 @dataclass(frozen=True, slots=True)

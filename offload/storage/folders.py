@@ -22,11 +22,9 @@ from typing import Any
 from offload.errors import NameInUseError, WriteError
 from offload.storage.locks import fork_safe_lock
 from offload.storage.names import file_name
-from offload.storage.naming import naming
-from offload.storage.paths import absolute
-from offload.storage.process import is_dead, process_tag
-from offload.storage.regular import is_folder
-from offload.storage.write import sweep
+from offload.storage.reasons import naming
+from offload.storage.regular import absolute, is_folder
+from offload.storage.replacing import sweep, temporary_name
 
 _PRIVATE = "offload-"
 _LOCK = fork_safe_lock()
@@ -74,8 +72,11 @@ def private_folder(root: Path | None = None) -> Path:
 def _new_private_folder(root: Path | None) -> Path:
     try:
         root = root or Path(tempfile.gettempdir())
-        _sweep_private(root)
-        return Path(os.path.realpath(tempfile.mkdtemp(prefix=f"{_PRIVATE}{process_tag()}-", dir=root)))
+        with suppress(OSError):
+            sweep(root, _PRIVATE)
+        folder = Path(os.path.realpath(root), temporary_name(_PRIVATE))
+        folder.mkdir(mode=0o700)
+        return folder
     except OSError as error:
         message = f"no temporary folder can be made ({error.strerror}): set TMPDIR, or give an offload_dir"
         raise WriteError(error.errno, message, str(root or "TMPDIR")) from error
@@ -132,9 +133,3 @@ def _free_private_path(file: str, root: Path) -> Path:
     except OSError as error:
         raise WriteError(error.errno, f"a folder can't be made ({error.strerror})", str(folder)) from error
     return folder / file
-
-
-def _sweep_private(root: Path) -> None:
-    for folder in root.glob(f"{_PRIVATE}*-*-*-*"):
-        if is_dead(folder.name.removeprefix(_PRIVATE).rpartition("-")[0]):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -29,19 +29,10 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.loose import value_of
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.names import file_name
-from offload.storage.naming import naming
-from offload.storage.paths import absolute
+from offload.storage.reasons import naming, writing
+from offload.storage.regular import absolute
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
-from offload.storage.write import (
-    Take,
-    copy_entries,
-    explained,
-    fill_holes,
-    layout_of,
-    refuse_earlier,
-    write_empty,
-    write_values,
-)
+from offload.storage.write import Take, copy_entries, fill_holes, layout_of, refuse_earlier, write_empty, write_values
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
 _MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
@@ -419,7 +410,7 @@ class Handle:
 
     def _fill_holes(self) -> None:
         """A store into a hole of a full disk would end the process."""
-        with self._lock, naming(self.name), explained(self.path, self.file.identity.size):
+        with self._lock, naming(self.name), writing(self.path, self.file.identity.size, "offload_dir"):
             fd = self.file.descriptor(os.O_RDWR, settled=False)
             try:
                 fill_holes(fd, self.file.identity.size)

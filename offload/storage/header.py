@@ -34,7 +34,8 @@ from offload.storage.layout import (
     is_countable,
     layout_as,
 )
-from offload.storage.regular import parse_json, short
+from offload.storage.reasons import short
+from offload.storage.state_file import parse_json
 
 ALIGNMENT = 4096
 MARK = "offload"

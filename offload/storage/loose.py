@@ -16,7 +16,7 @@ import torch
 from offload.errors import CorruptFileError
 from offload.storage.file import TensorFile
 from offload.storage.layout import Loose, Record, contiguous
-from offload.storage.regular import reading
+from offload.storage.reasons import reading
 from offload.storage.scratch import scratch, scratch_bytes
 
 _STEP = 1 << 20  # bytes that are read at a time

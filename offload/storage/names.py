@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import string
-from urllib.parse import unquote
 
 from offload.errors import ArgumentError, ArgumentTypeError
 
@@ -42,15 +41,6 @@ def file_name(name: str) -> str:
     if len(stem) > _LONGEST:
         stem = f"{_cut(stem, _LONGEST - 34)}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return stem + SUFFIX
-
-
-def name_of(file: str) -> str | None:
-    """The tensor name behind a file name; None where it was cut, or is not one of ours."""
-    try:
-        name = unquote(file.removesuffix(SUFFIX), errors="strict")
-        return name if file_name(name) == file else None
-    except ValueError:
-        return None
 
 
 def _percent(char: str) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from offload.errors import CorruptFileError, OffloadError
 from offload.storage.file import TensorFile, view_memory
-from offload.storage.regular import explained
+from offload.storage.reasons import explained
 
 PAGE = mmap.PAGESIZE
 _SAMPLES = 8  # pages that are asked for, of many

@@ -35,7 +35,7 @@ from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Header, is_unicode
 from offload.storage.layout import Entry, Loose, Record, contiguous, is_aligned, layout_as, span_of
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.regular import short
+from offload.storage.reasons import short
 
 MAGIC_SIZE = 512  # bytes that tell how a file is to be read
 NESTS = ("state_dict", "model", "module", "model_state_dict")

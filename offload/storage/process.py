@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-import psutil
-
 
 def process_tag() -> str:
     """`machine-pid-start` of the running process, in letters and digits.
@@ -45,32 +43,19 @@ def _tag(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process began; empty if there is none, if it has ended and only its parent has not looked, or is hidden.
+    """When a process began, in clock ticks since boot, which no clock correction moves.
 
-    Linux: in clock ticks since boot, which, unlike a wall-clock time, no clock correction moves.
+    Empty if there is none, if it has ended and only its parent has not looked, or if it is hidden.
     """
     try:
-        if _has_proc():
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            return "" if fields[0] in "ZX" else fields[19]
-        return str(int(psutil.Process(pid).create_time()))
-    except (FileNotFoundError, ProcessLookupError, OverflowError, psutil.Error):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def _has_proc() -> bool:
-    """Whether the system tells of processes in files."""
-    try:
-        os.stat("/proc/self/stat")
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _is_hidden(pid: int) -> bool:
     """True for a living process of another user, where those can't be looked at (`/proc` mounted with `hidepid`)."""
-    if not _has_proc():
-        return bool(psutil.pid_exists(pid))
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -1,19 +1,14 @@
-"""Writing a file whole, or not at all.
+"""Values on their way into a file.
 
 Always true:
-- a target is only ever replaced by a complete file, in one step
-- after a failure the old file stands and no temporary file is left; one left by a killed process is swept later
-- a file that replaces another has its mode, and where that may be its owner, before anything is in it
-- only files that `offload` wrote are replaced; only temporary files of its dead processes are removed
+- a file of values gets in its place as `replacing` has it: whole, or the old one stands
+- only files that `offload` wrote are replaced
+- no value is copied as a whole: what does not lie as it reads is gathered block by block
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
-import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,19 +23,17 @@ from offload.errors import (
     NameInUseError,
     OffloadError,
     ReadError,
-    WriteError,
 )
 from offload.storage.file import TensorFile
 from offload.storage.header import build
 from offload.storage.layout import Entry, Layout, contiguous
-from offload.storage.naming import naming
-from offload.storage.process import is_dead, process_tag
-from offload.storage.regular import is_there, reading
+from offload.storage.reasons import naming, reading, writing
+from offload.storage.regular import is_there
+from offload.storage.replacing import new_file, replacing, write_all
 from offload.storage.scratch import scratch
 
 Take: TypeAlias = Callable[[TensorFile], object]
 
-TEMPORARY = ".offload-tmp-"
 _BLOCK = 4 << 20  # bytes that are gathered at a time from a value that is not contiguous, or not on the CPU
 _STEP = 1 << 20  # bytes that are copied or zeroed at a time
 
@@ -71,7 +64,7 @@ def write_values(
         WriteError: the disk is full, the folder is read-only...
     """
     head, starts = build(layouts, notes)
-    with _replacing(path, head, _end(head, layouts), durable=durable, take=take) as fd:
+    with _new_values(path, head, _end(head, layouts), durable=durable, take=take) as fd:
         for (key, value), start in zip(values.items(), starts, strict=True):
             if isinstance(value, torch.Tensor):
                 write_tensor(fd, start, value.permute(layouts[key].order))
@@ -98,7 +91,7 @@ def write_empty(
     """
     head, starts = build({key: layout}, notes)
     total = _end(head, {key: layout})
-    with _replacing(path, head, total, durable=durable, take=take) as fd:
+    with _new_values(path, head, total, durable=durable, take=take) as fd:
         if os.fstat(fd).st_blocks * 512 < total:  # a store into a hole of a full disk would end the process
             _write_zeros(fd, starts[0], layout.nbytes)
         for begin, part in parts:
@@ -125,7 +118,7 @@ def copy_entries(
     head, starts = build(layouts, notes)
     fd_from = source.descriptor(settled=settled)
     try:
-        with _replacing(path, head, _end(head, layouts), durable=durable, take=take) as fd:
+        with _new_values(path, head, _end(head, layouts), durable=durable, take=take) as fd:
             for entry, start in zip(entries, starts, strict=True):
                 copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes, source.path)
     finally:
@@ -150,35 +143,10 @@ def write_beside(
     """
     head, starts = build(layouts, notes or {}, metadata)
     size = _end(head, layouts)
-    with explained(path, size, "folder"), _new_file(temporary, size, like=path, durable=True) as fd:
+    with writing(path, size), new_file(temporary, size, like=path) as fd:
         write_all(fd, memoryview(head), 0)
         for key, start in zip(layouts, starts, strict=True):
             fill(fd, key, start)
-
-
-def write_raw(path: Path, size: int, fill: Callable[[int], None]) -> None:
-    """Write a new file of `size` bytes and no header, filled by way of its descriptor; the caller removes what is left.
-
-    Raises:
-        WriteError: the disk is full, the folder is read-only, a file stands there...
-    """
-    with explained(path, size, "folder"), _new_file(path, size, durable=True) as fd:
-        fill(fd)
-
-
-def write_hole(path: Path, size: int) -> None:
-    """Write a new file of `size` bytes that read as zeros and take no room; the caller removes what is left.
-
-    Raises: as `write_raw`.
-    """
-    with explained(path, 0, "folder"), _new_file(path, 0, durable=True) as fd:
-        os.ftruncate(fd, size)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a new file of text, as `write_raw` does."""
-    data = text.encode()
-    write_raw(path, len(data), lambda fd: _write_text(fd, data))
 
 
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -189,43 +157,6 @@ def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | No
 def _write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
     for block in blocks:
         at += write_all(fd, bytes_of(block), at)
-
-
-def put_file(path: Path, data: bytes, size: int | None = None, *, durable: bool = True) -> None:
-    """Put a small file of ours in place, for good; of `size` bytes if that is more: zeros, that take no room.
-
-    One that is not `durable` may be torn by a power cut, until it is synced.
-
-    Raises:
-        WriteError: the disk is full, the folder is read-only...
-    """
-    with (
-        put_beside(path, len(data), "folder") as temporary,
-        _new_file(temporary, len(data), like=path, durable=durable) as fd,
-    ):
-        write_all(fd, memoryview(data), 0)
-        os.ftruncate(fd, max(size or 0, len(data)))
-    if durable:
-        sync_folder(path.parent)
-
-
-def sweep(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder."""
-    for path in _left_in(folder):
-        remove(path)
-
-
-def sweep_folders(folder: Path) -> None:
-    """As `sweep`, and the temporary folders too: of those who write whole folders."""
-    for path in _left_in(folder):
-        remove(path)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _left_in(folder: Path) -> list[Path]:
-    with os.scandir(folder) as items:
-        left = [Path(item.path) for item in items if item.name.startswith(TEMPORARY)]
-    return [path for path in left if is_dead(path.name.removeprefix(TEMPORARY).rpartition("-")[0])]
 
 
 def refuse_foreign(path: Path) -> None:
@@ -269,124 +200,20 @@ def refuse_earlier(path: Path, name: str) -> None:
             )
 
 
-def temporary_for(path: Path) -> Path:
-    """A name beside `path` that nobody has; what a killed process leaves under it is swept.
-
-    Raises:
-        WriteError: the system does not tell which process this is.
-    """
-    with explained(path, 0, "folder"):
-        return path.with_name(f"{TEMPORARY}{process_tag()}-{secrets.token_hex(4)}")
-
-
 @contextmanager
-def put_beside(path: Path, size: int, place: str = "offload_dir") -> Iterator[Path]:
-    """A name beside `path` for a file that takes its place if the block ends well, and goes if it does not.
+def _new_values(path: Path, head: bytes, size: int, *, durable: bool, take: Take | None) -> Iterator[int]:
+    """A descriptor of a new file of `size` bytes with its header that becomes `path` if the block ends well."""
 
-    Raises: as `explained`.
-    """
-    temporary = temporary_for(path)
-    with explained(path, size, place):
-        try:
-            yield temporary
-            os.replace(temporary, path)
-        except BaseException:
-            remove(temporary)
-            raise
+    def placed() -> None:
+        if take is not None:
+            written.moved_to(path)
+            take(written)
 
-
-@contextmanager
-def _new_file(path: Path, size: int, *, like: Path | None = None, durable: bool) -> Iterator[int]:
-    """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left.
-
-    It is to replace the one at `like`, if that is given.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        if like is not None:
-            _take_access(fd, like)
-        _reserve(fd, size)
-        yield fd
-        if durable:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _take_access(fd: int, path: Path) -> None:
-    """Give a new file the mode of the one at `path`, if there is one, and its owner and group where that may be."""
-    try:
-        old = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return
-    for owner in (old.st_uid, -1):
-        with suppress(OSError):
-            os.fchown(fd, owner, old.st_gid)
-            break
-    with suppress(OSError):  # file systems without modes
-        os.fchmod(fd, stat.S_IMODE(old.st_mode))
-
-
-@contextmanager
-def explained(path: Path, size: int, place: str = "offload_dir") -> Iterator[None]:
-    """Say of an error of the system what could not be written where, and what to do; `place` is what to change.
-
-    Raises:
-        WriteError
-    """
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, OffloadError):
-            raise
-        raise WriteError(error.errno, _explain(error, size, place), str(path)) from error
-
-
-@contextmanager
-def _replacing(path: Path, head: bytes, size: int, *, durable: bool, take: Take | None) -> Iterator[int]:
-    """A descriptor of a temporary file of `size` bytes with its header that becomes `path` if the block ends well."""
     refuse_foreign(path)
-    with put_beside(path, size) as temporary:
-        with _new_file(temporary, size, like=path, durable=durable) as fd:
-            write_all(fd, memoryview(head), 0)
-            yield fd
-        written = TensorFile.written(temporary, head)
-    if take is not None:
-        written.moved_to(path)
-        take(written)
-    if durable:
-        sync_folder(path.parent)
-
-
-def _explain(error: OSError, size: int, place: str) -> str:
-    ways_out = {
-        errno.ENOSPC: f"free some space, or take another {place}",
-        errno.EDQUOT: f"your quota is used up: take another {place}",
-        errno.EFBIG: "files may not be that large here (ulimit -f, or the file system)",
-        errno.EACCES: f"the folder is not writable: take another {place}",
-        errno.EPERM: f"the folder is not writable: take another {place}",
-        errno.EROFS: f"the file system is read-only: take another {place}",
-        errno.ENOENT: f"the folder is gone: make it again, or take another {place}",
-        errno.EEXIST: f"a file is where a folder should be: take another {place}",
-        errno.ENOTDIR: f"a file is where a folder should be: take another {place}",
-        errno.EMFILE: "too many files are open in this process (ulimit -n)",
-    }
-    way_out = ways_out.get(error.errno or 0, f"try again, or take another {place}")
-    what = f"{size} bytes could not be written" if size else "it could not be made"
-    return f"{what} ({error.strerror}); nothing was changed: {way_out}"
-
-
-def _reserve(fd: int, size: int) -> None:
-    """Make the file `size` bytes long, with its blocks, so that a full disk is an error here and not a SIGBUS later."""
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-        else:
-            return
-    os.ftruncate(fd, size)
+    with replacing(path, size, place="offload_dir", durable=durable, placed=placed) as new:
+        write_all(new.fd, memoryview(head), 0)
+        yield new.fd
+        written = TensorFile.written(new.path, head)
 
 
 def fill_holes(fd: int, size: int) -> None:
@@ -397,18 +224,6 @@ def fill_holes(fd: int, size: int) -> None:
     """
     if os.fstat(fd).st_blocks * 512 < size:
         os.posix_fallocate(fd, 0, size)
-
-
-def _write_text(fd: int, data: bytes) -> None:
-    write_all(fd, memoryview(data), 0)
-
-
-def write_all(fd: int, data: memoryview, at: int) -> int:
-    """Write bytes at a place of a file; the system may take fewer at a time than it is given."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done : done + (1 << 30)], at + done)
-    return done
 
 
 def _blocks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -471,12 +286,12 @@ def copy_range(source: int, start: int, target: int, at: int, count: int, path: 
 
 
 def _send_range(source: int, start: int, target: int, at: int, count: int) -> int:
-    """Copy as much as the kernel will by itself (macOS: to sockets only), and say how much that was.
+    """Copy as much as the kernel will by itself, and say how much that was.
 
     It does not say which of the two files an error is of: who reads and writes meets the same one, and knows.
     """
     done = 0
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         os.lseek(target, at, os.SEEK_SET)
         while done < count and (sent := os.sendfile(target, source, start + done, min(count - done, 1 << 30))):
             done += sent
@@ -485,29 +300,3 @@ def _send_range(source: int, start: int, target: int, at: int, count: int) -> in
 
 def _end(head: bytes, layouts: Mapping[str, Layout]) -> int:
     return len(head) + sum(layout.nbytes for layout in layouts.values())
-
-
-def remove(path: Path) -> None:
-    """Remove a temporary file if it is there and the folder lets us; what stays is swept later."""
-    with suppress(OSError):
-        path.unlink()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a replacement survive a power cut, where folders can be synced.
-
-    Raises:
-        WriteError: the disk did not take it. What was replaced is, until there is a power cut.
-    """
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
-            reason = (
-                f"a value was replaced, but may be lost in a power cut ({error.strerror}): write it again, elsewhere"
-            )
-            raise WriteError(error.errno, reason, str(folder)) from error

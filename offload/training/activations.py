@@ -28,7 +28,7 @@ from offload.storage.background import Background
 from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.paths import absolute
+from offload.storage.regular import absolute
 from offload.tensor.guests import CPU, metadata_of, sent_to, twin_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
 

@@ -42,9 +42,10 @@ from offload.errors import (
 from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, is_there, read_json, short
-from offload.storage.write import explained, put_file, remove, sweep_folders, sync_folder, temporary_for
+from offload.storage.reasons import short, writing
+from offload.storage.regular import absolute, is_folder, is_there
+from offload.storage.replacing import made_folder, put_file, remove, replacing_folder
+from offload.storage.state_file import read_json
 from offload.tensor.arguments import refuse_other, refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of, subclass_value
@@ -106,15 +107,13 @@ def save_training(
         lambda tensor, way: {"tensor": named.name_of(_checked(tensor, way), way)},
         classes=False,
     )
-    with explained(folder, 0, "folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep_folders(folder)  # what killed processes left of checkpoints that they were writing
-        made = _written(folder, named, structure)
-        try:
-            _put_json(latest, {"checkpoint": made.name})
-        except BaseException:
-            _remove_unless_latest(folder, made)
-            raise
+    made_folder(folder)
+    made = _written(folder, named, structure)
+    try:
+        _put_json(latest, {"checkpoint": made.name})
+    except BaseException:
+        _remove_unless_latest(folder, made)
+        raise
     with suppress(OSError):  # it is saved; what could not be removed is removed by the next save
         _remove_others(folder, made, named.tensors.values())
     return made
@@ -377,17 +376,12 @@ def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
 
 def _written(folder: Path, named: Named, structure: Node) -> Path:
     """A new checkpoint, whole; not yet the latest."""
-    temporary = temporary_for(folder / "checkpoint")
-    try:
+    with writing(folder):
+        numbers = [int(found[1]) for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
+    made = folder / f"checkpoint-{max(numbers, default=0) + 1}"
+    with replacing_folder(made) as temporary:
         files = save_checkpoint({name: tensor.detach() for name, tensor in named.tensors.items()}, temporary)
         _put_json(temporary / _STATE, {"files": [path.name for path in files], "structure": structure})
-        sync_folder(temporary)
-        numbers = [int(found[1]) for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
-        made = folder / f"checkpoint-{max(numbers, default=0) + 1}"
-        os.rename(temporary, made)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return made
 
 

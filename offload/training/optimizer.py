@@ -25,7 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.memory import as_bytes, available_bytes, count_freed
 from offload.storage.handle import Handle
-from offload.storage.paths import absolute
+from offload.storage.regular import absolute
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize

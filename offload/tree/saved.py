@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -38,9 +37,10 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
-from offload.storage.paths import absolute
-from offload.storage.regular import is_there, parse_json, read_regular, short
-from offload.storage.write import explained, remove, sweep_folders, sync_folder, temporary_for, write_text
+from offload.storage.reasons import short, writing
+from offload.storage.regular import absolute, is_there, read_regular
+from offload.storage.replacing import made_folder, put_file, remove_folder, replacing_folder
+from offload.storage.state_file import parse_json
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import write_file
 from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
@@ -91,11 +91,10 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
     folder = absolute(folder)
     plan = Named()
     structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): plan.name_of(tensor, way)})
-    with explained(folder, 0, "folder"):
-        folder.mkdir(parents=True, exist_ok=True)
+    made_folder(folder)
     with _alone_in(folder):
         old = _files_that_stand(folder)
-        with explained(folder, 0, "folder"):
+        with writing(folder):
             _sweep(folder, old)
         kept = {name: file for name, tensor in plan.tensors.items() if (file := _file_in(folder, tensor, old))}
         _put_in_place(folder, plan, kept, structure)
@@ -169,10 +168,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
     if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
         yield
         return
-    with explained(folder, 0, "folder"):
+    with writing(folder):
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with explained(folder, 0, "folder"):
+        with writing(folder):
             _lock(fd, folder)
         yield
     finally:
@@ -194,41 +193,26 @@ def _lock(fd: int, folder: Path) -> None:
 
 def _put_in_place(folder: Path, plan: Named, kept: Mapping[str, str], structure: Node) -> None:
     """Write what is not `kept` to a new numbered folder, and then the manifest."""
-    with explained(folder, 0, "folder"):
+    with writing(folder):
         number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
-    place, manifest = folder / str(number), folder / _MANIFEST
-    temporaries = [temporary_for(place), temporary_for(manifest)]
+    new = {name: tensor for name, tensor in plan.tensors.items() if name not in kept}
+    files = {**kept, **{name: f"{number}/{file_name(name)}" for name in new}}
     try:
-        with explained(folder, 0, "folder"):
-            new = _write_files(temporaries[0], {name: plan.tensors[name] for name in plan.tensors if name not in kept})
-            if new:
-                os.rename(temporaries[0], place)
-                sync_folder(folder)
-            files = {name: kept.get(name) or f"{number}/{new[name]}" for name in plan.tensors}
-            write_text(temporaries[1], _text(plan, files, structure))
-            os.replace(temporaries[1], manifest)
+        if new:
+            with replacing_folder(folder / str(number)) as place:
+                _write_files(place, new)
+        put_file(folder / _MANIFEST, _text(plan, files, structure).encode())
     except BaseException:
         with suppress(OffloadError, OSError):
             _sweep(folder, _files_that_stand(folder))
         raise
-    finally:
-        shutil.rmtree(temporaries[0], ignore_errors=True)
-        remove(temporaries[1])
-    sync_folder(folder)
 
 
-def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The names of the new files in a new folder."""
-    if not tensors:
-        return {}
-    folder.mkdir()
-    files = {name: file_name(name) for name in tensors}
+def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
         for name, tensor in tensors.items():
-            write_file(folder / files[name], name, tensor, _NOTES)
+            write_file(folder / file_name(name), name, tensor, _NOTES)
             advance(tensor.nbytes)
-    sync_folder(folder)
-    return files
 
 
 def _text(plan: Named, files: Mapping[str, str], structure: Node) -> str:
@@ -258,16 +242,11 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
 
 def _sweep(folder: Path, files: Collection[str]) -> None:
     """Remove what a killed process left, and the files of ours in numbered folders that are not among `files`."""
-    sweep_folders(folder)
     for place in _numbered(folder):
         there = list(place.iterdir())
         unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
         if unused and len(unused) == len(there):
-            aside = temporary_for(place)  # an empty folder, left by one that was killed here, would look like a user's
-            try:
-                os.rename(place, aside)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+            remove_folder(place)  # an empty one, left by a process that was killed here, would look like a user's
         else:
             for path in unused:
                 path.unlink()

@@ -12,7 +12,7 @@ import torch
 from offload import TensorCache
 from offload.cache.states import FILE, PAGE
 from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, MissingFileError, OffloadError
-from offload.storage.regular import MOST_JSON
+from offload.storage.state_file import MOST_JSON
 from tests.processes import in_fork
 
 COLUMNS = {"x": (torch.int64, (3,)), "t": (torch.int32, (None,)), "note": "json"}

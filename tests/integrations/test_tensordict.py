@@ -519,7 +519,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypatch)
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_folder_is_replaced_also_where_folders_can_not_be_exchanged(tmp_path, monkeypatch, exchanges):
     if not exchanges:
-        monkeypatch.setattr("offload.integrations.tensordict.writing._exchanged", lambda *_: False)
+        monkeypatch.setattr("offload.storage.replacing._exchanged", lambda *_: False)
     save_memmap({"x": bits(4)}, tmp_path / "a")
 
     save_memmap({"x": bits(5)}, tmp_path / "a")

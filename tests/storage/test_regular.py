@@ -7,7 +7,8 @@ import os
 import pytest
 
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
-from offload.storage.regular import open_regular, read_json
+from offload.storage.regular import open_regular
+from offload.storage.state_file import read_json
 
 FLAGS = [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT]
 

@@ -22,15 +22,8 @@ from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT
 from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.process import process_tag
-from offload.storage.write import (
-    copy_entries,
-    layout_of,
-    put_file,
-    sweep,
-    sweep_folders,
-    write_empty,
-    write_values,
-)
+from offload.storage.replacing import put_file, sweep
+from offload.storage.write import copy_entries, layout_of, write_empty, write_values
 from tests import faults
 from tests.processes import run_script
 
@@ -217,15 +210,13 @@ def test_where_blocks_cannot_be_reserved_zeros_are_written(tmp_path, monkeypatch
     assert (tmp_path / "w.safetensors").stat().st_blocks * 512 >= 2_800_000
 
 
-@pytest.mark.parametrize("kernel", ["sends", "refuses", "has no sendfile", "sends a part"])
+@pytest.mark.parametrize("kernel", ["sends", "refuses", "sends a part"])
 def test_a_value_is_copied_from_file_to_file(tmp_path, monkeypatch, kernel):
     values = {"a": torch.arange(700_000.0), "b": patterned(torch.bfloat16, (3, 5))}
     save_file(values, tmp_path / "model.safetensors")
     source = TensorFile.open(tmp_path / "model.safetensors")
     if kernel == "refuses":
         monkeypatch.setattr(os, "sendfile", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "sockets only")))
-    if kernel == "has no sendfile":
-        monkeypatch.delattr(os, "sendfile")
     if kernel == "sends a part":
         send, sent = os.sendfile, []
         part = lambda out, file, at, count: sent.append(0) or (send(out, file, at, 1000) if len(sent) < 3 else 0)  # noqa: E731
@@ -536,43 +527,35 @@ def test_a_folder_that_cannot_be_synced_is_no_failure_but_a_broken_disk_is(tmp_p
     assert torch.equal(torch.zeros(3), read(tmp_path / "w.safetensors"))
 
 
-def test_a_sweep_takes_the_temporary_files_of_the_dead_alone(tmp_path):
+def test_a_sweep_takes_the_temporary_files_and_folders_of_the_dead_alone(tmp_path):
     machine, pid, _ = process_tag().split("-")
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = Path(f"/proc/{child.pid}/stat").read_text().split()[21]
-    living, dead = f".offload-tmp-{machine}-{child.pid}-{started}-aa", f".offload-tmp-{machine}-{pid}-1-aa"
+    living, dead = f".offload-tmp-{machine}-{child.pid}-{started}", f".offload-tmp-{machine}-{pid}-1"
     kept = [
-        f".offload-tmp-{process_tag()}-aa",
-        f".offload-tmp-00000000-{pid}-1-aa",
+        f".offload-tmp-{process_tag()}",
+        f".offload-tmp-00000000-{pid}-1",
         ".offload-tmp-nonsense",
-        f"{machine}-{pid}-1.safetensors",
+        f"{machine}-{pid}-1",
         "mine",
     ]
     for name in [*kept, living, dead]:
-        (tmp_path / name).touch()
-    (tmp_path / f"{dead}-folder").mkdir()
-    kept.append(f"{dead}-folder")
+        (tmp_path / f"{name}-aa").touch()
+        (tmp_path / f"{name}-bb").mkdir()
+        (tmp_path / f"{name}-bb" / "file").touch()
+
+    def there():
+        return {name.removesuffix("-aa").removesuffix("-bb") for name in os.listdir(tmp_path)}
 
     sweep(tmp_path)
-    assert sorted([*kept, living]) == sorted(os.listdir(tmp_path))
+    assert {*kept, living} == there()
 
     child.kill()
     child.communicate()
     sweep(tmp_path)
-    assert sorted(kept) == sorted(os.listdir(tmp_path))
+    assert set(kept) == there()
+    assert 2 * len(kept) == len(os.listdir(tmp_path))
 
 
 def test_rows_of_zero_bytes_have_a_layout():
     assert Layout(torch.float32, (0, 4), contiguous_stride((0, 4))) == layout_of(torch.empty(0, 4))
-
-
-def test_a_sweep_of_folders_takes_those_of_the_dead_with_what_is_in_them(tmp_path):
-    machine, pid, _ = process_tag().split("-")
-    dead, living = f".offload-tmp-{machine}-{pid}-1-aa", f".offload-tmp-{process_tag()}-aa"
-    for name in (dead, living, "mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-
-    sweep_folders(tmp_path)
-
-    assert sorted(["mine", living]) == sorted(os.listdir(tmp_path))

@@ -214,7 +214,9 @@ def test_somebody_elses_files_are_not_replaced(tmp_path):
     assert before == contents(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["save_checkpoint", "_put_json", "sync_folder"])
+@pytest.mark.parametrize(
+    "place", ["training.checkpoints.save_checkpoint", "training.checkpoints._put_json", "storage.replacing.sync_folder"]
+)
 def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypatch):
     offload.training.save_training(network(), tmp_path, step=1)
     before = contents(tmp_path)
@@ -222,7 +224,7 @@ def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypat
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, place, fail)
+    monkeypatch.setattr(f"offload.{place}", fail)
     with pytest.raises(OSError, match="free some space"):
         offload.training.save_training(network(), tmp_path, step=2)
 
@@ -236,7 +238,7 @@ def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
     before = contents(tmp_path)
 
     def puts(call):
-        return call.name == "os.replace" and "put_beside" in call.where
+        return call.name == "os.replace" and call.where.endswith(" replacing")
 
     with faults.failing(1, errno.ENOSPC, only=puts) as fault, pytest.raises(OSError, match="free some space"):
         offload.training.save_training(network(), tmp_path, step=2)

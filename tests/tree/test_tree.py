@@ -412,7 +412,7 @@ def test_trees_of_other_folders_are_copied(tmp_path):
     assert same([torch.ones(2)], load_tree(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("where", ["write_file", "write_text", "os.rename", "os.replace"])
+@pytest.mark.parametrize("where", ["tree.saved.write_file", "storage.replacing.write_all", "os.rename", "os.replace"])
 def test_a_failure_leaves_the_old_tree_and_nothing_else(tmp_path, monkeypatch, where):
     save_tree({"a": torch.zeros(2)}, tmp_path)
     before = contents(tmp_path)
@@ -420,7 +420,7 @@ def test_a_failure_leaves_the_old_tree_and_nothing_else(tmp_path, monkeypatch, w
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"offload.tree.saved.{where}", fail)
+    monkeypatch.setattr(where if where.startswith("os.") else f"offload.{where}", fail)
     with pytest.raises(WriteError, match=r"No space left.*nothing was changed"):
         save_tree({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path)
     monkeypatch.undo()
@@ -463,7 +463,7 @@ def test_two_savers_at_a_time_are_an_error_for_the_second(tmp_path, monkeypatch)
             save_tree([1], tmp_path)
         refused.append(True)
 
-    monkeypatch.setattr("offload.tree.saved.sync_folder", meanwhile)
+    monkeypatch.setattr("offload.storage.replacing.sync_folder", meanwhile)
     save_tree([2], tmp_path)
 
     assert refused

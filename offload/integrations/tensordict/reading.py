@@ -35,9 +35,9 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import is_unicode
 from offload.storage.layout import Entry, contiguous, contiguous_stride
-from offload.storage.paths import absolute
-from offload.storage.regular import is_folder, is_there, open_regular, read_json
-from offload.storage.regular import reading as as_read
+from offload.storage.reasons import reading as as_read
+from offload.storage.regular import absolute, is_folder, is_there, open_regular
+from offload.storage.state_file import read_json
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
 

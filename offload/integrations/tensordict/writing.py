@@ -8,14 +8,10 @@ Always true:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,24 +30,16 @@ from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, esc
 from offload.integrations.tensordict.reading import load_memmap
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK, is_unicode
-from offload.storage.paths import absolute
-from offload.storage.regular import is_there, read_json, reading
-from offload.storage.write import (
-    explained,
-    sweep_folders,
-    sync_folder,
-    temporary_for,
-    write_hole,
-    write_raw,
-    write_text,
-)
+from offload.storage.reasons import reading
+from offload.storage.regular import absolute, is_there
+from offload.storage.replacing import new_file, replacing_folder, sync_folder, write_all
+from offload.storage.state_file import read_json
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 
 _TAKEN = ("shape", "device", "_type")  # words of meta.json that a key would collide with
 _MARKER = "offload.json"
-_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 
 
 def save_memmap(
@@ -306,32 +294,22 @@ def _is_json_able(value: Any) -> bool:
 
 def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
     """Write a folder beside its place, and put it there in one step."""
-    with explained(folder, plan.nbytes, "folder"):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        sweep_folders(folder.parent)
-    temporary = temporary_for(folder)
-    try:
-        with explained(folder, 0 if plan.of_zeros else plan.nbytes, "folder"):
-            _write(temporary, plan, threads)
-            _refuse_replacing(folder, existsok)
-            _exchange(temporary, folder)
-            sync_folder(folder.parent)
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+    size = 0 if plan.of_zeros else plan.nbytes
+    with replacing_folder(folder, size, refuse=lambda there: _refuse_replacing(there, existsok)) as temporary:
+        _write(temporary, plan, threads)
 
 
 def _write(folder: Path, plan: _Plan, threads: int) -> None:
-    places = {folder, *(folder / path for path in map(os.path.dirname, [*plan.files, *plan.texts]))}
+    places = {folder / path for path in map(os.path.dirname, [*plan.files, *plan.texts])} - {folder}
     for place in places:
         place.mkdir(parents=True, exist_ok=True)
     with progress_in_bytes(plan.nbytes, "saving") as advance:
         for nbytes in _written(folder, plan, threads):
             advance(nbytes)
-    for path, text in plan.texts.items():
-        write_text(folder / path, text)
     marker = {MARK: {"memmap": FORMAT}, "files": sorted([*plan.files, *plan.texts])}
-    write_text(folder / _MARKER, json.dumps(marker) + "\n")
+    for path, text in {**plan.texts, _MARKER: json.dumps(marker) + "\n"}.items():
+        with new_file(folder / path, len(text)) as fd:
+            write_all(fd, memoryview(text.encode()), 0)
     for place in places:
         sync_folder(place)
 
@@ -341,11 +319,11 @@ def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
 
     def write(path: str) -> int:
         tensor = plan.files[path]
-
-        if plan.of_zeros:
-            write_hole(folder / path, tensor.nbytes)
-        else:
-            write_raw(folder / path, tensor.nbytes, lambda fd: write_value(fd, 0, tensor, tensor.dtype))
+        with new_file(folder / path, 0 if plan.of_zeros else tensor.nbytes) as fd:
+            if plan.of_zeros:
+                os.ftruncate(fd, tensor.nbytes)
+            else:
+                write_value(fd, 0, tensor, tensor.dtype)
         return tensor.nbytes
 
     if threads <= 1:
@@ -385,21 +363,3 @@ def _files_of(folder: Path) -> set[str]:
         raise
     except (OSError, ValueError, TypeError, KeyError):
         return set()
-
-
-def _exchange(temporary: Path, folder: Path) -> None:
-    """Put a new folder in its place; `temporary` is the old one then, if there was one."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        os.rename(temporary, folder)
-    elif not _exchanged(temporary, folder):
-        aside = folder.with_name(f".{folder.name}-before-{secrets.token_hex(4)}")  # which nobody sweeps
-        os.rename(folder, aside)
-        os.rename(temporary, folder)
-        os.rename(aside, temporary)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Whether the system could exchange two folders in one step: Linux can, on most file systems."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    at_here = -100  # AT_FDCWD
-    return rename is not None and not rename(at_here, os.fsencode(one), at_here, os.fsencode(other), _EXCHANGE)

@@ -1,0 +1,330 @@
+"""How a file, or a folder, gets in its place: whole, or not at all.
+
+Always true:
+- what stands at a place is only ever replaced by something complete, in one step; nothing is written through a link
+- after a failure, or an interrupt, the old one stands and nothing temporary is left; what a killed process left is
+  swept later
+- a file that replaces another has its mode, and where that may be its owner, before anything is in it
+- what is to last is on the disk before it has its name
+- only what has a temporary name of ours is removed: this process's own, and those of dead ones of this machine
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from offload.errors import ForeignFileError, WriteError
+from offload.storage import log
+from offload.storage.process import is_dead, process_tag
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import is_there
+
+TEMPORARY = ".offload-tmp-"
+_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
+_HERE = -100  # AT_FDCWD
+
+
+class New(NamedTuple):
+    """A file that is to take its place: a descriptor of it, and where it is until then."""
+
+    fd: int
+    path: Path
+
+
+@contextmanager
+def replacing(
+    path: Path,
+    size: int = 0,
+    *,
+    place: str = "folder",
+    durable: bool = True,
+    placed: Callable[[], object] | None = None,
+) -> Iterator[New]:
+    """A new file beside `path` that takes its place if the block ends well, and goes if it does not.
+
+    Args:
+        path: whatever stands there is replaced, be it only a link: look first.
+        size: bytes that are reserved for it, so that a full disk is an error before anything is written.
+        place: as for `writing`.
+        durable: whether it survives a power cut when the block is left.
+        placed: is called as soon as the file stands at `path`: from then on no error takes it away again.
+
+    Raises:
+        WriteError: the disk is full, the folder is read-only...
+    """
+    with writing(path, size, place):
+        temporary = temporary_for(path)
+        try:
+            with new_file(temporary, size, like=path, durable=durable) as fd:
+                yield New(fd, temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            remove(temporary)
+            raise
+    if placed is not None:
+        placed()
+    if durable:
+        sync_folder(path.parent)
+
+
+@contextmanager
+def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]]:
+    """Names beside `paths` for files that take their places together if the block ends well, and go if it does not.
+
+    The last is the one that counts, an index say, and is put in place when all others stand there for good. No file may
+    stand in the places of those. `size` is of all of them, for errors.
+
+    Raises:
+        WriteError
+    """
+    *others, last = paths
+    with writing(last.parent, size):
+        temporaries = {path: temporary_for(path) for path in paths}
+        try:
+            yield temporaries
+            for path in others:
+                os.replace(temporaries[path], path)
+            if others:
+                sync_folder(last.parent)
+            os.replace(temporaries[last], last)
+        except BaseException:
+            if is_there(temporaries[last]):
+                for path in others:
+                    remove(path)
+            for temporary in temporaries.values():
+                remove(temporary)
+            raise
+    sync_folder(last.parent)
+
+
+@contextmanager
+def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] | None = None) -> Iterator[Path]:
+    """A new folder beside `path` that takes its place if the block ends well, and goes if it does not.
+
+    Args:
+        path: what stands there is replaced, if only by way of another name where the system can't do it in one step.
+        size: of what is written, for errors.
+        refuse: looks at what stands there, before and after the block: by default nothing may but an empty folder.
+
+    Raises:
+        ForeignFileError: what stands there is not to be replaced.
+        WriteError
+    """
+    refuse = refuse or refuse_filled
+    refuse(path)
+    made_folder(path.parent, size)
+    with writing(path, size):
+        temporary = temporary_for(path)
+        try:
+            temporary.mkdir()
+            yield temporary
+            sync_folder(temporary)
+            refuse(path)
+            _exchange(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+    sync_folder(path.parent)
+
+
+def _exchange(temporary: Path, path: Path) -> None:
+    """Put a new folder in its place; `temporary` is the old one then, if there was one."""
+    if not path.is_dir() or not any(path.iterdir()):
+        os.rename(temporary, path)
+    elif not _exchanged(temporary, path):
+        log.info("%s is replaced in two steps: its file system can't exchange folders", path)
+        aside = path.with_name(f".{path.name}-before-{secrets.token_hex(4)}")  # which nobody sweeps
+        os.rename(path, aside)
+        os.rename(temporary, path)
+        os.rename(aside, temporary)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether the system could exchange two folders in one step: Linux can, on most file systems."""
+    return not ctypes.CDLL(None).renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+
+
+def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:
+    """Put a small file of ours in place; of `size` bytes if that is more: zeros, that take no room.
+
+    One that is not `durable` may be torn by a power cut, until it is synced.
+
+    Raises:
+        WriteError: the disk is full, the folder is read-only...
+    """
+    with replacing(path, len(data), durable=durable) as (fd, _):
+        write_all(fd, memoryview(data), 0)
+        os.ftruncate(fd, max(size, len(data)))
+
+
+@contextmanager
+def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool = True) -> Iterator[int]:
+    """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left.
+
+    It is to replace the one at `like`, if that is given.
+
+    Raises:
+        OSError: of the system; see `writing`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        if like is not None:
+            _take_access(fd, like)
+        _reserve(fd, size)
+        yield fd
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _take_access(fd: int, path: Path) -> None:
+    """Give a new file the mode of the one at `path`, if there is one, and its owner and group where that may be."""
+    try:
+        old = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return
+    for owner in (old.st_uid, -1):
+        with suppress(OSError):
+            os.fchown(fd, owner, old.st_gid)
+            break
+    with suppress(OSError):  # file systems without modes
+        os.fchmod(fd, stat.S_IMODE(old.st_mode))
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Make the file `size` bytes long, with its blocks, so that a full disk is an error here and not a SIGBUS later."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(fd, size)
+
+
+def write_all(fd: int, data: memoryview, at: int) -> int:
+    """Write bytes at a place of a file; the system may take fewer at a time than it is given."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done : done + (1 << 30)], at + done)
+    return done
+
+
+# What stands there
+
+
+def refuse_there(path: Path, what: str = "file") -> None:
+    """
+    Raises:
+        ForeignFileError: something stands there, if only a link that leads nowhere.
+        ReadError
+    """
+    if is_there(path):
+        raise ForeignFileError(f"{path} is there already, and is left as it is: name another {what}")
+
+
+def refuse_filled(path: Path) -> None:
+    """
+    Raises:
+        ForeignFileError: something stands there that is no empty folder.
+        ReadError
+    """
+    with reading(path):
+        if is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+            raise ForeignFileError(f"{path} is there, and is no empty folder: take another one, or remove it first")
+
+
+def made_folder(folder: Path, size: int = 0) -> None:
+    """Have a folder to write in: made if it is not there, with what killed processes left in it removed.
+
+    `size` is of what is to be written, for errors.
+
+    Raises:
+        WriteError
+    """
+    with writing(folder, size):
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+
+
+# Temporary names
+
+
+def temporary_for(path: Path) -> Path:
+    """A name beside `path` that nobody has; what a killed process leaves under it is swept.
+
+    Raises:
+        WriteError: the system does not tell which process this is.
+    """
+    with writing(path):
+        return path.with_name(temporary_name())
+
+
+def temporary_name(prefix: str = TEMPORARY) -> str:
+    """
+    Raises:
+        OSError: the system does not tell which process this is.
+    """
+    return f"{prefix}{process_tag()}-{secrets.token_hex(4)}"
+
+
+def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
+    """Remove the temporary files and folders that killed processes left in a folder.
+
+    Raises:
+        OSError: it can't be looked into.
+    """
+    with os.scandir(folder) as items:
+        found = [Path(item.path) for item in items if item.name.startswith(prefix)]
+    for path in found:
+        if is_dead(path.name.removeprefix(prefix).rpartition("-")[0]):
+            log.info("%s was left by a process that has ended, and is removed", path)
+            remove(path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a temporary file if it is there and the folder lets us; what stays is swept later."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder of ours, of which no part is there under its name once it begins.
+
+    Raises:
+        OSError: it stays.
+    """
+    aside = temporary_for(path)
+    try:
+        os.rename(path, aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a replacement survive a power cut, where folders can be synced.
+
+    Raises:
+        WriteError: the disk did not take it. What was replaced is, until there is a power cut.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP):
+            reason = (
+                f"a value was replaced, but may be lost in a power cut ({error.strerror}): write it again, elsewhere"
+            )
+            raise WriteError(error.errno, reason, str(folder)) from error
