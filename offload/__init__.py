@@ -37,6 +37,8 @@ In modules, which `import offload` brings along:
 | | read files and tables of others into a cache | `cache_from` |
 | | open, or write, a folder of tensordict's | `tensordict` |
 | `offload.errors` | catch what can go wrong, by its name | |
+
+`offload.testing`, which is to be imported, compares values and holds tensor subclasses against plain tensors.
 """
 
 from offload import budget, errors, integrations, report, training  # noqa: F401

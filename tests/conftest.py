@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offload.storage import folders
+from offload.testing import tiny_checkpoint
 
 pytest.register_assert_rewrite("tests.acts")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,22 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16, tied embeddings, in several safetensors shards."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
     folder = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="60KB")
-    return folder
+    return tiny_checkpoint(folder, num_hidden_layers=3, tie_word_embeddings=True, dtype="bfloat16")
 
 
 @pytest.fixture

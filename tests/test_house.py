@@ -21,6 +21,7 @@ FLOORS = {
     "errors": -1,
     "memory": 0,
     "progress": 0,
+    "testing": 0,
     "storage": 1,
     "prefetch": 2,
     "tensor": 3,
@@ -53,6 +54,7 @@ GUESTS = {
     "models.hooks": {"accelerate"},
     "models.pretrained": {"transformers"},
     "models.saving": {"huggingface_hub", "torchao"},
+    "testing.checkpoints": {"transformers"},
 }
 
 PUBLIC = [

@@ -22,6 +22,7 @@ from mkdocs.structure.files import File, Files
 from rich.filesize import decimal
 
 import offload
+from offload import testing
 from offload.cli.main import parser
 from offload.report.charts import Line, bar_chart, line_chart
 
@@ -123,7 +124,7 @@ def reference() -> Iterator[tuple[str, str, str]]:
 
 def modules() -> dict[str, list[str]]:
     """By module, the public names that it has."""
-    named = (offload.budget, offload.errors, offload.integrations, offload.report, offload.training)
+    named = (offload.budget, offload.errors, offload.integrations, offload.report, testing, offload.training)
     found: dict[str, list[str]] = {module.__name__: list(module.__all__) for module in named}
     for name in offload.__all__:
         module = inspect.getmodule(getattr(offload, name))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import offload
 from offload import OffloadedTensor
-from tests.op_census import assert_same
+from offload.testing import assert_equal
 
 VALUE = torch.arange(1.0, 17).view(4, 4) / 7
 TANGENT = torch.eye(4) + 0.5
@@ -64,7 +64,7 @@ def test_a_derivative_is_that_of_a_plain_tensor(name, requires_grad):
 
     expected = derivative(VALUE.clone().requires_grad_(requires_grad))
     assert any(leaf.any() for leaf in tree_leaves(expected))
-    assert_same(expected, actual)
+    assert_equal(expected, actual)
 
 
 def of_duals(function: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ def test_a_write_to_the_file_writes_the_tangent(write, graph):
     with torch.set_grad_enabled(graph):
         actual = of_duals(write, stored())
 
-        assert_same(of_duals(write, VALUE.clone()), actual)
+        assert_equal(of_duals(write, VALUE.clone()), actual)
 
 
 def test_what_torch_carries_no_tangent_through_is_an_error():
@@ -131,4 +131,4 @@ def test_results_of_dual_tensors_are_not_put_on_disk():
         with offload.offloading(min_bytes=0):
             actual = of_duals(norm_of_double, value)
 
-        assert_same(expected, actual)
+        assert_equal(expected, actual)

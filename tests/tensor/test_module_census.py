@@ -17,7 +17,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload import OffloadedTensor
-from tests import op_census as census
+from offload.testing import assert_equal, ops
+from tests import op_census
 
 SAMPLES = 4  # per module, dtype and mode; the database has up to some hundreds
 MODULES = {module.name: module for module in module_db}
@@ -54,22 +55,22 @@ class Case(NamedTuple):
 
 def cases(name: str, dtype: torch.dtype, *, training: bool) -> Iterator[Case]:
     info = MODULES[name]
-    census.seed(0)
+    ops.seed(0)
     options = {"device": "cpu", "dtype": dtype, "requires_grad": True, "training": training}
     found = list(info.module_inputs_func(info, **options))
-    for sample in census.spread(found, f"{name} {dtype} {training}", most=SAMPLES):
+    for sample in ops.spread(found, f"{name} {dtype} {training}", most=SAMPLES):
         plain = made(info, sample.constructor_input, dtype).train(training)
         arguments = (sample.forward_input.args, sample.forward_input.kwargs)
         if info.is_lazy:
             attempt(plain, copied(arguments))  # a lazy parameter has no values before the first call
         with_offloaded_tensors = offload_tensors(copy.deepcopy(plain))
-        offloaded_arguments = copied(arguments) if tensors_of(plain) else copied(arguments, census.offloaded)
+        offloaded_arguments = copied(arguments) if tensors_of(plain) else copied(arguments, op_census.offloaded)
         yield Case(plain, with_offloaded_tensors, copied(arguments), offloaded_arguments)
 
 
 def made(info: Any, constructor: Any, dtype: torch.dtype) -> nn.Module:
     """The module, its parameters in `dtype` where its constructor takes one."""
-    census.seed(1)
+    ops.seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -78,7 +79,7 @@ def made(info: Any, constructor: Any, dtype: torch.dtype) -> nn.Module:
             return info.module_cls(*constructor.args, **constructor.kwargs).to(dtype)
 
 
-def copied(arguments: Any, change: Callable[[Any], Any] = census.dense) -> Any:
+def copied(arguments: Any, change: Callable[[Any], Any] = ops.dense) -> Any:
     """Copies of the tensors; one that is passed twice stays one."""
     copies: dict[int, Any] = {}
     return tree_map(lambda leaf: copies.setdefault(id(leaf), change(leaf)), arguments)
@@ -105,17 +106,17 @@ def dtypes_of(name: str) -> list[torch.dtype]:
 
 
 def attempt(module: nn.Module, arguments: Any) -> tuple[Any, Exception | None]:
-    return census.attempt(module, *arguments[0], **arguments[1])
+    return ops.attempt(module, *arguments[0], **arguments[1])
 
 
 def succeed(module: nn.Module, arguments: Any) -> Any:
-    return census.succeed(module, *arguments[0], **arguments[1])
+    return ops.succeed(module, *arguments[0], **arguments[1])
 
 
 def gradients(results: Any, arguments: Any) -> list[torch.Tensor | None]:
     """Of the arguments; those of parameters are left in their `grad`."""
     outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    census.seed(2)
+    ops.seed(2)
     if outputs:
         torch.autograd.backward(outputs, [torch.randn(leaf.shape, dtype=leaf.dtype) for leaf in outputs])
     return [leaf.grad for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
@@ -124,16 +125,16 @@ def gradients(results: Any, arguments: Any) -> list[torch.Tensor | None]:
 def assert_same_tensors(plain: nn.Module, offloaded: nn.Module) -> None:
     """Parameters and buffers are equal, and still on disk."""
     actual = tensors_of(offloaded)
-    census.assert_same(tensors_of(plain), actual)
+    assert_equal(tensors_of(plain), actual)
     for key, tensor in actual.items():
         assert isinstance(tensor, OffloadedTensor), f"{key} is not offloaded"
-    census.assert_stored(actual)
+    op_census.assert_stored(actual)
 
 
 def assert_same_gradients(plain: nn.Module, offloaded: nn.Module) -> None:
     expected, actual = ([parameter.grad for parameter in module.parameters()] for module in (plain, offloaded))
-    census.assert_same(expected, actual)
-    assert not census.has_offloaded(actual)
+    assert_equal(expected, actual)
+    assert not ops.takes_part(actual)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -144,21 +145,21 @@ def test_module_learns_on_disk_what_it_learns_in_memory(name: str, training: boo
     for dtype in dtypes_of(name):
         for case in cases(name, dtype, training=training):
             modules = (case.plain, case.offloaded)
-            before = [census.versions(tensors_of(module)) for module in modules]
+            before = [ops.versions(tensors_of(module)) for module in modules]
             expected, error = attempt(case.plain, case.plain_arguments)
             if error is not None:
                 continue
             actual = succeed(case.offloaded, case.arguments)
-            census.assert_same(expected, actual)
-            census.assert_untouched(actual, tensors_of(case.offloaded))
+            assert_equal(expected, actual)
+            op_census.assert_untouched(actual, tensors_of(case.offloaded))
             assert_same_tensors(case.plain, case.offloaded)
-            census.assert_same(gradients(expected, case.plain_arguments), gradients(actual, case.arguments))
+            assert_equal(gradients(expected, case.plain_arguments), gradients(actual, case.arguments))
             assert_same_gradients(case.plain, case.offloaded)
             for optimizer in (sgd, adamw):
                 for module in modules:
                     optimizer(module)
                 assert_same_tensors(case.plain, case.offloaded)
-            moves = [census.moves(then, tensors_of(module)) for then, module in zip(before, modules, strict=True)]
+            moves = [ops.moves(then, tensors_of(module)) for then, module in zip(before, modules, strict=True)]
             assert moves[0] == moves[1], "versions have not moved alike"
             compared += 1
 
@@ -189,8 +190,8 @@ def test_module_runs_on_disk_as_in_memory_without_gradients(name: str, training:
                     if error is not None:
                         continue
                     actual = succeed(case.offloaded, case.arguments)
-                    census.assert_same(expected, actual)
-                    census.assert_same(tensors_of(case.plain), tensors_of(case.offloaded))
+                    assert_equal(expected, actual)
+                    assert_equal(tensors_of(case.plain), tensors_of(case.offloaded))
                     compared += 1
 
     assert compared
@@ -212,7 +213,7 @@ def test_module_that_is_cast_stays_on_disk(name: str) -> None:
             cast(case.plain)
             cast(case.offloaded)
 
-            census.assert_same(tensors_of(case.plain), tensors_of(case.offloaded))
+            assert_equal(tensors_of(case.plain), tensors_of(case.offloaded))
             for before, now in zip(parameters, case.offloaded.parameters(), strict=True):
                 assert before is now
                 assert isinstance(now, OffloadedTensor)
@@ -233,4 +234,4 @@ def test_state_dict_of_a_module_goes_round(name: str) -> None:
             for tensor in tensors_of(case.plain).values():
                 tensor.zero_()
         assert "<All keys matched successfully>" == str(case.plain.load_state_dict(case.offloaded.state_dict()))
-        census.assert_same(other, tensors_of(case.plain))
+        assert_equal(other, tensors_of(case.plain))

@@ -10,10 +10,11 @@ import torch
 from torch.testing._internal import common_methods_invocations as database
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests import op_census as census
-from tests.op_census import Count, Sample
+from offload.testing import ops
+from offload.testing.ops import Count, Sample
+from tests.op_census import MOST, OFFLOADED
 
-OPS = {op.full_name: op for op in database.op_db if op.supported_dtypes("cpu")}
+OPS = ops.op_database()
 FOREACH_OPS = {
     op.full_name: op
     for name in dir(database)
@@ -23,8 +24,6 @@ FOREACH_OPS = {
 
 FIRST_DTYPE = torch.float32
 SECOND_DTYPES = (torch.complex64, torch.int64, torch.bfloat16, torch.float64, torch.bool)
-
-CHECKS = census.CALLS | census.DERIVATIVES
 
 # Gradients for which torch, where it sees a tensor subclass, takes a formula that sums in another order (2.13). They
 # are close; an entry that is equal bit for bit over all the samples goes.
@@ -96,11 +95,11 @@ def dtypes_of(op: Any) -> list[torch.dtype]:
 def trials(op: Any) -> Iterator[tuple[str, torch.dtype, list[Sample]]]:
     """The checks of an op in each dtype, with all the samples that there are."""
     for dtype in dtypes_of(op):
-        samples = census.all_samples(op, dtype, requires_grad=False)
+        samples = ops.samples_of(op, dtype, requires_grad=False)
         yield from ((check, dtype, samples) for check in ("inference", "inplace", "inference inplace", "out"))
         if dtype in op.supported_backward_dtypes("cpu"):
-            samples = census.all_samples(op, dtype, requires_grad=True)
-            yield from ((check, dtype, samples) for check in census.DERIVATIVES)
+            samples = ops.samples_of(op, dtype, requires_grad=True)
+            yield from ((check, dtype, samples) for check in ops.DERIVATIVES)
         yield "forward", dtype, samples  # where that can be, of tensors that require grad
 
 
@@ -111,10 +110,10 @@ def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> C
         Exception: of the op, or an AssertionError.
     """
     if (op.full_name, check) in VALUES_CLOSE:
-        return census.DERIVATIVES[check](op, samples, census.close)
-    most = SAMPLES.get(op.full_name, census.SAMPLES)
-    with census.memory_filled(op):
-        return CHECKS[check](op, census.spread(samples, f"{op.full_name} {dtype} {check}", most=most))
+        return ops.DERIVATIVES[check](OFFLOADED, op, samples, ops.close)
+    most = SAMPLES.get(op.full_name, MOST)
+    with ops.memory_filled(op):
+        return ops.CHECKS[check](OFFLOADED, op, ops.spread(samples, f"{op.full_name} {dtype} {check}", most=most))
 
 
 def faults(op: Any) -> Iterator[str]:
@@ -135,7 +134,7 @@ def faults(op: Any) -> Iterator[str]:
                 yield f"{check}, {dtype}: {count.compared} calls were compared: take it off NOTHING_TO_COMPARE"
         if entry in SELDOM_UNEQUAL or (entry in VALUES_CLOSE and not equal_bits(op, check, samples)):
             uneven.add(entry)
-    for check in CHECKS:
+    for check in ops.CHECKS:
         entry = (op.full_name, check)
         if entry in EXPECTED_FAILURES and entry not in failed:
             yield f"{check} passes: take it off EXPECTED_FAILURES"
@@ -145,7 +144,7 @@ def faults(op: Any) -> Iterator[str]:
 
 def equal_bits(op: Any, check: str, samples: list[Sample]) -> bool:
     try:
-        census.DERIVATIVES[check](op, samples)
+        ops.DERIVATIVES[check](OFFLOADED, op, samples)
     except AssertionError:
         return False
     return True
@@ -167,22 +166,22 @@ def test_foreach_op_gives_on_lists_of_offloaded_tensors_what_it_gives_on_plain_o
     op = FOREACH_OPS[name]
     if (check == "forward" and not op.supports_out) or (check == "inplace" and op.has_no_in_place):
         pytest.skip("torch has no such variant")
-    samples = census.all_samples(op, FIRST_DTYPE, requires_grad=False)
+    samples = ops.samples_of(op, FIRST_DTYPE, requires_grad=False)
 
-    count = CHECKS[check](op, census.spread(samples, f"{name} {check}"))
+    count = ops.CHECKS[check](OFFLOADED, op, ops.spread(samples, f"{name} {check}", most=MOST))
 
     assert count.plain == count.compared > 0
 
 
-@pytest.mark.parametrize("name", sorted(census.OUT_OF_BOUNDS))
+@pytest.mark.parametrize("name", sorted(ops.OUT_OF_BOUNDS))
 def test_torch_itself_writes_outside_of_a_transposed_out(name: str) -> None:
     """Why such an `out` is not tried: with the op mended, this fails, and the op goes off the list."""
     op = OPS[name]
     written = []
-    for sample in census.all_samples(op, FIRST_DTYPE, requires_grad=False):
+    for sample in ops.samples_of(op, FIRST_DTYPE, requires_grad=False):
         fences: list[torch.Tensor] = []
         outs = tree_map(lambda result: fenced_and_transposed(result, fences), sample.passed_to(op))  # noqa: B023
-        census.attempt(sample.passed_to, op, out=outs)
+        ops.attempt(sample.passed_to, op, out=outs)
         written += [fence for fence in fences if (fence != 1).any()]
 
     assert written
@@ -190,22 +189,22 @@ def test_torch_itself_writes_outside_of_a_transposed_out(name: str) -> None:
 
 def fenced_and_transposed(result: torch.Tensor, fences: list[torch.Tensor]) -> torch.Tensor:
     """Room for `result` with its first and last dimensions exchanged in memory, between two fences of ones."""
-    like = census._transposed(result).plain
+    like = ops.transposed(OFFLOADED, result).plain
     room, width = max(like.numel(), 1), 4096
     memory = torch.ones(room + 2 * width, dtype=like.dtype)
     fences += [memory[:width], memory[width + room :]]
     return memory.as_strided(like.shape, like.stride(), width)
 
 
-@pytest.mark.parametrize("name", sorted(census.GARBAGE_OUT))
+@pytest.mark.parametrize("name", sorted(ops.GARBAGE_OUT))
 def test_torch_itself_leaves_garbage_in_out(name: str) -> None:
     """Why these values are not compared: with the op mended, this fails, and the op goes off the list."""
     op = OPS[name]
     wrong = []
-    for sample in census.all_samples(op, FIRST_DTYPE, requires_grad=False):
+    for sample in ops.samples_of(op, FIRST_DTYPE, requires_grad=False):
         result = sample.passed_to(op)
         out = torch.zeros_like(result)
-        census.attempt(sample.passed_to, op, out=out)
+        ops.attempt(sample.passed_to, op, out=out)
         wrong += [leaf for leaf in tree_leaves(out) if not torch.equal(leaf, result)]
 
     assert wrong

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import offload
 from offload import OffloadedTensor
-from tests import op_census as census
-from tests.op_census import Sample
+from offload.testing import assert_equal, ops
+from offload.testing.ops import Sample
+from tests.op_census import OFFLOADED
 from tests.processes import run_script
 from tests.tensor.test_op_census import OPS, dtypes_of
 
@@ -40,7 +41,7 @@ MODULES = {
 def function_of(op: Any, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
     """An op as a function of the tensors in a sample, and these."""
     leaves, spec = tree_flatten(sample)
-    places = [place for place, leaf in enumerate(leaves) if census.storable(leaf)]
+    places = [place for place, leaf in enumerate(leaves) if ops.is_plain(leaf)]
 
     def call(*tensors: torch.Tensor) -> Any:
         given = {**dict(enumerate(leaves)), **dict(zip(places, tensors, strict=True))}
@@ -60,10 +61,10 @@ def traced(function: Any, tensors: list[torch.Tensor]) -> Any:
 def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> None:
     """With torch's own check of the trace; it then runs on plain tensors and on offloaded ones."""
     op = OPS[name]
-    samples = census.all_samples(op, dtypes_of(op)[0], requires_grad=False)
-    for expected_of, actual_of in census.pairs(census.spread(samples, name, most=1)):
+    samples = ops.samples_of(op, dtypes_of(op)[0], requires_grad=False)
+    for expected_of, actual_of in OFFLOADED.pairs(ops.spread(samples, name, most=1)):
         call, tensors = function_of(op, expected_of)
-        over_plain, error = census.attempt(traced, call, tensors)
+        over_plain, error = ops.attempt(traced, call, tensors)
         if error is not None or not tensors:
             pytest.skip("torch can't trace it")
         stored = [leaf for leaf in tree_leaves(actual_of) if isinstance(leaf, OffloadedTensor)]
@@ -72,13 +73,13 @@ def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> No
                 traced(call, stored)
             return
         over_stored = traced(call, stored)
-        expected = census.succeed(over_plain, *tensors)
+        expected = ops.succeed(over_plain, *tensors)
         for arguments in (tensors, stored):
-            actual = census.succeed(over_stored, *arguments)
+            actual = ops.succeed(over_stored, *arguments)
             if name in CLOSE:
-                census.close(tree_leaves(expected), tree_leaves(actual))
+                ops.close(OFFLOADED, tree_leaves(expected), tree_leaves(actual))
             else:
-                census.assert_same(expected, actual, values=name not in census.ARBITRARY, strides=False)
+                OFFLOADED.assert_same(expected, actual, values=name not in ops.ARBITRARY, strides=False)
 
 
 def _traced(module: nn.Module) -> Any:
@@ -97,7 +98,7 @@ def test_a_module_on_disk_is_compiled_as_one_in_memory(name, compiled):
     module = compiled(stored)
 
     for _ in range(3):  # the second time, TorchScript runs what it has learned in the first
-        census.assert_same(plain(INPUT), module(INPUT))
+        assert_equal(plain(INPUT), module(INPUT))
 
 
 def test_a_trace_takes_arguments_for_what_they_are():

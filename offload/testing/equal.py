@@ -1,0 +1,183 @@
+"""Whether two values are equal, bit for bit, and where they are not.
+
+Always true:
+- what is on disk is compared by what it holds: it is read, and never written to
+- what differs is told with its place: the keys and numbers that lead there
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def assert_equal(
+    expected: Any, found: Any, *, strides: bool = True, nan_bits: bool = True, signed_zeros: bool = True
+) -> None:
+    """Raise unless two values are equal: in shape, dtype, strides, and in every bit.
+
+    Args:
+        expected: a tensor, a module (its state dict), or mappings, sequences and dataclasses of them. What else is in
+            these is compared with `==`, and has to be of the same type.
+        found: the same. A tensor with a method `materialize`, as those on disk have, counts as what that gives. A
+            wrapper subclass has to be of one class on both sides; the tensors inside are compared.
+        strides: whether the strides of dense tensors count, but for dimensions of one element.
+        nan_bits: whether NaNs have to be the same NaN; else any equals any other.
+        signed_zeros: whether 0.0 differs from -0.0.
+
+    Raises:
+        AssertionError: says where they differ, and in what.
+
+    Example:
+        >>> assert_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
+        >>> assert_equal({"w": torch.zeros(2)}, {"w": -torch.zeros(2)})
+        Traceback (most recent call last):
+        AssertionError: ['w']: equal, but for the sign of zeros or the bits of NaNs
+        >>> assert_equal(torch.zeros(2), -torch.zeros(2), signed_zeros=False)
+    """
+    difference = partial(difference_between, nan_bits=nan_bits, signed_zeros=signed_zeros)
+    assert_same(expected, found, partial(assert_same_tensor, difference=difference, strides=strides))
+
+
+def is_equal(expected: Any, found: Any, **options: bool) -> bool:
+    """Whether `assert_equal` passes; it takes the same.
+
+    Example:
+        >>> is_equal(torch.ones(2), torch.ones(2, dtype=torch.float64))
+        False
+    """
+    try:
+        assert_equal(expected, found, **options)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_same(
+    expected: Any, found: Any, assert_same_tensor: Callable[[torch.Tensor, Any, str], None], at: str = ""
+) -> None:
+    """The same structure, to its leaves.
+
+    Args:
+        assert_same_tensor: compares two tensors, given where they are.
+        at: where these are.
+    """
+    if isinstance(expected, torch.nn.Module) and isinstance(found, torch.nn.Module):
+        expected, found = expected.state_dict(), found.state_dict()
+    if isinstance(expected, torch.Tensor):
+        assert_same_tensor(expected, found, at)
+    elif isinstance(expected, Mapping) and isinstance(found, Mapping):
+        _require(set(expected) == set(found), at, f"keys {list(expected)} != {list(found)}")
+        for key, value in expected.items():
+            assert_same(value, found[key], assert_same_tensor, f"{at}[{key!r}]")
+    elif isinstance(expected, list | tuple) and type(expected) is type(found):
+        _require(len(expected) == len(found), at, f"{len(expected)} entries != {len(found)}")
+        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert_same(one, other, assert_same_tensor, f"{at}[{number}]")
+    elif dataclasses.is_dataclass(expected) and type(expected) is type(found):
+        for name in (field.name for field in dataclasses.fields(expected)):
+            assert_same(getattr(expected, name), getattr(found, name), assert_same_tensor, f"{at}.{name}")
+    else:
+        equal = expected == found or (expected != expected and found != found)
+        _require(type(expected) is type(found) and bool(equal), at, f"{expected!r} != {found!r}")
+
+
+def _require(holds: bool, at: str, message: str) -> None:
+    if not holds:
+        raise AssertionError(f"{at}: {message}" if at else message)
+
+
+def assert_same_tensor(
+    expected: torch.Tensor,
+    found: Any,
+    at: str = "",
+    *,
+    difference: Callable[[torch.Tensor, torch.Tensor], str] | None,
+    strides: bool = True,
+    held_by: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """The same form and values.
+
+    Args:
+        difference: says in what the values of two plain tensors differ; None where they are arbitrary.
+        held_by: gives what a tensor holds.
+    """
+    _require(isinstance(found, torch.Tensor), at, f"a tensor != {found!r}")
+    for what in ("shape", "dtype", "layout"):
+        one, other = getattr(expected, what), getattr(found, what)
+        _require(one == other, at, f"{what}s {one} != {other}")
+    if strides and _is_dense(expected):
+        one, other = expected.stride(), found.stride()
+        counts = [size > 1 for size in expected.shape]
+        same = all(a == b for a, b, count in zip(one, other, counts, strict=True) if count)
+        _require(same, at, f"strides {one} != {other}")
+    if difference is None:
+        return
+    here, there = map(held_by or in_memory, (expected, found))
+    if not _is_wrapper(here) and not _is_wrapper(there):
+        if text := difference(here, there):
+            _require(False, at, text)
+        return
+    _require(type(here) is type(there), at, f"{type(here).__name__} != {type(there).__name__}")
+    (names, context), (others, another) = (tensor.__tensor_flatten__() for tensor in (here, there))  # type: ignore[attr-defined]
+    _require((list(names), str(context)) == (list(others), str(another)), at, f"{context} != {another}")
+    for name in names:
+        inner = getattr(here, name), getattr(there, name)
+        assert_same_tensor(*inner, f"{at}.{name}", difference=difference, strides=strides)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its strides say anything: of what overlaps, or is cut, torch itself may give a copy."""
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 1
+    return is_strided and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__") and type(tensor) is not torch.nn.Parameter
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    materialize = getattr(tensor, "materialize", None)
+    there: torch.Tensor = (tensor if materialize is None else materialize()).detach().cpu()
+    if there.layout != torch.strided or there.is_nested:
+        there = there.to_dense()
+    return torch.dequantize(there) if there.is_quantized else there
+
+
+def difference_between(
+    one: torch.Tensor, other: torch.Tensor, *, nan_bits: bool = True, signed_zeros: bool = True
+) -> str:
+    """In what the values of two plain tensors of one shape and dtype differ; empty if in nothing that counts."""
+    bits, others = _bits(one), _bits(other)
+    if torch.equal(bits, others):
+        return ""
+    left, right = _numbers(one), _numbers(other)
+    same = (bits == others).view(left.numel(), -1).all(1)
+    nans, zeros = left.isnan() & right.isnan(), (left == 0) & (right == 0)
+    passing = same | (nans & (not nan_bits)) | (zeros & (not signed_zeros))
+    if passing.all():
+        return ""
+    apart = ~(same | nans | zeros)
+    if not apart.any():
+        return "equal, but for the sign of zeros or the bits of NaNs"
+    first = int(apart.nonzero()[0])
+    count = f"{int(apart.sum())} of {len(apart)} numbers differ"
+    return f"{count}, the first at {first}, flat: {left[first].item()} != {right[first].item()}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor, in the order of its elements."""
+    tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """As flat real numbers, in which NaNs and zeros can be looked for: a complex one is two."""
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    if flat.is_complex():
+        return torch.view_as_real(flat).flatten().double()
+    return flat.view(torch.uint8) if flat.dtype == torch.float4_e2m1fn_x2 else flat.double()

@@ -1,0 +1,630 @@
+"""What holds of a tensor subclass: over torch's own op database, op by op, it gives what plain tensors give.
+
+Always true:
+- the plain tensors that it is held against have the same strides, and are made in the same way
+- a check counts the calls that plain torch carries out, and those of them in which a tensor of the subclass took part
+- a difference is an error of the trial, with the op; nothing else stops the census
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from offload.errors import ArgumentError
+from offload.testing.equal import assert_same, assert_same_tensor, difference_between, in_memory
+
+
+class Trial(NamedTuple):
+    """What came of one check of one op.
+
+    Attributes:
+        op: torch's name of it.
+        check: a word of `CHECKS`.
+        dtype: of the tensors.
+        plain: how many calls plain torch carries out.
+        compared: in how many of these a tensor of the subclass took part.
+        error: what the subclass did otherwise; None if all went as with plain tensors.
+    """
+
+    op: str
+    check: str
+    dtype: torch.dtype
+    plain: int
+    compared: int
+    error: Exception | None
+
+
+def census(
+    make: Callable[[torch.Tensor], torch.Tensor],
+    unwrap: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    ops: Collection[str] | None = None,
+    checks: Collection[str] | None = None,
+    dtypes: Collection[torch.dtype] = (torch.float32,),
+    samples: int = 5,
+) -> Iterator[Trial]:
+    """Hold a tensor subclass against plain tensors, over torch's own op database, bit for bit.
+
+    The checks, each of which runs an op on plain tensors and on tensors of the subclass:
+
+    - `forward`, `inference`: results are equal, and the arguments are as they were
+    - `inplace`, `inference inplace`: the argument itself comes back, it and its aliases hold the new values, and the
+      version counter moves
+    - `out`: the same of `out=`, whatever its size and strides were
+    - `trainable`, `frozen`, `second order`: gradients, also beside tensors that require none, and gradients of these
+    - `tangents`, `inplace tangents`: forward-mode differentiation
+
+    Args:
+        make: a tensor of the subclass from a plain one, with its strides. Where the subclass can't hold it, the plain
+            tensor itself: such a call is not compared.
+        unwrap: a plain tensor from one of the subclass.
+        ops: names, as in the database ("add", "nn.functional.linear"); None for all, which takes some minutes.
+        checks: some of these; None for all.
+        dtypes: those that an op does not know are left out.
+        samples: how many calls are compared for each op, check and dtype, from all over the database's.
+
+    Yields:
+        A trial for each op, check and dtype.
+
+    Raises:
+        ValueError: there is no such op, or no such check.
+        ImportError: torch's database needs a package that is not installed (expecttest, numpy).
+    """
+    database, kind = op_database(), Kind(unwrap, [partial(_as_whole, make)])
+    for name in set(ops or ()) - set(database):
+        raise ArgumentError(f"there is no op {name!r}: near it are {', '.join(get_close_matches(name, database))}")
+    for name in set(checks or ()) - set(CHECKS):
+        raise ArgumentError(f"there is no check {name!r}: there are {', '.join(CHECKS)}")
+    for op in (op for name, op in database.items() if ops is None or name in ops):
+        for dtype in (dtype for dtype in dtypes if dtype in op.supported_dtypes("cpu")):
+            for check in CHECKS if checks is None else checks:
+                with _own_randomness():
+                    trial = _trial(kind, op, check, dtype, samples)
+                yield trial
+
+
+def _trial(kind: Kind, op: Any, check: str, dtype: torch.dtype, most: int) -> Trial:
+    requires_grad = check in DERIVATIVES
+    if requires_grad and dtype not in op.supported_backward_dtypes("cpu"):
+        return Trial(op.full_name, check, dtype, 0, 0, None)
+    found = spread(samples_of(op, dtype, requires_grad=requires_grad), f"{op.full_name} {dtype} {check}", most=most)
+    try:
+        with memory_filled(op):
+            count = CHECKS[check](kind, op, found)
+    except Exception as error:
+        return Trial(op.full_name, check, dtype, len(found), len(found), error)
+    return Trial(op.full_name, check, dtype, *count, None)
+
+
+def op_database() -> dict[str, Any]:
+    """Torch's descriptions of its ops, by name."""
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ImportError as error:
+        message = f"a census needs what torch's own tests need: install {error.name} ({error})"
+        raise ImportError(message, name=error.name) from error
+    return {op.full_name: op for op in op_db if op.supported_dtypes("cpu")}
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    before, numbers = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(before)
+        numpy.random.set_state(numbers)
+
+
+# Ops whose values are arbitrary: only shapes, strides and dtypes are compared.
+ARBITRARY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+# Ops that plain torch computes from uninitialized memory; two plain calls differ, unless it is filled.
+FILL_MEMORY = {
+    "linalg.lstsq": "driver gelsy starts from pivots that it leaves uninitialized (torch 2.13)",
+}
+
+# torch itself writes outside of a batched `out` that is not contiguous (2.13): such an `out` is not tried.
+OUT_OF_BOUNDS = {"tril", "triu", "lu_unpack", "linalg.lu"}
+
+# torch itself does not write its result to `out`, for one dimension (2.13): the values are not compared.
+GARBAGE_OUT = {"fft.ihfft2", "fft.ihfftn"}
+
+Form: TypeAlias = "Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]"
+Same: TypeAlias = "Callable[[Kind, Any, Any], None]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A tensor subclass, as a census sees it.
+
+    Attributes:
+        unwrap: a plain tensor from one of the subclass.
+        forms: ways to make two equal tensors, a plain one and one of the subclass; samples take them by turns.
+        see_results: called with the plain results, those of the subclass, and the arguments of each.
+        see_written: called with tensors of the subclass that an op has written to.
+    """
+
+    unwrap: Callable[[torch.Tensor], torch.Tensor]
+    forms: list[Form]
+    see_results: Callable[[Any, Any, Any, Any], None] = lambda *_: None
+    see_written: Callable[[Any], None] = lambda _: None
+
+    def pair(self, sample: Sample, turn: int | None = None) -> tuple[Sample, Sample]:
+        """A sample with plain tensors, and the same with tensors of the subclass."""
+        form = self.forms[(sample.place if turn is None else turn) % len(self.forms)]
+        leaves, spec = tree_flatten(sample)
+        pairs = [form(leaf) if is_plain(leaf) else (leaf, leaf) for leaf in leaves]
+        for leaf, both in zip(leaves, pairs, strict=True):
+            if is_plain(leaf):
+                for tensor in both:
+                    tensor.requires_grad_(leaf.requires_grad)
+        plain, other = (tree_unflatten([both[side] for both in pairs], spec) for side in (0, 1))
+        return plain, other
+
+    def pairs(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, Sample]]:
+        return map(self.pair, samples)
+
+    def in_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return in_memory(self.unwrap(tensor) if is_other(tensor) else tensor)
+
+    def assert_same(self, expected: Any, actual: Any, *, values: bool = True, strides: bool = True) -> None:
+        """Equal structure, shapes, strides, dtypes, and bits."""
+        assert tree_flatten(expected)[1] == tree_flatten(actual)[1]
+        difference = difference_between if values else None
+        leaves = partial(assert_same_tensor, difference=difference, strides=strides, held_by=self.in_memory)
+        assert_same(expected, actual, leaves)
+
+
+class Sample(NamedTuple):
+    """The arguments of one call, and its place in the list of an op's samples."""
+
+    place: int
+    input: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def passed_to(self, function: Callable[..., Any], **more: Any) -> Any:
+        return function(self.input, *self.args, **self.kwargs, **more)
+
+
+class Count(NamedTuple):
+    """How many calls plain torch carries out, and how many of them were compared."""
+
+    plain: int = 0
+    compared: int = 0
+
+    def plus(self, *, compared: bool) -> Count:
+        return Count(self.plain + 1, self.compared + compared)
+
+
+# Samples
+
+
+def samples_of(op: Any, dtype: torch.dtype, *, requires_grad: bool) -> list[Sample]:
+    """All that the database has, the same each time."""
+    seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = op.sample_inputs("cpu", dtype, requires_grad=requires_grad, set_seed=False)
+        return [
+            Sample(place, sample.input, list(sample.args), dict(sample.kwargs)) for place, sample in enumerate(found)
+        ]
+
+
+def seed(number: int) -> None:
+    """Much faster than `torch.manual_seed`, which formats a traceback for each kind of device (torch 2.13)."""
+    torch.default_generator.manual_seed(number)
+    numpy.random.seed(number)
+    random.seed(number)
+
+
+def spread(samples: list[Any], key: str, *, most: int) -> list[Any]:
+    """At most so many of the samples, from all over the list; other ones for another key."""
+    if len(samples) <= most:
+        return samples
+    return [samples[place] for place in sorted(random.Random(key).sample(range(len(samples)), most))]
+
+
+def is_plain(x: Any) -> bool:
+    """Whether it is a dense tensor of torch's own, of which one of a subclass can be made."""
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.layout == torch.strided
+        and not x.is_quantized
+        and not x.is_nested
+        and not x.is_meta
+    )
+
+
+def is_other(x: Any) -> bool:
+    """Whether it is a tensor of a subclass."""
+    return isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def takes_part(tree: Any) -> bool:
+    return any(map(is_other, tree_leaves(tree)))
+
+
+def dense(x: Any) -> Any:
+    """A copy with strides of its own; what is no plain tensor, itself."""
+    return x.detach().clone().requires_grad_(x.requires_grad) if is_plain(x) else x
+
+
+def _as_whole(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    copy = x.detach().clone()
+    return copy, make(copy.clone())
+
+
+# Calls
+
+
+def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
+    """What a call gives, and what it raises."""
+    torch.default_generator.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return function(*args, **kwargs), None
+        except Exception as error:
+            return None, error
+
+
+def succeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result, error = attempt(function, *args, **kwargs)
+    if error is not None:
+        raise error
+    return result
+
+
+@contextlib.contextmanager
+def memory_filled(op: Any) -> Iterator[None]:
+    """For ops that read memory before they have written it."""
+    if op.name not in FILL_MEMORY:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# Checks
+
+
+def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+    """The results are equal, and the arguments are as they were."""
+    with torch.no_grad():
+        return compare_results(kind, op, samples)
+
+
+def check_inference(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+    """As forward, for tensors made in inference mode: autograd is not there to take ops apart."""
+    with torch.inference_mode():
+        return compare_results(kind, op, samples)
+
+
+def compare_results(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+    count = Count()
+    for expected_of, actual_of in kind.pairs(samples):
+        expected, error = attempt(expected_of.passed_to, op)
+        if error is not None:
+            continue
+        count = count.plus(compared=takes_part(actual_of))
+        actual = succeed(actual_of.passed_to, op)
+        kind.assert_same(expected, actual, values=op.name not in ARBITRARY)
+        kind.see_results(expected, actual, expected_of, actual_of)
+        kind.assert_same(expected_of, actual_of)
+    return count
+
+
+def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+    """The arguments themselves come back; every alias and their versions have moved as plain tensors'."""
+    count = Count()
+    inplace = op.get_inplace()
+    if inplace is None:
+        return count
+    for expected_of, actual_of in kind.pairs(samples):
+        targets, plain_targets = tree_leaves(actual_of.input), tree_leaves(expected_of.input)
+        if not all(map(is_other, targets)):
+            continue
+        aliases, plain_aliases = (tree_map(torch.detach, tensors) for tensors in (targets, plain_targets))
+        before, plain_before = versions(targets), versions(plain_targets)
+        expected, error = attempt(expected_of.passed_to, inplace)
+        if error is not None:
+            continue
+        count = count.plus(compared=True)
+        actual = succeed(actual_of.passed_to, inplace)
+        assert_same_arguments_back(expected, plain_targets, actual, targets)
+        kind.assert_same(expected_of, actual_of)
+        kind.assert_same(plain_aliases, aliases)
+        kind.see_written(targets)
+        assert moves(plain_before, plain_targets) == moves(before, targets)
+    return count
+
+
+def assert_same_arguments_back(expected: Any, plain_targets: list[Any], actual: Any, targets: list[Any]) -> None:
+    for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
+        for plain_target, target in zip(plain_targets, targets, strict=True):
+            assert (one is plain_target) == (other is target)
+
+
+def check_inference_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+    """As in place, in inference mode; the argument itself comes back below autograd too."""
+    with torch.inference_mode(), ArgumentsComeBack():  # type: ignore[no-untyped-call]
+        return check_inplace(kind, op, samples)
+
+
+class ArgumentsComeBack(TorchDispatchMode):
+    """Sees what the rules return, where autograd does not put the argument in its place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        returned = [value.alias_info for value in func._schema.returns]
+        if len(returned) == 1 and returned[0] is not None and returned[0].is_write and isinstance(result, torch.Tensor):
+            assert any(result is argument for argument in [*args, *(kwargs or {}).values()]), f"{func} gives another"
+        return result
+
+
+def versions(tree: Any) -> list[int]:
+    """The versions of tensors; in inference mode torch does not count them."""
+    return [0 if torch.is_inference_mode_enabled() else leaf._version for leaf in tree_leaves(tree)]
+
+
+def moves(before: list[int], tree: Any) -> list[int]:
+    """By how much the versions have moved."""
+    return [now - then for then, now in zip(before, versions(tree), strict=True)]
+
+
+def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
+    """`out` comes back and holds the result, whatever its size, strides and place were before."""
+    count = Count()
+    if not op.supports_out:
+        return count
+    for both in kind.pairs(samples):
+        result, error = attempt(kind.pair(both[0], 0)[0].passed_to, op)
+        if error is not None or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            continue
+        for turn in (both[0].place, both[0].place + 1):
+            make = OUTS[turn % len(OUTS)]
+            if make is not transposed or op.name not in OUT_OF_BOUNDS:
+                count = compare_out(kind, op, both, tree_map(partial(make, kind), result), count)
+    return count
+
+
+def compare_out(kind: Kind, op: Any, both: tuple[Sample, Sample], outs: Any, count: Count) -> Count:
+    expected_of, actual_of = both
+    expected_outs = tree_map(lambda out: out.plain, outs, is_leaf=_is_pair)
+    actual_outs = tree_map(lambda out: out.other, outs, is_leaf=_is_pair)
+    before, plain_before = versions(actual_outs), versions(expected_outs)
+    expected, error = attempt(expected_of.passed_to, op, out=expected_outs)
+    if error is not None:
+        return count
+    actual = succeed(actual_of.passed_to, op, out=actual_outs)
+    if expected is not None:
+        for leaf, out in zip(tree_leaves(actual), tree_leaves(actual_outs), strict=True):
+            assert leaf is out
+    values = op.name not in ARBITRARY | GARBAGE_OUT
+    kind.assert_same(expected_outs, actual_outs, values=values)
+    kind.assert_same(expected, actual, values=values)
+    kind.assert_same(expected_of, actual_of)
+    kind.see_written(actual_outs)
+    for plain_move, move in zip(moves(plain_before, expected_outs), moves(before, actual_outs), strict=True):
+        assert move or not plain_move, "the version of `out` did not move"
+    return count.plus(compared=takes_part((actual_of, actual_outs)))
+
+
+class Pair(NamedTuple):
+    """A plain tensor, and one of the subclass, or that is to stay plain."""
+
+    plain: torch.Tensor
+    other: torch.Tensor
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, Pair)
+
+
+def fitting(kind: Kind, result: torch.Tensor) -> Pair:
+    return Pair(*kind.forms[0](torch.empty_like(result))) if is_plain(result) else plain(kind, result)
+
+
+def nothing(kind: Kind, result: torch.Tensor) -> Pair:
+    return Pair(*kind.forms[0](result.new_empty(0))) if is_plain(result) else plain(kind, result)
+
+
+def transposed(kind: Kind, result: torch.Tensor) -> Pair:
+    if not is_plain(result) or result.dim() < 2:
+        return fitting(kind, result)
+    return Pair(*kind.forms[0](torch.empty_like(result.transpose(0, -1).contiguous()).transpose(0, -1)))
+
+
+def part(kind: Kind, result: torch.Tensor) -> Pair:
+    return Pair(*kind.forms[1 % len(kind.forms)](result)) if is_plain(result) else plain(kind, result)
+
+
+def plain(_: Kind, result: torch.Tensor) -> Pair:
+    like = torch.zeros_like if result.layout == torch.strided else torch.clone
+    return Pair(like(result), like(result))
+
+
+OUTS = (fitting, nothing, transposed, part, plain)
+
+
+def same_bits(kind: Kind, expected: Any, actual: Any) -> None:
+    kind.assert_same(expected, actual, strides=False)  # autograd takes other formulas for some subclasses
+
+
+def close(kind: Kind, expected: Any, actual: Any) -> None:
+    """Equal but for some roundings of the largest number among them; a gradient that is not there is zero."""
+    largest = max((one.detach().abs().nan_to_num(0, 0).max().item() for one in expected if _rounds(one)), default=0)
+    for one, other in zip(expected, actual, strict=True):
+        if one is None and other is None:
+            continue
+        one, other = _zeros_if_none(one, other), _zeros_if_none(other, one)
+        kind.assert_same(one, other, strides=False, values=not _rounds(one))
+        if _rounds(one):
+            most = 64 * torch.finfo(one.dtype).eps * largest
+            torch.testing.assert_close(kind.in_memory(other), one.detach(), rtol=0, atol=most, equal_nan=True)
+
+
+def _zeros_if_none(x: Any, like: Any) -> Any:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _rounds(x: Any) -> bool:
+    return x is not None and x.numel() > 0 and (x.is_floating_point() or x.is_complex())
+
+
+def check_trainable(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+    """Trainable tensors get the gradients of plain ones."""
+    return check_gradients(kind, op, kind.pairs(samples), same)
+
+
+def check_frozen(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+    """A plain trainable tensor beside frozen ones of the subclass gets the gradient that it gets beside plain ones."""
+    frozen = (frozen_but_one(kind, sample) for sample in samples)
+    return check_gradients(kind, op, (both for both in frozen if both is not None), same)
+
+
+def check_gradients(kind: Kind, op: Any, samples: Iterable[tuple[Sample, Sample]], same: Same) -> Count:
+    count = Count()
+    for expected_of, actual_of in samples:
+        expected, error = attempt(backward, op, expected_of)
+        if error is not None:
+            continue
+        count = count.plus(compared=takes_part(actual_of))
+        actual = succeed(backward, op, actual_of)
+        same(kind, expected, actual)
+        kind.assert_same(expected_of, actual_of)
+    return count
+
+
+def backward(op: Any, sample: Sample) -> list[torch.Tensor | None]:
+    """The results that autograd follows, and the gradients of all the tensors in `sample` that require one."""
+    inputs = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    result = sample.passed_to(op)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.default_generator.manual_seed(2)
+    seeds = [torch.randn(leaf.shape, dtype=leaf.dtype) for leaf in outputs]
+    gradients = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+    return [*(output.detach() for output in outputs), *gradients]
+
+
+def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
+    """The sample with one trainable tensor, plain in both, the others made in the second; None without others."""
+    leaves, spec = tree_flatten(sample)
+    tensors = [leaf for leaf in leaves if is_plain(leaf)]
+    trainable = [leaf for leaf in tensors if leaf.requires_grad]
+    if not trainable or len(tensors) < 2:
+        return None
+    chosen = trainable[sample.place % len(trainable)]
+    frozen = tree_unflatten([x.detach() if is_plain(x) and x is not chosen else x for x in leaves], spec)
+    (expected_of, actual_of), (plain_of, _) = (kind.pair(frozen, sample.place) for _ in range(2))
+    each = zip(leaves, tree_leaves(plain_of), tree_leaves(actual_of), strict=True)
+    return expected_of, tree_unflatten([one if leaf is chosen else other for leaf, one, other in each], spec)
+
+
+def check_tangents(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+    """Forward-mode differentiation carries the tangents that it carries through plain tensors."""
+    return compare_tangents(kind, op, samples, same) if op.supports_forward_ad else Count()
+
+
+def check_inplace_tangents(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+    """As tangents, of an op in place: the arguments have the new ones."""
+    inplace = op.get_inplace()
+    if inplace is None or not op.supports_forward_ad:
+        return Count()
+    return compare_tangents(kind, inplace, samples, same)
+
+
+def compare_tangents(kind: Kind, function: Any, samples: Iterable[Sample], same: Same) -> Count:
+    count = Count()
+    for expected_of, actual_of in kind.pairs(samples):
+        expected, error = attempt(pushed_forward, function, without_grad(expected_of))
+        if error is not None:
+            continue
+        count = count.plus(compared=takes_part(actual_of))
+        actual = succeed(pushed_forward, function, without_grad(actual_of))
+        same(kind, expected, actual)
+    return count
+
+
+def without_grad(sample: Sample) -> Sample:
+    """The same tensors, followed by forward-mode differentiation alone."""
+    freed: Sample = tree_map(lambda x: x.requires_grad_(False) if is_plain(x) or is_other(x) else x, sample)
+    return freed
+
+
+def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
+    """The results and their tangents, then those of the arguments, of which all that can have a tangent have one."""
+    torch.default_generator.manual_seed(2)
+    with forward_ad.dual_level():
+        duals = tree_map(_dual, sample)
+        torch.default_generator.manual_seed(1)
+        result = duals.passed_to(function)
+        tensors = [leaf for leaf in tree_leaves((result, duals)) if isinstance(leaf, torch.Tensor)]
+        return [part for tensor in tensors for part in forward_ad.unpack_dual(tensor)]
+
+
+def _dual(x: Any) -> Any:
+    if not (is_plain(x) or is_other(x)) or not (x.is_floating_point() or x.is_complex()):
+        return x
+    return forward_ad.make_dual(x, torch.randn(x.shape, dtype=x.dtype))
+
+
+def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+    """Gradients of gradients are those of plain tensors."""
+    if not op.supports_gradgrad:
+        return Count()
+    count = Count()
+    for expected_of, actual_of in kind.pairs(samples):
+        expected, error = attempt(backward_twice, op, expected_of)
+        if error is not None:
+            continue
+        count = count.plus(compared=takes_part(actual_of))
+        same(kind, expected, succeed(backward_twice, op, actual_of))
+    return count
+
+
+def backward_twice(op: Any, sample: Sample) -> list[torch.Tensor | None]:
+    """The gradients, and those of a number that is made of them."""
+    inputs = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    result = sample.passed_to(op)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.default_generator.manual_seed(2)
+    seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
+    first: Any = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
+    followed = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+    weights = [torch.randn(gradient.shape, dtype=gradient.dtype) for gradient in followed]
+    second: Any = torch.autograd.grad(followed, [*inputs, *seeds], weights, allow_unused=True) if followed else ()
+    return [None if gradient is None else gradient.detach() for gradient in (*first, *second)]
+
+
+CALLS = {
+    "forward": check_forward,
+    "inference": check_inference,
+    "inplace": check_inplace,
+    "inference inplace": check_inference_inplace,
+    "out": check_out,
+}
+GRADIENTS = {"trainable": check_trainable, "frozen": check_frozen, "second order": check_second_order}
+TANGENTS = {"tangents": check_tangents, "inplace tangents": check_inplace_tangents}
+DERIVATIVES = GRADIENTS | TANGENTS
+CHECKS: dict[str, Callable[..., Count]] = CALLS | DERIVATIVES

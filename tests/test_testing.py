@@ -1,0 +1,191 @@
+"""What `offload.testing` gives: comparisons that tell, a checkpoint, a census that finds what is wrong."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map
+
+import offload
+from offload import OffloadedTensor
+from offload.testing import assert_equal, census, is_equal, tiny_checkpoint
+
+NAN, OTHER_NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+
+
+@dataclass
+class Row:
+    value: torch.Tensor
+    text: str
+
+
+def two(value: torch.Tensor) -> TwoTensor:
+    return TwoTensor(value, value + 1)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 3)),
+        (torch.tensor([NAN, -0.0]), torch.tensor([NAN, -0.0])),
+        (torch.ones(1, 3), torch.ones(3, 1).t()),
+        (torch.ones(0, 3), torch.ones(3, 0).t()),
+        (torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, dtype=torch.float8_e4m3fn)),
+        (torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().resolve_conj()),
+        (torch.ones(2).to_sparse(), torch.ones(2).to_sparse()),
+        (two(torch.ones(2)), two(torch.ones(2))),
+        ({"a": [torch.ones(2), 1, None], "b": Row(torch.ones(2), "x")},) * 2,
+        (float("nan"), float("nan")),
+    ],
+    ids=str,
+)
+def test_what_is_the_same_bit_for_bit_is_equal(expected: Any, found: Any) -> None:
+    assert_equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "words"),
+    [
+        (torch.ones(2), torch.ones(2).double(), "dtypes torch.float32 != torch.float64"),
+        (torch.ones(2), torch.ones(1, 2), "shapes"),
+        (torch.ones(2), [1.0, 1.0], "a tensor != "),
+        (torch.ones(2, 3), torch.ones(3, 2).t(), r"strides \(3, 1\) != \(1, 2\)"),
+        (
+            torch.tensor([1.0, 2, 3]),
+            torch.tensor([1.0, 5, 6]),
+            "2 of 3 numbers differ, the first at 1, flat: 2.0 != 5.0",
+        ),
+        (torch.zeros(2), -torch.zeros(2), "the sign of zeros"),
+        (NAN, OTHER_NAN, "the bits of NaNs"),
+        (torch.tensor([1 << 40]), torch.tensor([(1 << 40) + 1]), "1 of 1 numbers differ"),
+        (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64) + 1j, "2 of 4 numbers differ"),
+        (two(torch.ones(2)), torch.ones(2), "TwoTensor != Tensor"),
+        (two(torch.ones(2)), TwoTensor(torch.ones(2), torch.ones(2)), ".b: 2 of 2 numbers differ"),
+        ({"a": {"b": [1]}}, {"a": {"b": [2]}}, r"\['a'\]\['b'\]\[0\]: 1 != 2"),
+        ({"a": 1}, {"b": 1}, "keys"),
+        ([1], (1,), r"\[1\] != \(1,\)"),
+        ([1], [1, 2], "1 entries != 2"),
+        (Row(torch.ones(1), "x"), Row(torch.ones(1), "y"), ".text: 'x' != 'y'"),
+        (nn.Linear(2, 2), nn.Linear(2, 2), r"\['weight'\]: . of 4 numbers"),
+        (True, 1, "True != 1"),
+    ],
+    ids=str,
+)
+def test_what_differs_is_told_with_its_place(expected: Any, found: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        assert_equal(expected, found)
+
+    assert not is_equal(expected, found)
+
+
+def test_what_does_not_count_is_said_by_flags() -> None:
+    assert_equal(torch.ones(2, 3), torch.ones(3, 2).t(), strides=False)
+    assert_equal(torch.zeros(2), -torch.zeros(2), signed_zeros=False)
+    assert_equal(torch.stack([NAN, NAN]), torch.stack([NAN, OTHER_NAN]), nan_bits=False)
+    assert not is_equal(torch.zeros(2), -torch.zeros(2), nan_bits=False)
+    assert not is_equal(torch.zeros(2), torch.stack([NAN, NAN]), nan_bits=False, signed_zeros=False)
+
+
+def test_what_is_on_disk_counts_as_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.storage.subclasses._REGISTERED", {})
+    offload.register_subclass(TwoTensor)
+    value = torch.randn(3, 4)
+    stored = OffloadedTensor.from_original_tensor(value, "w")
+
+    assert_equal(value, stored)
+    assert_equal(value.t(), stored.t())
+    assert_equal(nn.ParameterDict({"w": value}), nn.ParameterDict({"w": stored}))
+    assert_equal(two(value), OffloadedTensor.from_original_tensor(two(value), "two"))
+    assert not is_equal(value + 1, stored)
+
+
+def test_a_tiny_checkpoint_is_the_same_each_time_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+
+    first = tiny_checkpoint(tmp_path / "first")
+    second = tiny_checkpoint(tmp_path / "second", num_hidden_layers=1)
+    again = tiny_checkpoint(tmp_path / "again")
+
+    assert torch.equal(before, torch.get_rng_state())
+    assert_equal(offload.from_pretrained(first), offload.from_pretrained(again))
+    assert not is_equal(offload.from_pretrained(first), offload.from_pretrained(second))
+    assert 1 < len(list(first.glob("*.safetensors")))
+
+
+class Wrapped(torch.Tensor):
+    """A plain tensor in another, which may compute wrongly, or fail."""
+
+    inner: torch.Tensor
+    wrong = "mul"
+    fails = "sub"
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == cls.fails:
+            raise NotImplementedError(name)
+        if name == "detach":
+            return cls(args[0].inner)
+        inside = tree_map(lambda x: x.inner if isinstance(x, cls) else x, (args, kwargs or {}))
+        result = func(*inside[0], **inside[1])
+        return -result if name == cls.wrong else result
+
+
+def make(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_complex() else Wrapped(tensor)
+
+
+def test_a_census_finds_the_ops_that_are_wrong() -> None:
+    """Those that fail and those that give another value, by check; the others are compared."""
+    trials = list(census(make, lambda x: x.inner, ops=["add", "sub", "mul"], checks=["forward"]))
+
+    assert {"add": type(None), "sub": NotImplementedError, "mul": AssertionError} == {
+        trial.op: type(trial.error) for trial in trials
+    }
+    assert all(trial.compared for trial in trials)
+
+
+def test_a_census_compares_nothing_that_the_class_does_not_hold() -> None:
+    [trial] = census(make, lambda x: x.inner, ops=["mul"], checks=["forward"], dtypes=[torch.complex64])
+
+    assert (None, 0) == (trial.error, trial.compared)
+    assert trial.plain
+
+
+def test_a_census_of_what_there_is_not_says_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"no op 'ad': near it .* add"):
+        next(census(make, lambda x: x.inner, ops=["ad"]))
+    with pytest.raises(ValueError, match="no check 'fast': there are forward, "):
+        next(census(make, lambda x: x.inner, checks=["fast"]))
+
+
+def test_a_census_leaves_random_generators_as_they_were() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    before = torch.get_rng_state(), random.getstate()
+
+    list(census(make, lambda x: x.inner, ops=["add"]))
+
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+def test_a_census_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.common_methods_invocations", None)
+
+    with pytest.raises(ImportError, match="a census needs what torch's own tests need"):
+        next(census(make, lambda x: x.inner))
