@@ -25,7 +25,7 @@ from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
 from offload.offloading.made import made_on_disk
 from offload.offloading.opened import as_opened, rebuilt, record_of
-from offload.offloading.place import Place, bytes_inside, over_mappings
+from offload.offloading.place import Place, bytes_inside, log, over_mappings
 from offload.storage.folders import named_folder
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
@@ -148,11 +148,13 @@ class _Results(TorchDispatchMode):
         """What is new and large goes to disk; what an op has written to, or shares memory with an argument, stays."""
         if isinstance(results, (tuple, list)):
             return type(results)([self._put_away(func, result, args, kwargs) for result in results])
-        if not self.place.takes(results):
+        what = func.overloadpacket.__name__
+        if not self.place.takes(results, what):
             return results
         if _storage_of(results) in map(_storage_of, tensors_in(*args, *kwargs.values())):
+            log.debug("%s: a result stays in memory, as it is over that of an argument", what)
             return results
-        return self.place.put(results, func.overloadpacket.__name__)
+        return self.place.put(results, what)
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -197,7 +199,7 @@ class _Loads(TorchFunctionMode):
 
     def _put_away(self, func: Any, result: torch.Tensor) -> torch.Tensor:
         place = self.results.place
-        if not place.takes(result):
+        if not place.takes(result, func.__name__):
             return result
         return place.put(result.detach(), func.__name__).requires_grad_(result.requires_grad)
 

@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.offloading.place import Place
+from offload.offloading.place import Place, log
+from offload.storage.folders import discard
+from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
@@ -42,8 +44,14 @@ def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str,
     if layout is None or layout.nbytes < max(place.min_bytes, 1) or not layout.is_dense:
         return None
     what = func.overloadpacket.__name__
-    with no_functions(), no_modes(), place.allocated(layout, what) as handle:
-        fill(handle.writable_base(), args, kwargs)
+    with no_functions(), no_modes():
+        handle = Handle.allocate(layout, place.name(what), place.folder)
+        try:
+            fill(handle.writable_base(), args, kwargs)
+        except BaseException:
+            discard(handle.path)
+            raise
+    log.debug("%s: computed in %s", what, handle.path)
     return wrap_handle(handle, CPU)
 
 
@@ -84,26 +92,6 @@ def _run_into(variant: Any, out: torch.Tensor, args: Sequence[Any], kwargs: dict
 def _copy_into(out: torch.Tensor, args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
     [source] = guests_of(args[:1], {})
     call(_aten.copy_.default, [out, source], {})
-
-
-def _leave(_out: torch.Tensor, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
-    """It is zeros already."""
-
-
-def _fill_with_ones(out: torch.Tensor, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
-    out.fill_(1)
-
-
-def _fill_with_value(out: torch.Tensor, args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
-    out.fill_(args[-1])
-
-
-def _fill_uniformly(out: torch.Tensor, _args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    out.uniform_(generator=kwargs.get("generator"))
-
-
-def _fill_normally(out: torch.Tensor, _args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    out.normal_(generator=kwargs.get("generator"))
 
 
 def _fill_with_integers(out: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -171,14 +159,14 @@ def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _FILLS: dict[Any, Fill] = {
-    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), _leave),
-    **dict.fromkeys((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted), _leave),
-    **dict.fromkeys((_aten.new_empty, _aten.new_empty_strided), _leave),
-    **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), _fill_with_ones),
-    **dict.fromkeys((_aten.full, _aten.full_like, _aten.new_full), _fill_with_value),
+    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), lambda *_: None),  # it is zeros already
+    **dict.fromkeys((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted), lambda *_: None),
+    **dict.fromkeys((_aten.new_empty, _aten.new_empty_strided), lambda *_: None),
+    **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), lambda out, *_: out.fill_(1)),
+    **dict.fromkeys((_aten.full, _aten.full_like, _aten.new_full), lambda out, args, _: out.fill_(args[-1])),
     **dict.fromkeys((_aten.clone, _aten._to_copy), _copy_into),
-    _aten.rand_like: _fill_uniformly,
-    _aten.randn_like: _fill_normally,
+    _aten.rand_like: lambda out, _, kwargs: out.uniform_(generator=kwargs.get("generator")),
+    _aten.randn_like: lambda out, _, kwargs: out.normal_(generator=kwargs.get("generator")),
     _aten.randint_like: _fill_with_integers,
 }
 _SIZED = {_aten.new_empty, _aten.new_empty_strided, _aten.new_zeros, _aten.new_ones, _aten.new_full}

@@ -93,7 +93,7 @@ def _stored(place: Place, storage: torch.UntypedStorage, tensor: torch.Tensor) -
 
 def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a large entry of a file, offloaded; any other tensor as it is."""
-    if not place.takes(tensor) or tensor.device != CPU or not tensor.is_contiguous():
+    if not place.takes(tensor, "asarray") or tensor.device != CPU or not tensor.is_contiguous():
         return tensor
     with no_functions(), no_modes():
         nbytes = tensor.numel() * tensor.itemsize

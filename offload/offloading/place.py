@@ -8,20 +8,21 @@ Always true:
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from offload.storage.folders import discard
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.subclasses import is_subclass_value
+from offload.storage.subclasses import is_subclass_value, with_inner
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value, wrap_handle
+
+log = logging.getLogger("offload.offloading")
 
 
 @dataclass(frozen=True)
@@ -41,44 +42,34 @@ class Place:
         """A name that nothing in the folder has, also if this process was forked in the context, as others were."""
         return f"{what}.{next(self._numbers)}.{secrets.token_hex(8)}"
 
-    def takes(self, tensor: object) -> bool:
-        """Whether this is a large plain tensor that can be stored just as it is."""
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.layout == torch.strided
-            and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
-            and tensor.numel() * tensor.itemsize >= max(self.min_bytes, 1)
-            and not (tensor.is_conj() or tensor.is_neg())
-            and Layout(tensor.dtype, tuple(tensor.shape), tensor.stride()).is_dense
-        )
+    def takes(self, tensor: object, what: str) -> bool:
+        """Whether this, which is of `what`, is a large plain tensor that can be stored just as it is."""
+        if type(tensor) is not torch.Tensor or tensor.is_meta:
+            return False
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            log.debug("%s: a result stays in memory, as it is sparse, quantized or nested", what)
+            return False
+        if tensor.numel() * tensor.itemsize < max(self.min_bytes, 1):
+            return False
+        layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_conj() or tensor.is_neg() or not layout.is_dense:
+            log.debug("%s: %s stays in memory, as its elements are not in it once each, as they are", what, layout)
+            return False
+        return True
 
     def put(self, tensor: torch.Tensor, what: str) -> OffloadedTensor:
         """A tensor's value, in a file of its own."""
         with no_functions(), no_modes():
-            return wrap_handle(Handle.create(tensor, self.name(what), self.folder), tensor.device)
-
-    @contextmanager
-    def allocated(self, layout: Layout, what: str) -> Iterator[Handle]:
-        """A new value of zeros, to be filled in the block. If that fails, nothing is left."""
-        handle = Handle.allocate(layout, self.name(what), self.folder)
-        try:
-            yield handle
-        except BaseException:
-            discard(handle.path)
-            raise
+            handle = Handle.create(tensor, self.name(what), self.folder)
+            log.debug("%s: written to %s", what, handle.path)
+            return wrap_handle(handle, tensor.device)
 
 
 def over_mappings(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor subclass with plain tensors over their files in place of the offloaded ones inside it."""
     if is_offloaded(tensor):
         return mapped_value(tensor)
-    if not is_subclass_value(tensor):
-        return tensor
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: over_mappings(getattr(tensor, name)) for name in names}
-    return type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined,no-any-return]
-        inner, context, tensor.shape, tensor.stride()
-    )
+    return with_inner(tensor, over_mappings) if is_subclass_value(tensor) else tensor
 
 
 def bytes_inside(tensor: torch.Tensor) -> int:

@@ -215,12 +215,16 @@ def _word(cls: type) -> str:
 # From nodes to values
 
 
+def class_among(types: Iterable[type], name: str) -> type | None:
+    """By its full name; or by that of the class alone, as a module may be a script once and imported later."""
+    exact = [cls for cls in types if f"{cls.__module__}.{cls.__qualname__}" == name]
+    alike = [cls for cls in types if cls.__name__ == name.rpartition(".")[2]]
+    return exact[0] if exact else alike[0] if len(alike) == 1 else None
+
+
 def _class_called(word: str, types: tuple[type, ...], base: Callable[[type], bool]) -> type:
-    """By its full name; or by the name of the class alone, as a module may be a script once and imported later."""
     module, _, name = word.partition(":")
-    exact = [cls for cls in types if _word(cls) == word]
-    alike = [cls for cls in types if cls.__qualname__ == name]
-    found = exact[0] if exact else alike[0] if len(alike) == 1 else registered(module, name)
+    found = class_among(types, word.replace(":", ".")) or registered(module, name)
     if found is None or not base(found):
         raise UnknownTypeError(
             f"the tree holds a {name} (of {module}), and no such class was given: "

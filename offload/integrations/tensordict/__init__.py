@@ -5,7 +5,6 @@
 | `reading` | `load_memmap`, `load_memmap_`: offloaded tensors over the files of such a folder |
 | `writing` | `save_memmap`, `memmap_like`: a folder that tensordict opens |
 | `rows` | TensorDicts as rows of a cache |
-| `layout` | what both know of the format |
 """
 
 from offload.integrations.tensordict.reading import load_memmap, load_memmap_

@@ -5,6 +5,11 @@ Always true:
 - no class is imported by the name in a file, and nothing is unpickled
 - no value is read
 - what is given is of one folder, also while `save_memmap` puts another one in its place
+- a key names a file, or folder, right below that of its TensorDict, whatever characters it has
+
+Source of the format: what tensordict 0.15 writes, and what it reads. A TensorDict is a folder: `<key>.memmap` holds the
+elements of a leaf in row-major order and nothing else, a folder called by the key a nested one, `meta.json` the rest. A
+nested tensor has its sizes in `<key>.shape.memmap`. A leaf without elements has no file.
 """
 
 from __future__ import annotations
@@ -12,11 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,7 +34,6 @@ from offload.errors import (
     OffloadError,
     UnknownTypeError,
 )
-from offload.integrations.tensordict.layout import INNER, META, Way, escaped
 from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -40,8 +44,14 @@ from offload.storage.regular import absolute, is_folder, is_there, open_regular
 from offload.storage.state_file import read_json
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
+from offload.tree.structure import class_among
 
+Way: TypeAlias = tuple[str, ...]  # the keys from the root to an entry
+
+META = "meta.json"
+INNER = "_tensordict"  # the folder of a tensorclass's values
 _PICKLES = ("other.pickle", "pickle.pkl")
+_UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | {chr(code) for code in range(32)}
 _OF_CLASS = ("_type", "_class", "_format_version")  # what the folder of a tensorclass says beside its fields
 
 
@@ -90,21 +100,16 @@ def load_memmap(
     target = None if device is None else checked_device(device)
     left_out = frozenset((name,) if isinstance(name, str) else tuple(name) for name in without)
     with as_read(place):
-        return _whole(place, lambda: _Reading(target, types, set(left_out), offload_dir, writes=mode == "r+"))
-
-
-def _whole(place: Path, begin: Callable[[], _Reading]) -> Any:
-    """What a folder holds that is one and the same from the first look to the last."""
-    while True:
-        before, reading = _which(place), begin()
-        try:
-            found = reading.folder(place, ())
-        except (MissingFileError, CorruptFileError):
-            if _which(place) == before:
-                raise
-            continue  # it was replaced while it was read
-        if _which(place) == before:
-            break
+        while True:
+            before, reading = _which(place), _Reading(target, types, set(left_out), offload_dir, writes=mode == "r+")
+            try:
+                found = reading.folder(place, ())
+            except (MissingFileError, CorruptFileError):
+                if _which(place) == before:
+                    raise
+            else:
+                if _which(place) == before:
+                    break
     if reading.left_out:
         raise MissingKeyError(f"{place} has no entry {min(reading.left_out)!r} to leave out")
     return found
@@ -164,20 +169,30 @@ class _Reading:
 
     def folder(self, folder: Path, way: Way) -> Any:
         """What a folder holds, `way` down from the root."""
-        meta = _meta_of(folder)
-        name = _class_name(meta)
-        known = self._kinds().get(name)
-        if known is not None:
-            return known(folder, meta, way)
-        return self._tensorclass(folder, meta, way, name)
+        import tensordict
 
-    def _kinds(self) -> dict[str, Callable[[Path, dict[str, Any], Way], Any]]:
-        return {
-            "tensordict:TensorDict": self._tensordict,
-            "tensordict:LazyStackedTensorDict": self._lazy_stack,
-            "tensordict:NonTensorData": self._non_tensor,
-            "tensordict:NonTensorStack": self._non_tensors,
-        }
+        meta = _meta_of(folder)
+        match _class_name(meta):
+            case "tensordict:TensorDict":
+                return self._tensordict(folder, meta, way)
+            case "tensordict:LazyStackedTensorDict":
+                return self._lazy_stack(folder, meta, way)
+            case "tensordict:NonTensorData":
+                _refuse_pickles(folder, way)
+                return tensordict.NonTensorData(data=meta.get("data"))
+            case "tensordict:NonTensorStack":
+                _refuse_pickles(folder, way)
+                if not isinstance(meta.get("data"), list):
+                    return self._lazy_stack(folder, meta, way)
+                with _as_written(folder):
+                    return tensordict.NonTensorStack.from_list(meta["data"])
+            case name:
+                cls: Any = self._class_called(name, folder)
+                _refuse_pickles(folder, way)
+                values = self.folder(folder / INNER, way)
+                with _as_written(folder):
+                    others = {key: value for key, value in meta.items() if key not in _OF_CLASS}
+                    return cls.from_tensordict(values, others)
 
     def _tensordict(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
         from tensordict import TensorDict
@@ -185,9 +200,11 @@ class _Reading:
         device = self.device or _saved_device(folder, meta)
         entries = {}
         for key, spec in meta.items():
-            if not isinstance(spec, dict) or self._is_left_out((*way, key)):
+            if not isinstance(spec, dict):
                 continue
-            if "type" in spec:
+            if (*way, key) in self.left_out:
+                self.left_out.discard((*way, key))
+            elif "type" in spec:
                 entries[key] = self.folder(_place(folder, key, ""), (*way, key))
             elif "dtype" in spec:
                 entries[key] = self._leaf(folder, key, spec, way, device or torch.device("cpu"))
@@ -195,12 +212,6 @@ class _Reading:
         with _as_written(folder):
             names = names if isinstance(names, list) else None
             return TensorDict(entries, batch_size=torch.Size(meta.get("shape", ())), device=device, names=names)
-
-    def _is_left_out(self, way: Way) -> bool:
-        if way not in self.left_out:
-            return False
-        self.left_out.discard(way)
-        return True
 
     def _leaf(self, folder: Path, key: str, spec: dict[str, Any], way: Way, device: torch.device) -> torch.Tensor:
         shape, dtype = _layout_of(folder, key, spec)
@@ -246,35 +257,11 @@ class _Reading:
             dim, name = meta["stack_dim"], meta.get("stack_dim_name")
             return LazyStackedTensorDict(*layers, stack_dim=dim, stack_dim_name=name)
 
-    def _non_tensor(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
-        from tensordict import NonTensorData
-
-        _refuse_pickles(folder, way)
-        return NonTensorData(data=meta.get("data"))
-
-    def _non_tensors(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
-        from tensordict import NonTensorStack
-
-        _refuse_pickles(folder, way)
-        if not isinstance(meta.get("data"), list):
-            return self._lazy_stack(folder, meta, way)
-        with _as_written(folder):
-            return NonTensorStack.from_list(meta["data"])
-
-    def _tensorclass(self, folder: Path, meta: dict[str, Any], way: Way, name: str) -> Any:
-        cls: Any = self._class_called(name, folder)
-        _refuse_pickles(folder, way)
-        values = self.folder(folder / INNER, way)
-        with _as_written(folder):
-            return cls.from_tensordict(values, {key: value for key, value in meta.items() if key not in _OF_CLASS})
-
     def _class_called(self, name: str, folder: Path) -> type:
-        """By its full name; or by that of the class alone, where a script defined it."""
+        found = class_among(self.types, name)
+        if found is not None:
+            return found
         module, _, short = name.replace(":", ".").rpartition(".")
-        exact = [cls for cls in self.types if f"{cls.__module__}.{cls.__qualname__}" == name]
-        alike = [cls for cls in self.types if cls.__name__ == short]
-        if exact or len(alike) == 1:
-            return (exact or alike)[0]
         way_out = "save it as a TensorDict, with to_tensordict()" if ":" in name else f"pass types=[{short}]"
         raise UnknownTypeError(f"{folder} holds a {short} (of {module}), and no such class was given: {way_out}")
 
@@ -329,6 +316,13 @@ def _layout_of(folder: Path, key: str, spec: Mapping[str, Any]) -> tuple[tuple[i
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptFileError(f"{folder / META} gives {key!r} the shape {str(shape)[:100]}")
     return tuple(shape), dtype
+
+
+def escaped(key: str) -> str:
+    """A key as the name of a file, or folder."""
+    if key in ("", ".", ".."):
+        return "%2E" * len(key) or "%"
+    return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
 
 
 def _place(folder: Path, key: str, suffix: str) -> Path:

@@ -19,8 +19,7 @@ import torch
 from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen
-from offload.integrations.tensordict.layout import INNER, META
-from offload.integrations.tensordict.reading import load_memmap
+from offload.integrations.tensordict.reading import INNER, META, load_memmap
 from offload.tensor.materialize import materialize
 
 _log = logging.getLogger("offload")

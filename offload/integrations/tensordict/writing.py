@@ -26,8 +26,7 @@ from offload.errors import (
     UnknownTypeError,
     UnsupportedOpError,
 )
-from offload.integrations.tensordict.layout import FORMAT, INNER, META, Way, escaped
-from offload.integrations.tensordict.reading import load_memmap
+from offload.integrations.tensordict.reading import INNER, META, Way, escaped, load_memmap
 from offload.progress import progress_in_bytes
 from offload.storage.header import MARK, is_unicode
 from offload.storage.reasons import reading
@@ -38,6 +37,7 @@ from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 
+_FORMAT = 1
 _TAKEN = ("shape", "device", "_type")  # words of meta.json that a key would collide with
 _MARKER = "offload.json"
 
@@ -269,7 +269,7 @@ def _spec(shape: Iterable[int], dtype: torch.dtype, *, is_nested: bool) -> dict[
 
 
 def _format(name: str) -> dict[str, Any]:
-    return {"_format_version": FORMAT, "_class": f"tensordict:{name}"}
+    return {"_format_version": _FORMAT, "_class": f"tensordict:{name}"}
 
 
 def _json_able(value: Any, way: Way) -> Any:
@@ -306,7 +306,7 @@ def _write(folder: Path, plan: _Plan, threads: int) -> None:
     with progress_in_bytes(plan.nbytes, "saving") as advance:
         for nbytes in _written(folder, plan, threads):
             advance(nbytes)
-    marker = {MARK: {"memmap": FORMAT}, "files": sorted([*plan.files, *plan.texts])}
+    marker = {MARK: {"memmap": _FORMAT}, "files": sorted([*plan.files, *plan.texts])}
     for path, text in {**plan.texts, _MARKER: json.dumps(marker) + "\n"}.items():
         with new_file(folder / path, len(text)) as fd:
             write_all(fd, memoryview(text.encode()), 0)
