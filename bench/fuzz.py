@@ -517,7 +517,7 @@ def _cache_sample(folder: Path) -> Files:
 def _read_cache(folder: Path) -> Mapping[str, torch.Tensor]:
     with offload.TensorCache.open(folder) as cache:
         missing = cache.missing_rows()
-        for name in cache.columns:
+        for name in cache.schema:
             with contextlib.suppress(OffloadError):
                 cache.column(name).sum()
         if len(cache) < 1000:

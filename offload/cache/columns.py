@@ -65,7 +65,7 @@ class FixedColumn:
         """
         self.column = column
         self.path = folder / file_name(column.name)
-        self._row_bytes = row_bytes(column)
+        self._row_bytes = column.row_bytes
         self._with_rows: TensorFile | None = None
         self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
@@ -247,10 +247,6 @@ def _is_elsewhere(out: torch.Tensor) -> bool:
     return out.device.type != "cpu" or is_offloaded(out) or out.is_conj() or out.is_neg()
 
 
-def row_bytes(column: Column) -> int:
-    return math.prod(column.row_shape) * column.dtype.itemsize
-
-
 def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
     """A plain tensor on the CPU, of the column's dtype.
 
@@ -298,7 +294,7 @@ def _start(column: Column) -> int:
 
 
 def _size(column: Column, room: int) -> int:
-    return _start(column) + room * row_bytes(column)
+    return _start(column) + room * column.row_bytes
 
 
 # Rows that have no size of their own
@@ -328,7 +324,7 @@ class HeapColumn:
         self.column = column
         self.path = _path(folder, column)
         self._length = length
-        self._each = row_bytes(column)  # bytes of what is counted
+        self._each = column.row_bytes  # bytes of what is counted
         self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
         try:
             self._index = FixedColumn(folder, _index_of(column), writes=writes)

@@ -162,10 +162,10 @@ class HeldStore:
             raise CacheError(
                 f"the tensors are not of one length ({told or 'there are none'}): a cache has a value a row and column"
             )
-        self.columns = schema_of({name: (held.tensor.dtype, held.tensor.shape[1:]) for name, held in columns.items()})
+        self.schema = schema_of({name: (held.tensor.dtype, held.tensor.shape[1:]) for name, held in columns.items()})
         [self.num_rows] = set(lengths.values())
         self._columns = columns
-        self.manifest = Manifest(self.columns, self.num_rows, self._metadata)
+        self.manifest = Manifest(self.schema, self.num_rows, self._metadata)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Have a tensor as a column, a new one or in place of that of its name.
@@ -220,10 +220,10 @@ class HeldStore:
             ArgumentTypeError: they are no names.
         """
         named = checked_names(columns, "columns")
-        names = list(self.columns) if named is None else named
+        names = list(self.schema) if named is None else named
         for name in names:
-            if name not in self.columns:
-                raise ColumnError(f"the cache in {self.place} has no column {name!r}: it has {', '.join(self.columns)}")
+            if name not in self.schema:
+                raise ColumnError(f"the cache in {self.place} has no column {name!r}: it has {', '.join(self.schema)}")
         return names
 
     def missing(self, columns: Iterable[str] | None) -> Numbers:
@@ -257,7 +257,7 @@ class HeldStore:
 
     def lengths(self, column: str, _: Rows) -> NoReturn:
         self.names([column])
-        raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.columns[column].row_shape)}")
+        raise UnsupportedOpError(f"column {column!r} has rows of one shape: {tuple(self.schema[column].row_shape)}")
 
     def write(self, *_: Any) -> NoReturn:
         raise CacheError(

@@ -92,8 +92,8 @@ class Incoming:
     batches: Iterator[Batch]
 
     @property
-    def columns(self) -> dict[str, Any]:
-        """As `TensorCache.create` takes them, with those that say what is there."""
+    def schema(self) -> dict[str, Any]:
+        """As `TensorCache.create` takes it, with the columns that say what is there."""
         found: dict[str, Any] = {}
         for name, field in self.fields.items():
             found[name] = field.column

@@ -94,18 +94,42 @@ class Manifest:
         Raises:
             CacheError: the metadata are others than expected; says which.
         """
-        wrong = [
-            f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
-            if key in self.metadata
-            else f"{key!r} is not there, expected {value!r}"
-            for key, value in as_json(expect, "expect").items()
-            if key not in self.metadata or self.metadata[key] != value
-        ]
+        wrong = self._others(as_json(expect, "expect"))
         if wrong:
             raise CacheError(
                 f"the cache in {folder} was made for something else: {'; '.join(wrong)}. "
                 "Open it without `expect`, or make another one."
             )
+
+    def refuse_other(self, wanted: Manifest, folder: Path) -> None:
+        """
+        Raises:
+            CacheError: the columns or rows, or the metadata that are wanted, are others; says which.
+        """
+        wrong = [f"it has no column {name!r}" for name in wanted.columns if name not in self.columns]
+        for name, column in self.columns.items():
+            if name not in wanted.columns:
+                wrong.append(f"it has a column {name!r} as well")
+            elif column != wanted.columns[name]:
+                wrong.append(f"column {name!r} is {column.text}, expected {wanted.columns[name].text}")
+        if wanted.num_rows and wanted.num_rows != self.num_rows:
+            wrong.append(f"it has {self.num_rows} rows, expected {wanted.num_rows}")
+        wrong += self._others(wanted.metadata)
+        if wrong:
+            raise CacheError(
+                f"the cache in {folder} is another one: {'; '.join(wrong)}. Open it as it is with TensorCache.open, "
+                "or take another folder."
+            )
+
+    def _others(self, expect: Mapping[str, Any]) -> list[str]:
+        """What of the metadata is other than expected."""
+        return [
+            f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
+            if key in self.metadata
+            else f"{key!r} is not there, expected {value!r}"
+            for key, value in expect.items()
+            if key not in self.metadata or self.metadata[key] != value
+        ]
 
 
 def as_json(metadata: Mapping[str, Any] | None, what: str = "metadata") -> dict[str, Any]:

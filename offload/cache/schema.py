@@ -47,6 +47,15 @@ class Column:
         sizes = [*(["None"] if self.kind == RAGGED else []), *map(str, self.row_shape)]
         return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row; of one with a size that differs, for each of that."""
+        return math.prod(self.row_shape) * self.dtype.itemsize
+
+    @property
+    def text(self) -> str:
+        return self.kind if self.kind in (JSON, BYTES) else f"{self.kind} {self.shape_text} {self.dtype}"
+
     def to_json(self) -> dict[str, Any]:
         if self.kind in (JSON, BYTES):
             return {"kind": self.kind}

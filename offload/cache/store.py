@@ -84,12 +84,12 @@ class Store:
 
     # Making and opening
 
-    @staticmethod
-    def create(folder: Path, manifest: Manifest) -> None:
-        """Make a folder a cache, of empty rows.
+    @classmethod
+    def create(cls, folder: Path, manifest: Manifest, *, exist_ok: bool) -> Store:
+        """A new folder, of empty rows; if that may be, one that is there already and agrees.
 
         Raises:
-            CacheError: it is one, or somebody is making it one.
+            CacheError: it is one already, or somebody is making it one; or it does not agree.
             ForeignFileError: a file that offload did not write is in the way.
             WriteError, ReadError
         """
@@ -97,19 +97,31 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
             fd = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
             try:
-                if not lock(fd, folder / LOCK, wait=False) or is_there(folder / MANIFEST):
-                    raise CacheError(
-                        f"{folder} is a cache already, or another process is making one there: open it with "
-                        "TensorCache.open, or take another folder"
-                    )
-                sweep(folder)
-                for column in manifest.columns.values():
-                    kind = FixedColumn if column.kind == TENSOR else HeapColumn
-                    kind.create(folder, column, manifest.num_rows)
-                States.create(folder, len(manifest.columns), manifest.num_rows)
-                manifest.write(folder)
+                is_new = lock(fd, folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
+                if is_new:
+                    sweep(folder)
+                    for column in manifest.columns.values():
+                        kind = FixedColumn if column.kind == TENSOR else HeapColumn
+                        kind.create(folder, column, manifest.num_rows)
+                    States.create(folder, len(manifest.columns), manifest.num_rows)
+                    manifest.write(folder)
+                    log.info("%s: made, with %d rows of %s", folder, manifest.num_rows, ", ".join(manifest.columns))
             finally:
                 os.close(fd)
+        if is_new:
+            return cls(folder, manifest, writes=True)
+        if not exist_ok:
+            raise CacheError(
+                f"{folder} is a cache already, or another process is making one there: open it with TensorCache.open, "
+                "go on with it by exist_ok=True, or take another folder"
+            )
+        store = cls.open(folder, None, writes=True)
+        try:
+            store.manifest.with_rows(store.num_rows).refuse_other(manifest, folder)
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     @classmethod
     def open(cls, folder: Path, expect: Mapping[str, Any] | None, *, writes: bool) -> Store:
@@ -124,7 +136,7 @@ class Store:
         self.manifest = manifest
         self.writes = writes
         self.is_closed = False
-        self.columns = manifest.columns
+        self.schema = manifest.columns
         self._names = list(manifest.columns)
         self._places = {name: place for place, name in enumerate(self._names)}
         self._lock = FolderLock(folder / LOCK)
@@ -143,7 +155,7 @@ class Store:
             with self._lock.held(shared=True):
                 self._states = States(folder, len(self._names), manifest.num_rows, writes=writes)
                 self._opened.callback(self._states.close)
-                for name, column in self.columns.items():
+                for name, column in self.schema.items():
                     self._files[name] = self._open_file(column)
                     self._opened.callback(self._files[name].close)
                     self._room_of(self._files[name])
@@ -236,7 +248,7 @@ class Store:
     def tensor(self, name: str, device: torch.device) -> OffloadedTensor:
         """A column, over its file."""
         self.places([name])
-        if self.columns[name].kind != TENSOR:
+        if self.schema[name].kind != TENSOR:
             raise UnsupportedOpError(
                 f"column {name!r} of {self.folder} has rows of different lengths, which are no tensor: read rows of it"
             )
@@ -271,7 +283,7 @@ class Store:
         file = self._files[name]
         if isinstance(file, FixedColumn):
             raise UnsupportedOpError(
-                f"column {name!r} of {self.folder} has rows of one shape: {self.columns[name].shape_text}"
+                f"column {name!r} of {self.folder} has rows of one shape: {self.schema[name].shape_text}"
             )
         self.flush_own()
         return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import default_collate
 
 from offload.cache.batches import RowDataset, read_ahead, rows_of_each
-from offload.cache.columns import Ragged, row_bytes
+from offload.cache.columns import Ragged
 from offload.cache.held import HeldStore, Tensors, read_file, write_file
 from offload.cache.incoming import Field, Incoming, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
@@ -61,8 +61,8 @@ class TensorCache:
     Example:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
-        >>> columns = {"logps": (torch.float32, ()), "hidden": (torch.bfloat16, (8,))}
-        >>> cache = TensorCache.create(folder, columns, num_rows=4)
+        >>> schema = {"logps": (torch.float32, ()), "hidden": (torch.bfloat16, (8,))}
+        >>> cache = TensorCache.create(folder, schema, num_rows=4)
         >>> cache[[0, 2]] = {"logps": torch.tensor([0.5, 1.5]), "hidden": torch.ones(2, 8, dtype=torch.bfloat16)}
         >>> cache.missing_rows()
         tensor([1, 3])
@@ -108,9 +108,10 @@ class TensorCache:
     def create(
         cls,
         folder: str | os.PathLike[str],
-        columns: Mapping[str, Any],
+        schema: Mapping[str, Any],
         num_rows: int = 0,
         *,
+        exist_ok: bool = False,
         metadata: Mapping[str, Any] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
@@ -118,22 +119,21 @@ class TensorCache:
 
         Args:
             folder: where its files go; made if it is not there.
-            columns: by name `(dtype, row_shape)`, with None as the first size where it differs from row to row;
-                `"json"` (or `str`, `dict`, `list`) for text and what JSON can say; `"bytes"`.
+            schema: by column `(dtype, row_shape)`, with None as the first size where it differs from row to row;
+                `"json"` (or `str`, `dict`, `list`) for text and what JSON can say; `"bytes"`. Or another cache's.
             num_rows: how many rows there are at first; `append` adds more.
+            exist_ok: open the cache that the folder is already, to write, if its columns and rows are these (with
+                `num_rows=0` there may be any), and its metadata.
             metadata: what the rows are of, in words of JSON; `open(expect=...)` compares it.
             device: where batches land.
 
         Raises:
-            CacheError: the folder is a cache already; a column is described wrongly.
+            CacheError: the folder is a cache already, or another one than this; a column is described wrongly.
             ForeignFileError, WriteError
         """
-        schema = schema_of(columns)
-        num_rows = checked_count(num_rows, "num_rows", least=0)
+        wanted = Manifest(schema_of(schema), checked_count(num_rows, "num_rows", least=0), as_json(metadata))
         where = checked_device(device)
-        path = absolute(folder)
-        Store.create(path, Manifest(schema, num_rows, as_json(metadata)))
-        return cls._over(Store.open(path, None, writes=True), where)
+        return cls._over(Store.create(absolute(folder), wanted, exist_ok=exist_ok), where)
 
     @classmethod
     def open(
@@ -213,7 +213,7 @@ class TensorCache:
         Args:
             records: dataclasses, NamedTuples, dicts, or tensordict's tensorclasses.
             folder: where the cache goes, as for `create`; None for a temporary one, which goes with the process.
-            schema: columns as for `create`, where the first records tell too little.
+            schema: as for `create`, of columns of which the first records tell too little.
             optional: fields that may be None though the first records are not, and no annotation says so.
             metadata, device: as for `create`.
 
@@ -244,9 +244,9 @@ class TensorCache:
         return "r+" if self._store.writes else "r"
 
     @property
-    def columns(self) -> Mapping[str, Column]:
-        """What each column holds, by name."""
-        return self._store.columns
+    def schema(self) -> Mapping[str, Column]:
+        """What each column holds, by name; `create` makes another cache of it."""
+        return self._store.schema
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -284,8 +284,8 @@ class TensorCache:
             return f"TensorCache({str(self.folder)!r}, closed)"
         place = str(self.folder or "in memory")
         lines = [f"TensorCache({place!r}, mode={self.mode!r}): {len(self)} rows, {self.num_filled} filled"]
-        width = max(map(len, self.columns))
-        for name, column in self.columns.items():
+        width = max(map(len, self.schema))
+        for name, column in self.schema.items():
             lines.append(f"  {name:{width}}  {column.kind}  {column.shape_text}  {column.dtype}")
         return "\n".join(lines)
 
@@ -468,15 +468,19 @@ class TensorCache:
             tensor([0, 1, 4, 9])
         """
         refuse_uncalled(fn, "fn")
-        if not hasattr(inputs, "__getitem__") or not hasattr(inputs, "__len__"):
+        refuse_uncalled(collate, "collate")
+        try:
+            count = len(inputs) if hasattr(inputs, "__getitem__") else None
+        except TypeError:  # a tensor without dimensions
+            count = None
+        if count is None:
             raise ArgumentTypeError(f"inputs: a tensor, a list or a dataset with a length, not {repr(inputs)[:80]}")
-        if len(inputs) != len(self):
-            raise ShapeMismatchError(
-                f"there are {len(inputs)} inputs, and the cache in {self.folder} has {len(self)} rows"
-            )
+        if count != len(self):
+            raise ShapeMismatchError(f"there are {count} inputs, and the cache in {self.folder} has {len(self)} rows")
         rows = self.missing_rows(columns)
         log.info("%s: %d of %d rows are missing and are computed", self.folder, len(rows), len(self))
-        batches = rows.split(checked_count(batch_size, "batch_size"))
+        size = checked_count(batch_size, "batch_size")
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
         try:
             for part in progress_of(batches, "batches") if progress else batches:
                 is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
@@ -509,7 +513,7 @@ class TensorCache:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The columns as tensors, as `column` gives them."""
-        return Tensors({name: self.column(name) for name in self.columns}, self.put_column)
+        return Tensors({name: self.column(name) for name in self.schema}, self.put_column)
 
     def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
         """Have a tensor as a column, or none of that name, as `cache.tensors[name] = tensor` and `del` do.
@@ -550,12 +554,12 @@ class TensorCache:
             WriteError
         """
         named = checked_names(columns, "columns")
-        names = list(self.columns) if named is None else named
+        names = list(self.schema) if named is None else named
         if not names:
             raise CacheError(f"{path}: columns= names none, and a file without columns is no cache: name some")
         self.require_complete(names)
-        shapes = {name: (self.columns[name].dtype, (len(self), *self.columns[name].row_shape)) for name in names}
-        others = [name for name in names if self.columns[name].kind != TENSOR]
+        shapes = {name: (self.schema[name].dtype, (len(self), *self.schema[name].row_shape)) for name in names}
+        others = [name for name in names if self.schema[name].kind != TENSOR]
         if others:
             raise CacheError(
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
@@ -569,7 +573,7 @@ class TensorCache:
             self._store.was_saved(target, names)
 
     def _blocks(self, name: str) -> Iterator[torch.Tensor]:
-        step = rows_in_batch([row_bytes(self.columns[name])])
+        step = rows_in_batch([self.schema[name].row_bytes])
         for batch in self.batches(step, columns=[name], device="cpu", prefetch=1):
             block = batch.pop(name).contiguous().resolve_conj().resolve_neg()
             nbytes = block.nbytes
@@ -651,7 +655,7 @@ def cache_of(
     with writing(root):
         path = Path(tempfile.mkdtemp(dir=root)) if folder is None else root
         kept = set(os.listdir(path)) if is_folder(path) else None
-    cache = TensorCache.create(path, rows.columns, metadata=metadata, device=device)
+    cache = TensorCache.create(path, rows.schema, metadata=metadata, device=device)
     try:
         for batch in progress_of(rows.batches, "rows"):
             cache.append(batch)

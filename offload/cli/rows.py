@@ -56,7 +56,7 @@ def info(options: argparse.Namespace) -> None:
         print_json(_as_json(cache, options.path))
         return
     made = table("column", "kind", "dtype", "a row", "filled")
-    for name, column in cache.columns.items():
+    for name, column in cache.schema.items():
         dtype = str(column.dtype).removeprefix("torch.") if column.kind in ("tensor", "ragged") else ""
         filled = len(cache) - len(cache.missing_rows([name]))
         made.add_row(Text(name), column.kind, dtype, column.shape_text if dtype else "", str(filled))
@@ -92,7 +92,7 @@ def _findings(cache: TensorCache) -> list[dict[str, Any]]:
     """
     from offload.progress import progress
 
-    names = [name for name, column in cache.columns.items() if column.kind != "tensor"]
+    names = [name for name, column in cache.schema.items() if column.kind != "tensor"]
     steps = [(name, start) for name in names for start in range(0, len(cache), _STEP)]
     found = (_first(cache, name, start, min(start + _STEP, len(cache))) for name, start in progress(steps, "rows"))
     return [finding for finding in found if finding]
@@ -128,7 +128,7 @@ def _opened(path: Path) -> TensorCache:
 def _as_json(cache: TensorCache, path: Path) -> dict[str, Any]:
     columns = {
         name: {**column.to_json(), "filled": len(cache) - len(cache.missing_rows([name]))}
-        for name, column in cache.columns.items()
+        for name, column in cache.schema.items()
     }
     counts = {"rows": len(cache), "filled": cache.num_filled, "nbytes": cache.nbytes}
     return {"path": str(path), **counts, "columns": columns, "metadata": dict(cache.metadata)}

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.columns import row_bytes
 from offload.cache.incoming import Batch, Field, rows_in_batch
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.table import TensorCache
@@ -41,7 +40,7 @@ def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] |
         ForeignFileError: something stands there.
         WriteError
     """
-    names = list(cache.columns if columns is None else columns)
+    names = list(cache.schema if columns is None else columns)
     cache.require_complete(names)
     target = absolute(target)
     if form == "safetensors":
@@ -49,7 +48,7 @@ def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] |
         return
     made_folder(target.parent)
     if form == "parquet":
-        fields = {name: _field(cache.columns[name]) for name in names}
+        fields = {name: _field(cache.schema[name]) for name in names}
         write_parquet(target, fields, _batches(cache, names))
     else:
         _write_arrays(cache, target, names)
@@ -62,14 +61,14 @@ def _field(column: Column) -> Field:
 
 
 def _batches(cache: TensorCache, names: Sequence[str]) -> Iterator[Batch]:
-    columns = [cache.columns[name] for name in names]
-    step = rows_in_batch(row_bytes(column) if column.kind == TENSOR else _GUESS for column in columns)
+    columns = [cache.schema[name] for name in names]
+    step = rows_in_batch(column.row_bytes if column.kind == TENSOR else _GUESS for column in columns)
     batches = cache.batches(step, columns=names, device="cpu")
     yield from progress(batches, "rows", total=-(-len(cache) // step))
 
 
 def _write_arrays(cache: TensorCache, folder: Path, names: Sequence[str]) -> None:
-    dtypes = {name: _numpy_dtype(cache.columns[name]) for name in names}
+    dtypes = {name: _numpy_dtype(cache.schema[name]) for name in names}
     paths = {name: folder / (file_name(name).removesuffix(SUFFIX) + ".npy") for name in names}
     made_folder(folder)
     sync_folder(folder.parent)
@@ -77,7 +76,7 @@ def _write_arrays(cache: TensorCache, folder: Path, names: Sequence[str]) -> Non
         refuse_there(path, "folder")
     for name, dtype in dtypes.items():
         with replacing(paths[name]) as new:
-            _write_array(new.path, dtype, (len(cache), *cache.columns[name].row_shape), _batches(cache, [name]))
+            _write_array(new.path, dtype, (len(cache), *cache.schema[name].row_shape), _batches(cache, [name]))
 
 
 def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], batches: Iterator[Batch]) -> None:

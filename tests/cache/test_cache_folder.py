@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from offload.errors import (
     OffloadError,
     WriteError,
 )
+from tests.conftest import contents
 from tests.processes import ROOT, in_fork
 
 COLUMNS = {"x": (torch.int64, (300,)), "t": (torch.int32, (None,)), "note": "json"}
@@ -78,7 +80,7 @@ def test_a_cache_that_is_opened_again_is_the_same(folder):
     assert (8, 5, [0, 4, 6]) == (len(cache), cache.num_filled, cache.missing_rows().tolist())
     assert ["number 0", "number 4"] == cache[[1, 7]]["note"]
     assert {"model": "tiny", "layers": [1, 2]} == cache.metadata
-    assert list(COLUMNS) == list(cache.columns)
+    assert list(COLUMNS) == list(cache.schema)
 
 
 def test_metadata_that_do_not_match_are_told(folder):
@@ -235,9 +237,64 @@ def test_values_that_were_cut_are_an_error_when_they_are_read(folder):
 
 
 def test_a_folder_is_made_a_cache_once(folder):
-    with pytest.raises(CacheError, match="is a cache already, or another process is making one there"):
-        TensorCache.create(folder, COLUMNS, 3)
+    with pytest.raises(CacheError, match=f"{folder} is a cache already, .* go on with it by exist_ok=True"):
+        TensorCache.create(folder, COLUMNS, 8)
     assert 5 == TensorCache.open(folder).num_filled
+
+
+@pytest.mark.parametrize("num_rows", [8, 0], ids=["as many rows", "any number of rows"])
+def test_a_cache_that_is_there_and_agrees_is_opened_to_be_written(folder, num_rows):
+    reordered = dict(reversed(COLUMNS.items()))
+
+    with TensorCache.create(folder, reordered, num_rows, exist_ok=True, metadata={"model": "tiny"}) as cache:
+        assert ("r+", 8, [0, 4, 6]) == (cache.mode, len(cache), cache.missing_rows().tolist())
+        assert {"model": "tiny", "layers": [1, 2]} == cache.metadata
+        cache[0] = {name: values[0] for name, values in cache[[1]].items()}
+
+    assert [4, 6] == TensorCache.open(folder).missing_rows().tolist()
+
+
+@pytest.mark.parametrize(
+    ("schema", "num_rows", "metadata", "said"),
+    [
+        (COLUMNS, 9, {}, "it has 8 rows, expected 9"),
+        (
+            COLUMNS | {"x": (torch.float64, (2,))},
+            8,
+            {},
+            r"column 'x' is tensor .*, expected tensor \(2,\) torch.float64",
+        ),
+        (COLUMNS | {"note": "bytes"}, 8, {}, "column 'note' is json, expected bytes"),
+        (COLUMNS | {"y": "json"}, 8, {}, "it has no column 'y'"),
+        ({"x": COLUMNS["x"]}, 8, {}, "it has a column '.*' as well"),
+        (COLUMNS, 8, {"model": "large"}, "'model' is 'tiny', expected 'large'"),
+    ],
+)
+def test_a_cache_that_is_there_and_differs_is_told_apart_and_left_alone(folder, schema, num_rows, metadata, said):
+    before = contents(folder)
+
+    with pytest.raises(CacheError, match=f"the cache in {folder} is another one: .*{said}.*Open it as it is"):
+        TensorCache.create(folder, schema, num_rows, exist_ok=True, metadata=metadata)
+    assert {name: data for name, (_, data) in before.items()} == {
+        name: data for name, (_, data) in contents(folder).items()
+    }
+    TensorCache.open(folder, "r+").close()  # nobody has it
+
+
+def test_a_cache_that_may_be_there_is_made_where_there_is_none(tmp_path):
+    with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 2, exist_ok=True) as cache:
+        assert [0, 1] == cache.missing_rows().tolist()
+
+
+def test_of_several_who_may_make_a_cache_one_does_and_the_others_open_it(tmp_path):
+    def make(number):
+        with TensorCache.create(tmp_path / "new", {"x": (torch.int64, ())}, 6, exist_ok=True) as cache:
+            cache[number] = {"x": torch.tensor(number)}
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(make, range(6)))
+
+    assert list(range(6)) == TensorCache.open(tmp_path / "new")[:]["x"].tolist()
 
 
 def test_of_two_that_make_one_folder_one_does(tmp_path):

@@ -83,7 +83,7 @@ def test_every_form_of_index_gives_what_it_gives_on_the_tensors(held: TensorCach
 
     batch = held[rows]
 
-    assert set(held.columns) == set(batch)
+    assert set(held.schema) == set(batch)
     for name, values in batch.items():
         assert type(values) is torch.Tensor
         assert expected[name].dtype == values.dtype
@@ -91,7 +91,7 @@ def test_every_form_of_index_gives_what_it_gives_on_the_tensors(held: TensorCach
 
 
 def test_it_tells_its_length_columns_and_size(held: TensorCache) -> None:
-    tensors = {name: logps()[name] for name in held.columns}
+    tensors = {name: logps()[name] for name in held.schema}
 
     assert 5 == len(held) == held.num_filled
     assert [] == held.missing_rows().tolist()
@@ -157,7 +157,7 @@ def test_columns_keep_their_order_and_metadata_their_words(tmp_path: Path) -> No
 
     cache = TensorCache.from_disk(tmp_path / "c", expect={"model": "tiny"})
 
-    assert list(logps()) == list(cache.columns) == list(cache[0])
+    assert list(logps()) == list(cache.schema) == list(cache[0])
     assert {"model": "tiny", "n": [1, 2]} == cache.metadata
     with pytest.raises(CacheError, match=r"made for something else: 'model' is 'tiny', expected 'large'"):
         TensorCache.from_disk(tmp_path / "c", expect={"model": "large"})
@@ -196,7 +196,7 @@ def test_a_cache_can_be_saved_over_the_file_that_it_is_from(tmp_path: Path, name
     cache.to_disk(path)
 
     for found in (cache, TensorCache.from_disk(path)):
-        assert [*tensors, "more"] == list(found.columns)
+        assert [*tensors, "more"] == list(found.schema)
         assert {"model": "tiny"} == found.metadata
         for name_, tensor in {**tensors, "more": torch.arange(5)}.items():
             assert torch.equal(tensor, found[:][name_])
@@ -258,7 +258,7 @@ def test_rows_of_every_dtype_go_to_a_file_and_back(tmp_path: Path, name: str, dt
     TensorCache(tensors={"x": tensor, "none": tensor[:, :0]}).to_disk(tmp_path / name)
 
     found = TensorCache.from_disk(tmp_path / name)
-    assert dtype == found.columns["x"].dtype
+    assert dtype == found.schema["x"].dtype
     assert torch.equal(tensor.view(torch.uint8), found[:]["x"].view(torch.uint8))
     assert (5, 0) == tuple(found[:]["none"].shape)
     if name == "x.pt":
@@ -324,12 +324,12 @@ def test_a_column_is_added_replaced_and_removed_by_its_name() -> None:
     tensors = cache.tensors
     tensors |= {"a": torch.tensor([5, 6, 7])}
 
-    assert ["a", "b", "c"] == list(cache.tensors) == list(cache.columns) == list(cache[0])
+    assert ["a", "b", "c"] == list(cache.tensors) == list(cache.schema) == list(cache[0])
     assert [5, 6, 7] == cache[:]["a"].tolist()
     assert (3, 2) == tuple(cache[:]["b"].shape)
     del cache.tensors["c"]
     assert torch.equal(torch.ones(3, 2), cache.tensors.pop("b"))
-    assert ["a"] == list(cache.columns)
+    assert ["a"] == list(cache.schema)
     assert {"k": 1} == cache.metadata
     cache.tensors["a"] = torch.arange(9)  # the only one
     assert 9 == len(cache)
@@ -391,7 +391,7 @@ def test_floats_that_are_whole_numbers_name_rows(held: TensorCache, tmp_path: Pa
         folder[:] = {"x": torch.arange(5)}
         assert torch.equal(torch.arange(5)[numbers.long()], folder[rows]["x"])
         folder[rows] = {"x": torch.arange(5)[numbers.long()]}
-    for name in held.columns:
+    for name in held.schema:
         assert torch.equal(logps()[name][numbers.long()], held[rows][name])
 
 

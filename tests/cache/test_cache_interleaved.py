@@ -91,13 +91,13 @@ def test_between_any_two_lines_of_a_writer_rows_are_whole_or_missing(caches):
                 seen.setdefault(row, set()).add(stamp)
 
     def write():
-        writer[[1, 3]] = values([1001, 1003], writer.columns)
+        writer[[1, 3]] = values([1001, 1003], writer.schema)
         writer.flush()
-        writer[slice(2, 5)] = values([2002, 2003, 2004], writer.columns)
-        writer[[3]] = values([3003], writer.columns)
-        writer.append(values([1008, 1009], writer.columns))
+        writer[slice(2, 5)] = values([2002, 2003, 2004], writer.schema)
+        writer[[3]] = values([3003], writer.schema)
+        writer.append(values([1008, 1009], writer.schema))
         writer.flush()
-        writer.append(values([1010], writer.columns))
+        writer.append(values([1010], writer.schema))
         writer.close()
 
     assert at_lines(write, look) > 300
@@ -115,7 +115,7 @@ def test_a_writer_between_any_two_lines_of_a_reader_does_not_tear_rows(caches, i
     rows, stamp, results = torch.arange(ROWS)[index].tolist(), 0, set()
 
     def write():
-        writer[[1, 6]] = values([stamp + 1, stamp + 6], writer.columns)
+        writer[[1, 6]] = values([stamp + 1, stamp + 6], writer.schema)
         if flushes:
             writer.flush()
 

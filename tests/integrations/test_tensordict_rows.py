@@ -66,7 +66,7 @@ def test_a_tensordict_becomes_rows(monkeypatch: pytest.MonkeyPatch, small: bool)
         monkeypatch.setattr("offload.cache.incoming._BATCH", 1)
 
     assert_rows(cache_from(rows()))
-    assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).columns)
+    assert ["in.b"] == list(cache_from(rows(), columns=["in.b"]).schema)
     stack = torch.stack([rows(), rows()])
     assert (2, 4, 3) == tuple(cache_from(stack, columns=["a"]).column("a").shape)
     lazy = tensordict.LazyStackedTensorDict(*rows().exclude("words", "same").unbind(0))
@@ -117,7 +117,7 @@ def test_hdf5_entries_that_are_no_arrays_are_skipped_by_name(tmp_path: Path, cap
     with caplog.at_level(logging.INFO, "offload"):
         cache = cache_from(tmp_path / "x.h5")
 
-    assert ["x"] == list(cache.columns)
+    assert ["x"] == list(cache.schema)
     assert all(f"'{name}'" in caplog.text for name in ("version", "nothing", "to", "opaque"))
     with pytest.raises(OffloadError, match="'version': a single value"):
         cache_from(tmp_path / "x.h5", columns=["x", "version"])
