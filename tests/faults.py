@@ -34,8 +34,7 @@ from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import offload
-from offload.storage import file as _file
-from offload.storage import pages as _pages
+from offload.storage.mapping import libc
 
 fcntl: Any
 try:
@@ -292,10 +291,8 @@ def _patches(count: Callable[..., None]) -> Iterator[Any]:
     yield mock.patch.object(mmap, "mmap", _mapping(count))
     if fcntl is not None:
         yield mock.patch.object(fcntl, "flock", _counting(fcntl.flock, "fcntl.flock", count))
-    if _pages._libc is not None:
-        yield mock.patch.object(_file, "_mmap", _libc_call(_file._mmap, "mmap", ctypes.c_void_p(-1).value, count))
-        for name in ("madvise", "sync_file_range"):
-            yield mock.patch.object(_pages._libc, name, _libc_call(getattr(_pages._libc, name), name, -1, count))
+    for name, failed in (("mmap", ctypes.c_void_p(-1).value), ("madvise", -1), ("sync_file_range", -1)):
+        yield mock.patch.object(libc, name, _libc_call(getattr(libc, name), name, failed, count))
 
 
 def _counting(real: Callable[..., Any], name: str, count: Callable[..., None]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -22,8 +21,9 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, ReadError
 from offload.memory import available_bytes
+from offload.storage.mapping import mapped
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.reasons import explained, reading
 from offload.storage.regular import open_regular
@@ -34,7 +34,6 @@ _STILL = 0.01  # seconds for which what is mapped is taken to be in memory after
 _READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
 _SAMPLES, _ABSENT = 256, 5  # pages of a mapped file that are looked at; so many of them need not be in memory
 _WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
-_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it since 3.13
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # of NumPy and of torch
 _MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
 _CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
@@ -276,13 +275,12 @@ class RowFile:
         size = os.fstat(self.fd).st_size
         if not self._start < size <= available_bytes() // 2:
             return None
-        rights = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of other memory; nobody writes
         try:
-            mapping = mmap.mmap(self.fd, size, flags=mmap.MAP_PRIVATE | _UNRESERVED, prot=rights)
-        except (ValueError, OSError):  # a writer has cut off room meanwhile; there are too many mappings
+            mapping = mapped(self.fd, self.path, 0, size, shared=False)
+        except ReadError:  # there are too many mappings
             return None
         count = (size - self._start) // self._size
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)[self._start : self._start + count * self._size]
+        whole = torch.empty(0, dtype=torch.uint8).set_(mapping, self._start, (count * self._size,), (1,))
         rows = whole.view(self._word).view(count, *self._words)
         return rows if _is_in_memory(rows) else None
 

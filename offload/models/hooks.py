@@ -24,6 +24,8 @@ from offload.models.deferred import as_dtype
 from offload.models.slots import Slot
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.layout import contiguous_stride
+from offload.storage.mapping import mapped_alone
 from offload.storage.reasons import explained, reading
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import PathLike, is_offloaded, wrap_handle
@@ -285,7 +287,7 @@ def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
         raise CorruptFileError(
             f"{path} has {found} bytes, and {name!r} takes {nbytes} ({dtype}, {shape}): it is another's file"
         )
-    return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.empty(0, dtype=dtype).set_(mapped_alone(path, 0, nbytes), 0, shape, contiguous_stride(shape))
 
 
 def _dtype(word: str) -> torch.dtype:

@@ -26,7 +26,9 @@ from offload.offloading.place import Place
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout
+from offload.storage.mapping import mapped_alone
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.regular import absolute
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
 
@@ -116,24 +118,14 @@ def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.Unt
     if reader.f_code.co_name != "load_tensor" or reader.f_globals is not vars(torch.serialization):
         return None
     known, path = reader.f_locals, _path_loaded_in(reader)
-    if path is None or known["nbytes"] < max(place.min_bytes, 1) or not hasattr(mmap, "MAP_PRIVATE"):
+    if path is None or known["nbytes"] < max(place.min_bytes, 1):
         return None
-    with no_functions(), no_modes(), suppress(OSError, ValueError):  # ValueError: the file is shorter
-        mapped = _mapped_alone(path, known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
+    with no_functions(), no_modes(), suppress(OffloadError):
+        storage = mapped_alone(absolute(path), known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
+        mapped = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
         read = torch.empty(0, dtype=torch.uint8, device=CPU).set_(record.untyped_storage())  # it says that it is empty
-        return mapped.untyped_storage() if torch.equal(mapped, read) else None
+        return storage if torch.equal(mapped, read) else None
     return None
-
-
-def _mapped_alone(path: str | os.PathLike[str], start: int, nbytes: int) -> torch.Tensor:
-    """Bytes of a file in a private mapping of their own: whoever loads may write to them."""
-    inside = start % mmap.ALLOCATIONGRANULARITY
-    with open(path, "rb") as file:
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        rights = mmap.PROT_READ | mmap.PROT_WRITE
-        mapping = mmap.mmap(file.fileno(), inside + nbytes, flags=flags, prot=rights, offset=start - inside)
-    whole = torch.frombuffer(mapping, dtype=torch.uint8, requires_grad=False)
-    return torch.empty(0, dtype=torch.uint8, device=CPU).set_(whole.untyped_storage()[inside : inside + nbytes])
 
 
 def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:

@@ -4,6 +4,7 @@
 | --- | --- |
 | `handle` | a stored value, shared by the tensors that are views of it |
 | `file` | a safetensors file, checked and mapped |
+| `mapping` | bytes of files as memory |
 | `pages` | which parts of a mapped file are in memory |
 | `replacing` | how a file or a folder gets in its place: whole, or not at all; and what the dead left |
 | `write` | values on their way into a file |

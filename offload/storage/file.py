@@ -10,13 +10,10 @@ Always true:
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import stat
-import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +26,8 @@ from offload.storage import pickled
 from offload.storage.header import Header, header_length, parse
 from offload.storage.layout import Entry
 from offload.storage.locks import fork_safe_lock
-from offload.storage.reasons import explained, not_regular, reading
+from offload.storage.mapping import mapped as map_bytes
+from offload.storage.reasons import not_regular, reading
 from offload.storage.regular import absolute, as_file, open_regular
 
 
@@ -222,7 +220,7 @@ class TensorFile:
     def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
         fd = self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)
         try:
-            mapped = _map(fd, self.path, self.identity.size, shared=shared)
+            mapped = map_bytes(fd, self.path, 0, self.identity.size, shared=shared)
         finally:
             os.close(fd)
         if shared:
@@ -246,9 +244,8 @@ def file_status(path: Path) -> os.stat_result:
 
 def _read(path: Path) -> tuple[Identity, Header]:
     with reading(path), as_file(open_regular(path)) as file:
-        if hasattr(os, "posix_fadvise"):  # else the system reads on behind the header, by megabytes on some disks
-            with suppress(OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        with suppress(OSError):  # else the system reads on behind the header, by megabytes on some disks
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         identity = Identity.of(os.fstat(file.fileno()))
         try:
             return identity, _read_header(file, identity.size)
@@ -270,53 +267,6 @@ def _read_header(file: BinaryIO, size: int) -> Header:
     return parse(file.read(length), size)
 
 
-def _map(fd: int, path: Path, size: int, *, shared: bool) -> torch.UntypedStorage:
-    """The whole file as a storage: shared, or copy-on-write.
-
-    A copy-on-write mapping is made without reserve, as a file may be larger than memory.
-    `UntypedStorage.from_file(shared=False)` counts its whole length against the commit limit; with `shared=True` it
-    creates a missing file and extends a short one, so where there is nothing else the file was looked at just before.
-    """
-    if _mmap is None:
-        return torch.UntypedStorage.from_file(str(path), shared, size)  # type: ignore[return-value]
-    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise explained(path, OSError(code, os.strerror(code)))
-    buffer = view_memory(address, size)
-    weakref.finalize(buffer, _munmap, address, size).atexit = False
-    return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
-
-
-def view_memory(address: int, size: int) -> memoryview:
-    """Writable memory as a buffer; a ctypes array would make a class for each size."""
-    buffer: memoryview = _view_memory(address, size, _WRITABLE)
-    return buffer
-
-
-def _libc_mmap() -> tuple[Callable[..., int | None] | None, Callable[..., int]]:
-    if not sys.platform.startswith("linux"):
-        return None, lambda *_: 0
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int64,
-    ]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc.mmap, libc.munmap
-
-
-_mmap, _munmap = _libc_mmap()
 _LFS = b"version https://git-lfs"
-_WRITABLE = 0x200  # PyBUF_WRITE
-_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
-_view_memory.restype = ctypes.py_object
 _LOCK = fork_safe_lock()
 _OPENED: weakref.WeakValueDictionary[Path, TensorFile] = weakref.WeakValueDictionary()

@@ -3,7 +3,7 @@
 Always true:
 - nothing here changes what a read gives, only when the disk is read for it
 - memory that was stored into is never dropped
-- where the system has no call for it, pages are read by touching them, and the system drops them as it likes
+- where the kernel has no call for it, pages are read by touching them
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import errno
 import mmap
 import os
 import re
-import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,7 +22,8 @@ import numpy as np
 import torch
 
 from offload.errors import CorruptFileError, OffloadError
-from offload.storage.file import TensorFile, view_memory
+from offload.storage.file import TensorFile
+from offload.storage.mapping import libc, view_memory
 from offload.storage.reasons import explained
 
 PAGE = mmap.PAGESIZE
@@ -88,7 +88,7 @@ class Range:
         file = self._file()
         if self._may_ask is None and file is not None:
             with suppress(OSError):
-                writes = _libc is None or os.access(file.path, os.W_OK)
+                writes = os.access(file.path, os.W_OK)
                 self._may_ask = writes or os.stat(file.path).st_uid == os.geteuid()
         return bool(self._may_ask)
 
@@ -133,7 +133,7 @@ class Range:
         self.calm_until = 0.0
         file = self._file()
         mapped = None if file is None else file.mapping(shared=self._shared)
-        if file is None or mapped is None or _libc is None:
+        if file is None or mapped is None:
             return
         with suppress(OffloadError, OSError):
             fd = file.descriptor(settled=False)
@@ -151,15 +151,15 @@ class Range:
 
         Not where it may be written to: a store makes a whole page dirty. Nor for a part of a value.
         """
-        if _libc is None or not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
+        if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
         if self._advised != (address, exactly):
             self._advised = address, exactly
             extent = _whole_pages(address, self.nbytes)
-            if _libc.madvise(*extent, _MADV_HUGEPAGE):
+            if libc.madvise(*extent, _MADV_HUGEPAGE):
                 self._advised = (0, False)
                 return False
-            _libc.madvise(*extent, _MADV_RANDOM if exactly else _MADV_NORMAL)
+            libc.madvise(*extent, _MADV_RANDOM if exactly else _MADV_NORMAL)
         return True
 
     def _explained(self, error: OSError) -> OffloadError:
@@ -192,11 +192,8 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def are_cached(address: int, nbytes: int) -> bool:
-    """Whether a mapped range is in memory: of a large one, some pages are asked for.
-
-    True where the system can't tell.
-    """
-    if _libc is None or nbytes == 0:
+    """Whether a mapped range is in memory: of a large one, some pages are asked for."""
+    if nbytes == 0:
         return True
     first, length = _whole_pages(address, nbytes)
     if length <= _ASKED_WHOLE:
@@ -206,16 +203,16 @@ def are_cached(address: int, nbytes: int) -> bool:
 
 
 def cached_bytes(address: int, nbytes: int) -> int:
-    """How much of a mapped range is in memory, in whole pages. All of it where the system can't tell."""
+    """How much of a mapped range is in memory, in whole pages."""
     first, length = _whole_pages(address, nbytes)
-    return _count(first, length) * PAGE if _libc is not None else length
+    return _count(first, length) * PAGE
 
 
 def announce(address: int, nbytes: int) -> None:
     """Have the system begin to read a mapped range, and go on."""
-    if _libc is not None and nbytes > 0:
+    if nbytes > 0:
         for start in range(0, nbytes, _BLOCK):
-            _libc.madvise(*_whole_pages(address + start, min(nbytes - start, _BLOCK)), _MADV_WILLNEED)
+            libc.madvise(*_whole_pages(address + start, min(nbytes - start, _BLOCK)), _MADV_WILLNEED)
 
 
 def bring_in(address: int, nbytes: int) -> None:
@@ -227,8 +224,8 @@ def bring_in(address: int, nbytes: int) -> None:
     if nbytes == 0:
         return
     first, length = _whole_pages(address, nbytes)
-    if _libc is None or _libc.madvise(first, length, _MADV_POPULATE_READ):
-        code = ctypes.get_errno() if _libc is not None else errno.ENOSYS
+    if libc.madvise(first, length, _MADV_POPULATE_READ):
+        code = ctypes.get_errno()
         if code == errno.EFAULT:
             raise OSError(errno.EIO, "the disk did not give what was asked for")
         if code not in _MAY_BE_TOUCHED:
@@ -252,19 +249,18 @@ def bring_in_exactly(address: int, nbytes: int) -> None:
 def let_go(address: int, nbytes: int) -> None:
     """Drop the clean pages that lie in a mapped range as a whole and that nobody else has mapped."""
     first, length = _inner_pages(address, nbytes)
-    if _libc is not None and length > 0:
-        _libc.madvise(first, length, _MADV_PAGEOUT)
+    if length > 0:
+        libc.madvise(first, length, _MADV_PAGEOUT)
 
 
 def write_out(fd: int, start: int, nbytes: int) -> bool:
     """Have what is dirty of a range of a file written, and wait for it; whether that went well. Not durable by that."""
-    return _libc is None or _libc.sync_file_range(fd, start, nbytes, 7) == 0  # wait for what is under way, write, wait
+    return bool(libc.sync_file_range(fd, start, nbytes, 7) == 0)  # wait for what is under way, write, wait
 
 
 def begin_to_write_out(fd: int, start: int, nbytes: int) -> None:
     """Have the system begin to write what is dirty of a range of a file. An error is left for who waits for it."""
-    if _libc is not None:
-        _libc.sync_file_range(fd, start, nbytes, 2)  # write what is not under way
+    libc.sync_file_range(fd, start, nbytes, 2)  # write what is not under way
 
 
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -283,9 +279,9 @@ def _count(first: int, length: int) -> int:
     """How many of these pages are in memory."""
     if length == PAGE:
         one = _ONE_PAGE()
-        return one[0] & 1 if _libc.mincore(first, length, one) == 0 else 1  # type: ignore[union-attr]
+        return one[0] & 1 if libc.mincore(first, length, one) == 0 else 1
     pages = np.empty(length // PAGE, dtype=np.uint8)
-    if _libc.mincore(first, length, pages.ctypes.data):  # type: ignore[union-attr]
+    if libc.mincore(first, length, pages.ctypes.data):
         return len(pages)
     return int(np.count_nonzero(pages & 1))
 
@@ -295,24 +291,13 @@ def touch(address: int, nbytes: int) -> None:
     np.frombuffer(view_memory(address, nbytes), dtype=np.uint8)[::PAGE].sum()
 
 
-def _libc_calls() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    return libc
-
-
 def _kernel() -> tuple[int, ...]:
     """The first two numbers of the kernel's release."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return tuple(map(int, found.groups())) if found else (0, 0)
 
 
-_libc = _libc_calls()
 _ONE_PAGE = ctypes.c_ubyte * 1
 # Since Linux 5.18 a mapping that asks for huge pages is read in them, whatever the disk's read-ahead; before, a mapping
 # with random access is read in single small ones.
-_READS_HUGE_PAGES = _libc is not None and _kernel() >= (5, 18)
+_READS_HUGE_PAGES = _kernel() >= (5, 18)

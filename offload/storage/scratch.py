@@ -21,9 +21,8 @@ def scratch_bytes(count: int) -> mmap.mmap:
     Raises:
         ReadError: the system does not give them.
     """
-    options = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        return mmap.mmap(-1, max(count, 1), **options)
+        return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         reason = f"there are no {count} bytes of memory for a value on its way ({error.strerror}): free some memory"
         raise ReadError(error.errno, reason) from error

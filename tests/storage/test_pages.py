@@ -187,18 +187,6 @@ def test_without_the_call_pages_are_touched(file, monkeypatch):
     assert found.is_cached()
 
 
-def test_where_the_system_tells_nothing_reads_are_left_to_it(file, monkeypatch):
-    monkeypatch.setattr(pages, "_libc", None)
-    found = whole(file)
-
-    found.announce()
-    found.bring_in()
-    found.let_go()
-
-    assert found.is_cached()
-    assert 4 * MIB <= found.cached_bytes()
-
-
 def test_of_a_file_that_may_not_be_asked_about_nothing_is_taken_for_granted(file, monkeypatch):
     """To others than those who may write it, the kernel says that all of a file is in memory."""
     monkeypatch.setattr(os, "access", lambda *_: False)

@@ -1,0 +1,90 @@
+"""Bytes of files as memory, and the calls of libc that Python lacks.
+
+Always true:
+- what is mapped can be written to; a store reaches the file only through a shared mapping
+- mapping never creates a file or extends it, keeps no descriptor of it, and reserves no memory: a file may be larger
+- a mapping goes with the last storage over it, and not at exit, when others may still read it
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import torch
+
+from offload.errors import CorruptFileError
+from offload.storage.reasons import explained, reading
+from offload.storage.regular import open_regular
+
+_FAILED = ctypes.c_void_p(-1).value
+_NO_RESERVE = 0x4000  # Python names it since 3.13
+_WRITABLE = 0x200  # PyBUF_WRITE
+
+
+def mapped(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> torch.UntypedStorage:
+    """Bytes of an open file, which has so many, as a storage: shared, or copy-on-write.
+
+    Not by `UntypedStorage.from_file`, which counts a private mapping against the commit limit, and for a shared one
+    creates a missing file and extends a short one; nor by `mmap`, which keeps a descriptor (before Python 3.13).
+
+    Raises:
+        ReadError: the system does not map it.
+    """
+    inside = start % mmap.PAGESIZE
+    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _NO_RESERVE
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, inside + nbytes, rights, flags, fd, start - inside)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise explained(path, OSError(code, os.strerror(code)))
+    buffer = view_memory(address, inside + nbytes)
+    weakref.finalize(buffer, libc.munmap, address, inside + nbytes).atexit = False
+    whole = torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
+    return whole[inside:] if inside else whole
+
+
+def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
+    """Bytes of a file in a private mapping of their own.
+
+    Raises:
+        MissingFileError, ReadError: it can't be opened, or mapped.
+        CorruptFileError: it is shorter, or not a regular file.
+    """
+    if not nbytes:
+        return torch.UntypedStorage(0, device="cpu")
+    fd = open_regular(path)
+    try:
+        with reading(path):
+            size = os.fstat(fd).st_size
+        if size < start + nbytes:
+            raise CorruptFileError(f"{path} has {size} bytes, and {start + nbytes} are needed: get the file again")
+        return mapped(fd, path, start, nbytes, shared=False)
+    finally:
+        os.close(fd)
+
+
+def view_memory(address: int, size: int) -> memoryview:
+    """Writable memory as a buffer; a ctypes array would make a class for each size."""
+    buffer: memoryview = _view_memory(address, size, _WRITABLE)
+    return buffer
+
+
+def _calls() -> ctypes.CDLL:
+    calls = ctypes.CDLL(None, use_errno=True)
+    calls.mmap.restype = ctypes.c_void_p
+    calls.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    calls.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    calls.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    calls.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    calls.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return calls
+
+
+libc = _calls()
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view_memory.restype = ctypes.py_object
