@@ -50,7 +50,7 @@ from offload.tensor.arguments import refuse_other, refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of, subclass_value
 from offload.tensor.wrapper import handle_of, is_offloaded
-from offload.training.optimizer import is_on_disk
+from offload.training.optimizer import is_on_disk, log
 from offload.tree.structure import Named, Node, Way, decode, encode
 
 _LATEST = "latest.json"
@@ -108,14 +108,18 @@ def save_training(
         classes=False,
     )
     made_folder(folder)
-    made = _written(folder, named, structure)
+    with writing(folder):
+        numbers = [int(found[1]) for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
+    made = folder / f"checkpoint-{max(numbers, default=0) + 1}"
+    with replacing_folder(made) as temporary:
+        files = save_checkpoint({name: tensor.detach() for name, tensor in named.tensors.items()}, temporary)
+        _put_json(temporary / _STATE, {"files": [path.name for path in files], "structure": structure})
     try:
         _put_json(latest, {"checkpoint": made.name})
-    except BaseException:
-        _remove_unless_latest(folder, made)
-        raise
-    with suppress(OSError):  # it is saved; what could not be removed is removed by the next save
-        _remove_others(folder, made, named.tensors.values())
+    finally:
+        with suppress(OSError):  # what can't be removed now is removed by the next save
+            _sweep(folder, made, named.tensors.values())
+    log.info("%s is the latest checkpoint, of %s tensors", made, len(named.tensors))
     return made
 
 
@@ -374,24 +378,6 @@ def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
 # Folders
 
 
-def _written(folder: Path, named: Named, structure: Node) -> Path:
-    """A new checkpoint, whole; not yet the latest."""
-    with writing(folder):
-        numbers = [int(found[1]) for path in folder.iterdir() if (found := _CHECKPOINT.fullmatch(path.name))]
-    made = folder / f"checkpoint-{max(numbers, default=0) + 1}"
-    with replacing_folder(made) as temporary:
-        files = save_checkpoint({name: tensor.detach() for name, tensor in named.tensors.items()}, temporary)
-        _put_json(temporary / _STATE, {"files": [path.name for path in files], "structure": structure})
-    return made
-
-
-def _remove_unless_latest(folder: Path, made: Path) -> None:
-    """Remove what has not become the latest; where that can't be told, it stays for the next save to remove."""
-    with suppress(OSError):
-        if (_marked(folder / _LATEST) or {}).get("checkpoint") != made.name:
-            shutil.rmtree(made, ignore_errors=True)
-
-
 def _refuse_others(model: object, optimizer: object) -> None:
     refuse_other(model, nn.Module, "a torch.nn.Module")
     if isinstance(optimizer, type) or (optimizer is not None and not hasattr(optimizer, "state_dict")):
@@ -411,11 +397,18 @@ def _latest(folder: Path) -> Path:
     return folder / name
 
 
-def _remove_others(folder: Path, latest: Path, saved: Iterable[torch.Tensor]) -> None:
-    """Remove the earlier checkpoints, but for one that tensors are over."""
+def _sweep(folder: Path, made: Path, saved: Iterable[torch.Tensor]) -> None:
+    """Remove the earlier checkpoints, but for one that tensors are over; the new one if it has not become the latest.
+
+    Raises:
+        ReadError: it can't be told now which is the latest; all of them stay.
+    """
+    if (_marked(folder / _LATEST) or {}).get("checkpoint") != made.name:
+        shutil.rmtree(made, ignore_errors=True)
+        return
     in_use = {file.parent for tensor in saved if (file := file_of(tensor))}
     for path in folder.iterdir():
-        if not _CHECKPOINT.fullmatch(path.name) or path in {latest, *in_use} or path.is_symlink():
+        if not _CHECKPOINT.fullmatch(path.name) or path in {made, *in_use} or path.is_symlink():
             continue
         files = (_marked(path / _STATE) or {}).get("files")
         if isinstance(files, list) and all(isinstance(name, str) for name in files):

@@ -10,9 +10,10 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from offload.tensor.arguments import refuse_other
 from offload.tensor.materialize import materialize
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, wrap_handle
 
+log = logging.getLogger("offload.training")
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
@@ -176,9 +178,9 @@ class _Place:
                 old.update_values(value)
                 state[key] = old
             else:
-                name = f"{self.names.get(parameter, 'unknown')}.{key}"
                 refuse_lossy(value, name)
                 state[key] = OffloadedTensor.from_original_tensor(value.detach(), name, self.folder, exist_ok=True)
+                log.debug("%s of the optimizer goes to %s", name, state[key].offload_path)
                 del value
                 count_freed(state[key].nbytes)
 
@@ -275,24 +277,18 @@ def _parts(optimizer: _OnDisk) -> Generator[list[torch.Tensor]]:
     if optimizer._place.step_bytes is None:
         yield [parameter for group in groups for parameter in group["params"]]
         return
+    whole = [group["params"] for group in groups]
     try:
-        for group in groups:
+        for group, parameters in zip(groups, whole, strict=True):
             optimizer.param_groups = [group]
-            with _restored(group):
-                for part in optimizer._place.parts(list(group["params"])):
-                    group["params"] = part
-                    yield part
+            for part in optimizer._place.parts(parameters):
+                group["params"] = part
+                yield part
+            group["params"] = parameters
     finally:
         optimizer.param_groups = groups
-
-
-@contextmanager
-def _restored(group: dict[str, Any]) -> Iterator[None]:
-    parameters = group["params"]
-    try:
-        yield
-    finally:
-        group["params"] = parameters
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters
 
 
 def _steps_one_by_one(kind: type[Optimizer]) -> bool:

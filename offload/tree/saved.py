@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -46,6 +47,7 @@ from offload.tensor.saved import write_file
 from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
 from offload.tree.structure import ROOT, Named, Node, Way, decode, encode, told
 
+_log = logging.getLogger("offload.tree")
 _MANIFEST = "tree.json"
 _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
@@ -89,17 +91,26 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
         'tree.json'
     """
     folder = absolute(folder)
-    plan = Named()
-    structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): plan.name_of(tensor, way)})
+    named = Named()
+    structure = encode(tree, lambda tensor, way: {_kind_of(tensor, way): named.name_of(tensor, way)})
     made_folder(folder)
     with _alone_in(folder):
         old = _files_that_stand(folder)
         with writing(folder):
             _sweep(folder, old)
-        kept = {name: file for name, tensor in plan.tensors.items() if (file := _file_in(folder, tensor, old))}
-        _put_in_place(folder, plan, kept, structure)
-        with suppress(OSError):  # the new tree stands; what could not be removed is removed by the next save
-            _sweep(folder, _files_that_stand(folder))
+            number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
+        files = {name: file for name, tensor in named.tensors.items() if (file := _file_in(folder, tensor, old))}
+        new = {name: tensor for name, tensor in named.tensors.items() if name not in files}
+        files |= {name: f"{number}/{file_name(name)}" for name in new}
+        _log.debug("%s: %s of %s tensors are written, the others keep their files", folder, len(new), len(files))
+        try:
+            if new:
+                with replacing_folder(folder / str(number)) as place:
+                    _write_files(place, new)
+            put_file(folder / _MANIFEST, _text(named.tensors, files, structure).encode())
+        finally:
+            with suppress(OffloadError, OSError):  # what can't be removed now is removed by the next save
+                _sweep(folder, _files_that_stand(folder))
     return folder / _MANIFEST
 
 
@@ -146,16 +157,13 @@ def load_tree(
                 raise
 
 
-# What is to be written
+# Writing
 
 
 def _kind_of(tensor: torch.Tensor, way: Way) -> str:
     """What a tensor is beside its values."""
     refuse_unstorable(tensor, ".".join(way) or ROOT)
     return _KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]
-
-
-# Writing
 
 
 @contextmanager
@@ -191,23 +199,6 @@ def _lock(fd: int, folder: Path) -> None:
             raise
 
 
-def _put_in_place(folder: Path, plan: Named, kept: Mapping[str, str], structure: Node) -> None:
-    """Write what is not `kept` to a new numbered folder, and then the manifest."""
-    with writing(folder):
-        number = 1 + max((int(path.name) for path in folder.iterdir() if _NUMBER.fullmatch(path.name)), default=0)
-    new = {name: tensor for name, tensor in plan.tensors.items() if name not in kept}
-    files = {**kept, **{name: f"{number}/{file_name(name)}" for name in new}}
-    try:
-        if new:
-            with replacing_folder(folder / str(number)) as place:
-                _write_files(place, new)
-        put_file(folder / _MANIFEST, _text(plan, files, structure).encode())
-    except BaseException:
-        with suppress(OffloadError, OSError):
-            _sweep(folder, _files_that_stand(folder))
-        raise
-
-
 def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with progress_in_bytes(sum(tensor.nbytes for tensor in tensors.values()), "saving") as advance:
         for name, tensor in tensors.items():
@@ -215,12 +206,12 @@ def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
             advance(tensor.nbytes)
 
 
-def _text(plan: Named, files: Mapping[str, str], structure: Node) -> str:
-    tensors = {
+def _text(tensors: Mapping[str, torch.Tensor], files: Mapping[str, str], structure: Node) -> str:
+    specs = {
         name: {"file": files[name], "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        for name, tensor in plan.tensors.items()
+        for name, tensor in tensors.items()
     }
-    return json.dumps({MARK: {"tree": _VERSION}, "tensors": tensors, "structure": structure}, indent=1) + "\n"
+    return json.dumps({MARK: {"tree": _VERSION}, "tensors": specs, "structure": structure}, indent=1) + "\n"
 
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
@@ -242,20 +233,17 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
 
 def _sweep(folder: Path, files: Collection[str]) -> None:
     """Remove what a killed process left, and the files of ours in numbered folders that are not among `files`."""
-    for place in _numbered(folder):
+    for place in list(folder.iterdir()):
+        if not _NUMBER.fullmatch(place.name) or not place.is_dir() or place.is_symlink():
+            continue  # what a link leads to is somebody else's
         there = list(place.iterdir())
         unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
+        _log.debug("%s: %s files of earlier trees are removed", place, len(unused))
         if unused and len(unused) == len(there):
             remove_folder(place)  # an empty one, left by a process that was killed here, would look like a user's
         else:
             for path in unused:
                 path.unlink()
-
-
-def _numbered(folder: Path) -> list[Path]:
-    """The folders that are ours to look into; what a link leads to is somebody else's."""
-    places = [path for path in folder.iterdir() if _NUMBER.fullmatch(path.name)]
-    return [path for path in places if path.is_dir() and not path.is_symlink()]
 
 
 def _is_ours(path: Path) -> bool:
