@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
@@ -24,6 +23,7 @@ from offload.prefetch.residency import WINDOW, Pool, Value, books_of
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.wrapper import handle_of, is_offloaded
+from offload.torch_api import tree_leaves
 
 __all__ = ["evict", "keep_resident", "set_read_ahead"]
 

@@ -37,6 +37,7 @@ __all__ = [
     "UnknownSubclassError",
     "UnknownTypeError",
     "UnsupportedOpError",
+    "UnsupportedTorchError",
     "WriteError",
 ]
 
@@ -55,6 +56,10 @@ class ArgumentTypeError(OffloadError, TypeError):
 
 class UnsupportedOpError(OffloadError, NotImplementedError):
     """An op that cannot be honoured on an offloaded tensor."""
+
+
+class UnsupportedTorchError(OffloadError, ImportError):
+    """This torch lacks something of its inside that a feature needs."""
 
 
 class ExportError(OffloadError, BufferError, TypeError):

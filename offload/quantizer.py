@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from offload.errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from offload.tensor.arguments import checked_count, refuse_other, refuse_unstorable
+from offload.torch_api import make_wrapper, no_function, op_schema, return_and_correct_aliasing
 
 _LEAST, _MOST = -8, 7
 _NARROWEST = 0.5  # of the min-max scale
@@ -63,7 +63,7 @@ class GroupedInt4Tensor(torch.Tensor):
                 f"codes {tuple(codes.shape)} of {codes.dtype} and scales {tuple(scales.shape)} are not those of a "
                 f"tensor {tuple(shape)} in groups of {group_size}"
             )
-        made: GroupedInt4Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        made: GroupedInt4Tensor = make_wrapper(cls, shape, dtype=dtype, device=codes.device)
         made.codes, made.scales, made.group_size = codes, scales, group_size
         return made
 
@@ -88,7 +88,7 @@ class GroupedInt4Tensor(torch.Tensor):
             inner["codes"], inner["scales"], context["group_size"], tuple(outer_size), context["dtype"]
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -234,8 +234,8 @@ def _packed(codes: torch.Tensor) -> torch.Tensor:
 
 def _is_written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op writes to a quantized tensor, not only to what is plain."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    written = (given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
+    given = {argument.name: value for argument, value in zip(op_schema(func).arguments, args, strict=False)} | kwargs
+    written = (given.get(one.name) for one in op_schema(func).arguments if one.alias_info and one.alias_info.is_write)
     flat = (part for value in written for part in (value if isinstance(value, (list, tuple)) else [value]))
     return any(isinstance(part, GroupedInt4Tensor) for part in flat)
 

@@ -31,6 +31,7 @@ from offload.storage.regular import as_file
 from offload.storage.replacing import replacing
 from offload.storage.state_file import MOST_JSON, parse_json
 from offload.storage.write import bytes_of
+from offload.torch_api import needed, new_dtypes, rebuild_tensor, rebuild_tensor_of_new_dtype, storage_names
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ROOT = "archive"
@@ -123,9 +124,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         if type(value) is not _Storage:
             return None
-        kinds = torch.storage._dtype_to_storage_type_map()
+        kinds = storage_names()
         kind, dtype = torch.UntypedStorage, value.layout.dtype
-        if dtype in kinds and dtype not in torch.storage._new_dtypes():
+        if dtype in kinds and dtype not in new_dtypes():
             kind = getattr(torch, kinds[dtype])
         count = value.layout.nbytes // (1 if kind is torch.UntypedStorage else dtype.itemsize)
         return "storage", kind, value.key, "cpu", count
@@ -135,9 +136,9 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         layout, storage = value.layout, _Storage(value.key, value.layout)
         parts: tuple[Any, ...] = (storage, 0, tuple(layout.shape), tuple(layout.stride), False, OrderedDict())
-        if layout.dtype in torch.storage._new_dtypes():
-            return torch._utils._rebuild_tensor_v3, (*parts, layout.dtype)
-        return torch._utils._rebuild_tensor_v2, parts
+        if layout.dtype in new_dtypes():
+            return needed(rebuild_tensor_of_new_dtype), (*parts, layout.dtype)
+        return needed(rebuild_tensor), parts
 
 
 def _pickled(layouts: Mapping[str, Layout]) -> bytes:

@@ -31,6 +31,7 @@ from offload.storage.regular import as_file, is_folder, open_regular, text_of
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
+from offload.torch_api import parameters_of, version_of
 
 _BLOCK = 1 << 20  # bytes that are read at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -125,15 +126,15 @@ class _Merging:
         held, mark = list(self._held_by(layer)), f"{self._run} {name}"
         if self._run and held and all(mark in value.marks for _, _, value in held):
             return
-        stored: dict[Any, Any] = {(module, key): module._parameters[key] for module, key, _ in held}
+        stored: dict[Any, Any] = {(module, key): parameters_of(module)[key] for module, key, _ in held}
         try:
             for (module, key), parameter in stored.items():
-                module._parameters[key] = _in_memory(parameter)
+                parameters_of(module)[key] = _in_memory(parameter)
             merge(*args, **options)
             new: dict[Any, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
         finally:
             for (module, key), parameter in stored.items():
-                module._parameters[key] = parameter
+                parameters_of(module)[key] = parameter
         for module, key, value in held:
             if mark not in value.marks and not _same_bits(value.tensor, new[module, key]):
                 value.replace(new[module, key], self._marks_for(value, mark), _STRICT)
@@ -157,7 +158,7 @@ class _Merging:
     def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Value]]:
         """The base's values that a layer is over."""
         for module in layer.get_base_layer().modules():
-            for key, parameter in module._parameters.items():
+            for key, parameter in parameters_of(module).items():
                 if id(parameter) in self.values:
                     yield module, key, self.values[id(parameter)]
 
@@ -259,7 +260,7 @@ def _with_adapter(
 
 def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     identity = handle_of(tensor).file.identity if is_offloaded(tensor) else None
-    return identity, tensor._version
+    return identity, version_of(tensor)
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from offload.models.values import Book, book_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
 from offload.tensor.saved import subclass_value
+from offload.torch_api import parameters_of
 
 Filter: TypeAlias = Callable[[nn.Module, str], bool]
 
@@ -134,7 +135,7 @@ def _book_of(model: nn.Module, resume: bool | str) -> tuple[Book, bool]:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(weight.numel() * weight.itemsize for weight in module._parameters.values() if weight is not None)
+    return sum(weight.numel() * weight.itemsize for weight in parameters_of(module).values() if weight is not None)
 
 
 def _bar(total: int, *, shown: bool) -> Any:
@@ -152,7 +153,7 @@ def _not_yet(wanted: Filter) -> Filter:
     """The same filter, but for modules with a weight that is quantized already."""
 
     def chosen(module: nn.Module, name: str) -> bool:
-        weights = (weight for weight in module._parameters.values() if weight is not None)
+        weights = (weight for weight in parameters_of(module).values() if weight is not None)
         return wanted(module, name) and all(subclass_value(weight) is None for weight in weights)
 
     return chosen
@@ -180,7 +181,7 @@ class _Quantizing:
 
     def __call__(self, module: nn.Module, name: str, new: Any) -> Any:
         """What torch asks when a module is given a parameter: what is to be registered; None for that one itself."""
-        old = module._parameters.get(name)
+        old = parameters_of(module).get(name)
         if _AT_WORK.get() is not self or old is None or new is None or new is old:
             return None
         prefix = self._names.get(id(module))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
 
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
@@ -22,6 +21,7 @@ from offload.storage.scratch import scratch
 from offload.storage.write import layout_of
 from offload.tensor.guests import CPU, sent_to
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, value_on_cpu, wrap_handle
+from offload.torch_api import DisableTorchFunctionSubclass
 
 _BLOCK = 8 << 20  # bytes that are put together at a time
 _FEW = 64 << 10  # bytes of a part up to which it is joined with others before it is written

@@ -16,8 +16,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
-from torch.utils._pytree import tree_map_only
 
 from offload.errors import UnsupportedOpError
 from offload.models.assembly import Assembly, Part, as_parts
@@ -25,6 +23,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.rules import written_arguments
 from offload.tensor.wrapper import OffloadedTensor, Rule, handle_of, is_offloaded, is_part, mapped_value
+from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
 _aten = torch.ops.aten
@@ -214,15 +213,13 @@ def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
 def _wrapped(
     body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], twin: torch.Tensor, parts: tuple[Part, ...]
 ) -> DeferredTensor:
-    made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
-        DeferredTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU
-    )
+    made: DeferredTensor = make_wrapper(DeferredTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU)
     made._body = body
     made._root = root
     made._cuts = cuts
     made._seen = (body.parts, parts)
     made._twin = twin
-    torch._C._set_throw_on_mutable_data_ptr(made)
+    refuse_pointers(made)
     return made
 
 

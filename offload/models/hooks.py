@@ -29,6 +29,7 @@ from offload.storage.mapping import mapped_alone
 from offload.storage.reasons import explained, reading
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import PathLike, is_offloaded, wrap_handle
+from offload.torch_api import buffers_of, parameters_of
 
 _DIGEST_BLOCK = 1 << 22
 
@@ -176,7 +177,7 @@ def move_activations(
 def _refuse_strangers(model: nn.Module) -> None:
     """Refuse a model of whose modules one has its parameters in something that gives out copies of them."""
     for name, module in model.named_modules():
-        for members in (module._parameters, module._buffers):
+        for members in (parameters_of(module), buffers_of(module)):
             if not isinstance(members, dict):
                 package = type(members).__module__.partition(".")[0]
                 way_out = {"compressed_tensors": "call compressed_tensors.offload.remove_dispatch(model, True) first"}

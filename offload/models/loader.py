@@ -51,6 +51,7 @@ from offload.storage.handle import Handle
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
+from offload.torch_api import buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -474,7 +475,9 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     handles: dict[int, Handle] = {}
     for block in _blocks(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-        members = [member for module in modules for member in (*module._parameters.values(), *module._buffers.values())]
+        members = [
+            member for module in modules for member in (*parameters_of(module).values(), *buffers_of(module).values())
+        ]
         stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
         for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
             handles.setdefault(id(handle_of(tensor)), handle_of(tensor))

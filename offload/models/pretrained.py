@@ -30,6 +30,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import is_offloaded, mapped_value
+from offload.torch_api import is_of_a_module
 
 # The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
 _WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
@@ -148,7 +149,7 @@ class _Looking:
     def _only_holder(self) -> Any:
         """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
         model = self._model
-        holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or _is_of_a_module(one)]
+        holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or is_of_a_module(one)]
         if any(one is not model and one is not vars(model) for one in holders):
             raise UnsupportedOpError(
                 "save_pretrained of a model that copy.copy was called on would save the other one: take copy.deepcopy, "
@@ -161,11 +162,6 @@ class _Looking:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
         return _Looking(memo.get(id(self._model), self._model))
-
-
-def _is_of_a_module(holder: object) -> bool:
-    """Whether this is the dictionary of a module's attributes."""
-    return isinstance(holder, dict) and "_modules" in holder
 
 
 def _conversions(model: Any) -> Any:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
@@ -37,6 +36,7 @@ from offload.tensor.wrapper import (
     target_of,
     wrap,
 )
+from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of, share_hooks, unsaved_buffers_of
 
 
 @dataclass(slots=True)
@@ -85,9 +85,8 @@ class Slot:
             return None
         if old.is_leaf and old.grad is not None:
             new.grad = old.grad.to(new.device)
-        if old.is_leaf and old.requires_grad:  # the very dictionaries: their handles remove from these
-            new._backward_hooks = old._backward_hooks
-            new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+        if old.is_leaf and old.requires_grad:
+            share_hooks(new, old)
         try:
             torch.utils.swap_tensors(old, new)
         except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or it is of another layout
@@ -114,7 +113,7 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
         raise ArgumentTypeError(f"a torch.nn.Module is needed, not {type(model).__name__}: {str(model)[:80]!r}")
     slots: dict[int, Slot] = {}
     for prefix, module in model.named_modules():
-        for members, is_parameter in ((module._parameters, True), (module._buffers, False)):
+        for members, is_parameter in ((parameters_of(module), True), (buffers_of(module), False)):
             for name, tensor in members.items():
                 if tensor is None:
                     continue
@@ -124,7 +123,7 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
                 full_name = f"{prefix}.{name}" if prefix else name
                 slot.names.append(full_name)
                 slot.owners.append((members, name))
-                if name not in module._non_persistent_buffers_set:
+                if name not in unsaved_buffers_of(module):
                     slot.keys.append(full_name)
     return list(slots.values())
 

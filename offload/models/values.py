@@ -51,6 +51,7 @@ from offload.tensor.wrapper import (
     target_of,
     wrap_handle,
 )
+from offload.torch_api import version_of
 
 Function: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
@@ -493,9 +494,9 @@ class _Walk:
     def see(self, value: Value) -> None:
         """Do one value, and note it."""
         nbytes, given = value.nbytes, value.tensor.detach()
-        version = given._version
+        version = version_of(given)
         new = self._called(value.name, given)
-        is_new = new is not given or given._version != version
+        is_new = new is not given or version_of(given) != version
         if is_new:
             value.replace(new, (*value.marks, *self.book.key), self.strict)
         with self.lock:

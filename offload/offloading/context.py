@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from offload.errors import UnknownSubclassError
 from offload.memory import as_bytes, available_bytes
@@ -30,8 +29,21 @@ from offload.storage.folders import named_folder
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.rules import decompose, is_composite, is_dual_level, tensors_in
+from offload.tensor.rules import decompose, is_composite, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, carry_attributes, dressed, is_offloaded
+from offload.torch_api import (
+    TRACING_MODES,
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_modes,
+    function_modes,
+    get_dispatch_mode,
+    is_dual_level,
+    modes_are_on,
+    one_mode_less,
+    storage_id,
+    transform_on_top,
+)
 
 
 @contextmanager
@@ -94,9 +106,9 @@ def offloading(
         with results, loads:
             yield
     finally:  # an interrupt as a mode begins to be left leaves it on
-        if loads in _get_current_function_mode_stack():
+        if loads in function_modes():
             loads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if results in _get_current_dispatch_mode_stack():
+        if results in dispatch_modes():
             results.__exit__(None, None, None)
 
 
@@ -130,14 +142,14 @@ class _Results(TorchDispatchMode):
         if func is _SET and args[0] is self.rebuilt:
             self.rebuilt = None
             return args[0]
-        if not isinstance(func, torch._ops.OpOverload) or _is_left_alone(types):
+        if not isinstance(func, OpOverload) or _is_left_alone(types):
             return func(*args, **kwargs)
         if is_composite(func):  # in inference mode; it may give a view, or not
             with self:
                 return decompose(func, args, kwargs)
         if func.is_view:
             return func(*args, **kwargs)
-        if not torch._C._len_torch_dispatch_stack():
+        if not modes_are_on():
             made = made_on_disk(self.place, func, args, kwargs)
             if made is not None:
                 return made
@@ -160,7 +172,7 @@ class _Results(TorchDispatchMode):
 def _storage_of(tensor: torch.Tensor) -> int | None:
     """Which memory a plain tensor is over."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    return tensor.untyped_storage()._cdata if is_plain else None
+    return storage_id(tensor.untyped_storage()) if is_plain else None
 
 
 class _Loads(TorchFunctionMode):
@@ -191,9 +203,9 @@ class _Loads(TorchFunctionMode):
             return as_opened(place, func(*args, **kwargs))
         if func is torch.tensor:
             return self._put_away(func, func(*args, **kwargs))
-        if _get_current_dispatch_mode_stack()[-1] is not self.results:
+        if dispatch_modes()[-1] is not self.results:
             return None
-        with _pop_mode_temporarily():
+        with one_mode_less():
             result = func(*args, **kwargs)
         return result if result.requires_grad and not result.is_leaf else self._put_away(func, result)
 
@@ -206,7 +218,7 @@ class _Loads(TorchFunctionMode):
 
 def _active() -> _Results | None:
     """The mode of the context that this thread is in."""
-    stack = _get_current_dispatch_mode_stack()
+    stack = dispatch_modes()
     return next((mode for mode in stack if isinstance(mode, _Results)), None)
 
 
@@ -214,8 +226,8 @@ def _is_left_alone(types: Sequence[type]) -> bool:
     """Whether tensors stand for others, so that what an op gives is nothing to store."""
     return (
         any(kind is not OffloadedTensor for kind in types)
-        or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(get_dispatch_mode(key) is not None for key in TRACING_MODES)
+        or transform_on_top() is not None
         or is_dual_level()
         or torch.compiler.is_compiling()
     )
@@ -256,7 +268,6 @@ _WATCHED = {
     *(torch.linalg.svdvals, torch.linalg.pinv, torch.pinverse, torch.Tensor.pinverse),
 }
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
-_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 _LOCK = fork_safe_lock()
 _NOTES: dict[str, deque[bool]] = {}
 _watching = False

@@ -24,6 +24,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, target_of, wrap_handle
+from offload.torch_api import OpOverload, op_schema
 
 Fill: TypeAlias = Callable[[torch.Tensor, Sequence[Any], dict[str, Any]], object]
 
@@ -58,7 +59,7 @@ def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str,
 @cache
 def _way_of(func: Any) -> Fill | None:
     """How the result of an op is filled in; None if that is not known."""
-    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or func.is_view:
+    if not isinstance(func, OpOverload) or op_schema(func).is_mutable or func.is_view:
         return None
     packet = func.overloadpacket
     if packet in _FILLS:
@@ -69,15 +70,15 @@ def _way_of(func: Any) -> Fill | None:
     return None
 
 
-def _out_variant(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _out_variant(func: OpOverload) -> OpOverload | None:
     """The overload that does the same, but for a result that is there already."""
-    if [str(returned.type) for returned in func._schema.returns] != ["Tensor"]:
+    if [str(returned.type) for returned in op_schema(func).returns] != ["Tensor"]:
         return None
-    wanted = [(one.name, str(one.type)) for one in func._schema.arguments if one.name not in _OPTIONS]
+    wanted = [(one.name, str(one.type)) for one in op_schema(func).arguments if one.name not in _OPTIONS]
     for name in func.overloadpacket.overloads():
         variant = getattr(func.overloadpacket, name)
-        outs = [one.name for one in variant._schema.arguments if one.is_out]
-        rest = [(one.name, str(one.type)) for one in variant._schema.arguments if not one.is_out]
+        outs = [one.name for one in op_schema(variant).arguments if one.is_out]
+        rest = [(one.name, str(one.type)) for one in op_schema(variant).arguments if not one.is_out]
         if outs == ["out"] and rest == wanted:
             return variant  # type: ignore[no-any-return]
     return None
@@ -130,7 +131,7 @@ def _may_be_large(place: Place, func: Any, args: Sequence[Any]) -> bool:
 def _layout_of_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | None:
     """What the op makes of meta tensors; None where it can't tell, or fails: the op itself says it better."""
     options = {name: value for name, value in kwargs.items() if name != "generator"}
-    if any(argument.name == "device" for argument in func._schema.arguments):
+    if any(argument.name == "device" for argument in op_schema(func).arguments):
         options["device"] = "meta"
     with no_functions(), no_modes(), suppress(Exception):
         result = func(*_twins_of(args), **dict(zip(options, _twins_of(options.values()), strict=True)))

@@ -31,14 +31,10 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
+from offload.torch_api import LOADING, READING_A_RECORD, REBUILDING, storage_id, typed_storage_of, untyped
 
 _MAPS = Path("/proc/self/maps")
 _PAGE_MAP = Path("/proc/self/pagemap")
-_REBUILDERS = {
-    function.__code__
-    for name in ("_rebuild_tensor", "_rebuild_tensor_v3")
-    if (function := getattr(torch._utils, name, None)) is not None
-}
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,10 @@ class Source:
 
 def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What an unpickler is about to rebuild in `frame`, over a file, if its storage is large; None if it is not."""
-    if frame.f_code not in _REBUILDERS:
+    known = REBUILDING.variables(frame)
+    if known is None:
         return None
-    known = frame.f_locals
-    storage = getattr(known["storage"], "_untyped_storage", known["storage"])
+    storage = untyped(known["storage"])
     if storage.device != CPU or storage.nbytes() < max(place.min_bytes, 1):
         return None
     with no_functions(), no_modes():
@@ -75,7 +71,7 @@ def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Ten
 
 def _stored(place: Place, storage: torch.UntypedStorage, tensor: torch.Tensor) -> OffloadedTensor | None:
     """All of a storage that is mapped from a file, and that `tensor` is over. Tensors over one are over one value."""
-    handle = _STORED.get(storage._cdata)
+    handle = _STORED.get(storage_id(storage))
     if handle is None:
         source = source_of(storage.data_ptr(), storage.nbytes())
         entry = source.entry(storage.nbytes()) if source else None
@@ -88,7 +84,7 @@ def _stored(place: Place, storage: torch.UntypedStorage, tensor: torch.Tensor) -
             handle = Handle.create(whole, place.name("load"), place.folder)
         else:
             return None
-        _STORED[storage._cdata] = handle
+        _STORED[storage_id(storage)] = handle
         _STORAGES[handle] = storage  # while it lives, its address is its own
     return wrap_handle(handle, CPU)
 
@@ -113,12 +109,11 @@ def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.Unt
     None if they are few, it was given no path, or they do not lie in the file as they are (a deflated archive).
     """
     reader = frame.f_back
-    if frame.f_code is not torch.Tensor._typed_storage.__code__ or reader is None:
+    if frame.f_code is not typed_storage_of.__code__ or reader is None:
         return None
-    if reader.f_code.co_name != "load_tensor" or reader.f_globals is not vars(torch.serialization):
-        return None
-    known, path = reader.f_locals, _path_loaded_in(reader)
-    if path is None or known["nbytes"] < max(place.min_bytes, 1):
+    known = READING_A_RECORD.variables(reader)
+    path = _path_loaded_in(reader) if known else None
+    if known is None or path is None or known["nbytes"] < max(place.min_bytes, 1):
         return None
     with no_functions(), no_modes(), suppress(OffloadError):
         storage = mapped_alone(absolute(path), known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
@@ -130,10 +125,12 @@ def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.Unt
 
 def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:
     """What torch.load was called with, above `frame`, if that is a path."""
-    while frame is not None and frame.f_code is not torch.load.__code__:
+    while frame is not None:
+        known = LOADING.variables(frame)
+        if known is not None:
+            return known["f"] if isinstance(known["f"], (str, os.PathLike)) else None
         frame = frame.f_back
-    source = frame.f_locals["f"] if frame else None
-    return source if isinstance(source, (str, os.PathLike)) else None
+    return None
 
 
 def source_of(address: int, nbytes: int) -> Source | None:

@@ -21,7 +21,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from offload.errors import ChangedFileError, CheckpointError, CorruptFileError, MissingKeyError, OffloadError
+from offload.errors import (
+    ChangedFileError,
+    CheckpointError,
+    CorruptFileError,
+    MissingKeyError,
+    OffloadError,
+    UnsupportedTorchError,
+)
 from offload.storage import pickled
 from offload.storage.header import Header, header_length, parse
 from offload.storage.layout import Entry
@@ -249,6 +256,8 @@ def _read(path: Path) -> tuple[Identity, Header]:
         identity = Identity.of(os.fstat(file.fileno()))
         try:
             return identity, _read_header(file, identity.size)
+        except UnsupportedTorchError:
+            raise
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error}") from (error.__cause__ or error)
         except OffloadError as error:

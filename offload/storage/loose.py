@@ -18,6 +18,7 @@ from offload.storage.file import TensorFile
 from offload.storage.layout import Loose, Record, contiguous
 from offload.storage.reasons import reading
 from offload.storage.scratch import scratch, scratch_bytes
+from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes that are read at a time
 
@@ -37,7 +38,7 @@ def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
     value = torch.empty(0, dtype=layout.dtype, device="cpu").set_(storage, 0, layout.shape, stride)
     if loose.is_conjugated:
         value = value.conj()
-    return scratch(layout).copy_(value._neg_view() if loose.is_negated else value)
+    return scratch(layout).copy_(as_negated(value) if loose.is_negated else value)
 
 
 def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:

@@ -12,29 +12,28 @@ from typing import Any
 
 import torch
 
-no_functions = torch._C.DisableTorchFunction  # modes and classes that take over calls in Python
-_Guard = torch._C._InferenceMode
-_enter: Any = _Guard.__init__  # torch changes its state here
-_exit: Any = _Guard.__exit__
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-_DISPATCH_IN_PYTHON = (
-    torch._C.DispatchKey.Python,
-    torch._C.DispatchKey.PythonTLSSnapshot,
-    torch._C.DispatchKey.PreDispatch,
+from offload.torch_api import (
+    PYTHON_KEYS,
+    InferenceMode,
+    exclude_key,
+    function_modes_are_on,
+    modes_are_on,
+    set_forward_grad,
+    set_grad,
+    transform_on_top,
 )
+from offload.torch_api import no_functions as no_functions
+
+_enter: Any = InferenceMode.__init__  # torch changes its state here
+_exit: Any = InferenceMode.__exit__
 
 
 def is_plain_world() -> bool:
     """Whether there is no mode to leave, and no transform of torch.func; gradients may be on."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch.is_inference_mode_enabled()
-        or torch._C._functorch.peek_interpreter_stack()
-    )
+    return not (modes_are_on() or function_modes_are_on() or torch.is_inference_mode_enabled() or transform_on_top())
 
 
-class no_modes(_Guard):
+class no_modes(InferenceMode):
     """Outside modes that take over ops (fake, functional), outside inference mode, and without gradients.
 
     It is entered for every batch and many an op. Torch's guard brings back all of the dispatcher's and of autograd's
@@ -44,23 +43,23 @@ class no_modes(_Guard):
     def __init__(self) -> None:
         try:
             _enter(self, False)
-            for key in _DISPATCH_IN_PYTHON:
-                _exclude(key, True)
-            torch._C._set_grad_enabled(False)
-            torch._C._set_fwd_grad_enabled(False)
+            for key in PYTHON_KEYS:
+                exclude_key(key, True)
+            set_grad(False)
+            set_forward_grad(False)
         except BaseException:
             _exit(self, None, None, None)
             raise
 
 
-class no_grad(_Guard):
+class no_grad(InferenceMode):
     """Without gradients, and in inference mode or outside it, as before. Make it in the `with`."""
 
     def __init__(self) -> None:
         is_inference = torch.is_inference_mode_enabled()
         try:
             _enter(self, is_inference)
-            torch._C._set_grad_enabled(False)
+            set_grad(False)
         except BaseException:
             _exit(self, None, None, None)
             raise

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
-from torch import _weights_only_unpickler
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
 from offload.storage.dtypes import dtype_name, dtype_named
@@ -36,6 +35,15 @@ from offload.storage.header import Header, is_unicode
 from offload.storage.layout import Entry, Loose, Record, contiguous, is_aligned, layout_as, span_of
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import short
+from offload.torch_api import (
+    CLASSES_OF_TENSORS,
+    Unpickler,
+    needed,
+    rebuild_from_type,
+    storage_id,
+    typed,
+    unchecked_sparse,
+)
 
 MAGIC_SIZE = 512  # bytes that tell how a file is to be read
 NESTS = ("state_dict", "model", "module", "model_state_dict")
@@ -254,10 +262,10 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
         if not 0 <= begin <= begin + count <= numel:
             raise CorruptFileError(f"its pickle names a part of storage {key} that is not in it")
         storage = torch.UntypedStorage(count * dtype.itemsize, device="meta")
-        pieces[storage._cdata] = Piece(
+        pieces[storage_id(storage)] = Piece(
             key, begin * dtype.itemsize, count * dtype.itemsize, numel * dtype.itemsize, dtype.itemsize, storage
         )
-        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        return typed(storage, dtype)
 
     unpickler = _Sparing(file)
     unpickler.persistent_load = storage_for  # type: ignore[method-assign]
@@ -265,7 +273,7 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
         return unpickler.load(), pieces  # type: ignore[no-untyped-call]
 
 
-class _Sparing(_weights_only_unpickler.Unpickler):
+class _Sparing(Unpickler):
     """torch's unpickler, which also refuses what a few bytes can make it take any amount of memory for.
 
     It calls no more than it is allowed to, but with whatever arguments; and what it may not call it prints, which of a
@@ -293,12 +301,12 @@ def _refuse_call(function: Any, arguments: Any) -> None:
     """Raises `CheckpointError` for a call that no state dict has."""
     if not callable(function):
         raise CheckpointError(f"is a pickle that calls a {type(function).__name__}, and is not opened: {_SAVE_TENSORS}")
-    takes_a_size = function is bytearray or function is torch.Tensor or function in torch._tensor_classes
+    takes_a_size = function is bytearray or function is torch.Tensor or function in CLASSES_OF_TENSORS
     if takes_a_size and not _is_harmless(arguments):
         raise CheckpointError(
             f"is a pickle that asks for a {function.__name__} of any size, and is not opened: {_SAVE_TENSORS}"
         )
-    if function is torch._tensor._rebuild_from_type_v2 and isinstance(arguments, tuple) and len(arguments) == 4:
+    if function is needed(rebuild_from_type) and isinstance(arguments, tuple) and len(arguments) == 4:
         _refuse_call(arguments[0], arguments[2])
 
 
@@ -334,7 +342,7 @@ def _leave_to_the_system(error: Exception) -> None:
 @contextmanager
 def _without_sparse_checks() -> Iterator[None]:
     """The unpickler leaves sparse tensors to be checked by the next torch.load: these have no data."""
-    waiting = torch._utils._sparse_tensors_to_validate
+    waiting = unchecked_sparse()
     before = len(waiting)
     try:
         yield
@@ -402,7 +410,7 @@ def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records:
         return f"is a {type(tensor).__name__}: save its parts as plain tensors"
     if tensor.layout != torch.strided:
         return f"is a {str(tensor.layout).removeprefix('torch.')} tensor: save its to_dense(), or its parts"
-    piece = pieces.get(tensor.untyped_storage()._cdata)
+    piece = pieces.get(storage_id(tensor.untyped_storage()))
     if piece is None:
         return "has no data: it was on the meta device when it was saved"
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())

@@ -17,12 +17,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.layout import Layout, layout_as
 from offload.storage.reasons import naming
+from offload.torch_api import is_traceable_wrapper_subclass
 
 # Classes that are known without being registered: package -> class -> the modules that may have it, the newest first.
 _AO = "torchao.quantization"

@@ -22,6 +22,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value, with_inner
+from offload.torch_api import set_conj, set_neg
 
 CPU = torch.device("cpu")
 
@@ -55,15 +56,15 @@ def twin_with(twin: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
     shape, stride, offset, dtype, conjugate, negative = metadata
     cut = torch.empty(0, dtype=dtype, device=twin.device)
     cut.set_(twin.untyped_storage(), offset, shape, stride)
-    torch._C._set_conj(cut, conjugate)
-    torch._C._set_neg(cut, negative)
+    set_conj(cut, conjugate)
+    set_neg(cut, negative)
     return cut
 
 
 def with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`tensor` with the lazy conjugation and negation of `other`."""
-    torch._C._set_conj(tensor, other.is_conj())
-    torch._C._set_neg(tensor, other.is_neg())
+    set_conj(tensor, other.is_conj())
+    set_neg(tensor, other.is_neg())
     return tensor
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from offload.tensor.guests import metadata_of
 from offload.tensor.wrapper import carry_attributes, is_offloaded
+from offload.torch_api import buffers_of, parameters_of, tree_map
 
 
 def materialize(value: Any) -> Any:
@@ -39,11 +39,11 @@ def _in_memory(leaf: Any, memo: dict[Any, Any]) -> Any:
 
 def _fill_module(module: nn.Module, memo: dict[Any, Any]) -> None:
     for part in module.modules():
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             if parameter is not None and is_offloaded(parameter):
-                part._parameters[name] = _plain_parameter(parameter, memo)
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = _plain(buffer, memo)
+                parameters_of(part)[name] = _plain_parameter(parameter, memo)
+        for name, buffer in buffers_of(part).items():
+            buffers_of(part)[name] = _plain(buffer, memo)
 
 
 def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:

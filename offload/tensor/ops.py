@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._C import DisableTorchFunctionSubclass
 
 from offload.errors import UnsupportedOpError
 from offload.prefetch.engine import brought_in
@@ -34,7 +33,7 @@ from offload.tensor.rules import (
     view_of,
     write,
 )
-from offload.tensor.traced import Traced, is_traced
+from offload.tensor.traced import Traced
 from offload.tensor.wrapper import (
     FUNCTIONS,
     INNER,
@@ -45,17 +44,25 @@ from offload.tensor.wrapper import (
     current_twin,
     guest_of,
     mapped_value,
-    modes_are_on,
     redress,
     registrar,
     store,
     wrap,
 )
+from offload.torch_api import (
+    DisableTorchFunctionSubclass,
+    OpOverload,
+    are_swappable,
+    is_traced,
+    is_view,
+    modes_are_on,
+    typed_storage_of,
+)
 
 aten = torch.ops.aten
 
 
-def implements(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
+def implements(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Register the rule of aten ops, below autograd."""
     return registrar(RULES, *ops)
 
@@ -231,7 +238,7 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
             return moved
         if moved._handle is not args[0]._handle:  # a cast, whose result is on disk by itself
             return moved
-        if not torch._has_compatible_shallow_copy_type(args[0], moved):
+        if not are_swappable(args[0], moved):
             return moved
         alias = args[0].detach()
         redress(alias, moved._twin, moved._target)
@@ -353,7 +360,7 @@ def refuse_set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
 
 @overrides(
-    torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor._typed_storage, torch.Tensor.storage,
+    torch.Tensor.data_ptr, torch.Tensor.untyped_storage, typed_storage_of, torch.Tensor.storage,
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.share_memory_, torch.Tensor.is_shared,
 )  # fmt: skip
 def method_of_the_class(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -367,9 +374,9 @@ def method_of_the_class(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 _OF_THE_TENSOR = {
     *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "__len__"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference"),
-    *("is_same_size", "is_set_to", "_is_view", "__hash__", "get_device", "to", "cpu", "cuda", "detach", "detach_"),
+    *("is_same_size", "is_set_to", is_view.__name__, "__hash__", "get_device", "to", "cpu", "cuda", "detach"),
     *("alias", "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward"),
-    *("grad", "data_ptr", "untyped_storage", "numpy", "tolist"),
+    *("detach_", "grad", "data_ptr", "untyped_storage", "numpy", "tolist"),
 }  # fmt: skip
 _NOT_INPLACE = {"__invert__", "__index__", "__int__"}
 _ACCESSORS = {"__get__", "__set__", "__delete__"}

@@ -13,14 +13,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.guests import CPU, cut, metadata_of, sent_to, twin_with
-from offload.tensor.traced import Traced, as_called_from, is_traced
+from offload.tensor.traced import Traced, as_called_from
 from offload.tensor.wrapper import (
     BY_SCHEMA,
     FUNCTIONS,
@@ -32,12 +31,27 @@ from offload.tensor.wrapper import (
     guest_of,
     is_part,
     mapped_value,
-    modes_are_on,
     redress,
     registrar,
     store,
     wrap,
     wrap_traced,
+)
+from offload.torch_api import (
+    TRACER_KEY,
+    DisableTorchFunctionSubclass,
+    DispatchKey,
+    InferenceMode,
+    OpOverload,
+    exclude_key,
+    has_kernel,
+    is_dual_level,
+    is_inference,
+    is_traced,
+    kernel_of,
+    keys_kept,
+    modes_are_on,
+    op_schema,
 )
 
 
@@ -79,7 +93,7 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
 
 @registrar(RULES, BY_SCHEMA)
 def rule_of(func: Any, *_: Any) -> Rule:
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return read
     if is_composite(func):
         return decompose
@@ -91,9 +105,8 @@ def rule_of(func: Any, *_: Any) -> Rule:
 
 
 @cache
-def is_composite(func: torch._ops.OpOverload) -> bool:
+def is_composite(func: OpOverload) -> bool:
     """Whether an op is only made of others. In inference mode such ops come here whole."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
@@ -102,30 +115,30 @@ def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     `func.decompose` would take decompositions in Python where there are some, with other last bits.
     """
-    return call(func._op_dk, (torch._C.DispatchKey.CompositeImplicitAutograd, *args), kwargs)
+    return call(kernel_of(func), (DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
 def decompose_with_views(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As `decompose`, and views know whether their base requires grad, as outside of this."""
-    with _keys_kept():
-        _exclude(_VIEWS, False)
+    with keys_kept():
+        exclude_key(_VIEWS, False)
         return decompose(func, args, kwargs)
 
 
 def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """As `decompose`, of an op that has a kernel for all: and `torch.jit.trace`, excluded here, records the others."""
     caller = sys._getframe(3)  # above this, the rule, and `__torch_dispatch__`
-    with _keys_kept():
-        _exclude(_TRACER, False)
-        return as_called_from(caller, func._op_dk)(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    with keys_kept():
+        exclude_key(TRACER_KEY, False)
+        return as_called_from(caller, kernel_of(func))(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 @cache
-def written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an op writes to."""
     return tuple(
         (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
+        for position, argument in enumerate(op_schema(func).arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or position in UNANNOTATED_WRITES.get(func, ())
         or _is_received(func, argument)
@@ -133,23 +146,23 @@ def written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...
 
 
 @cache
-def _returned_arguments(func: torch._ops.OpOverload) -> tuple[int | None, ...]:
+def _returned_arguments(func: OpOverload) -> tuple[int | None, ...]:
     """For each return value, which of the written arguments it is; None for a new value."""
-    aliases = [func._schema.arguments[position].alias_info for position, _ in written_arguments(func)]
+    aliases = [op_schema(func).arguments[position].alias_info for position, _ in written_arguments(func)]
     names = [alias.before_set if alias else None for alias in aliases]
     return tuple(
         names.index(returned.alias_info.before_set)
         if returned.alias_info is not None and returned.alias_info.is_write
         else None
-        for returned in func._schema.returns
+        for returned in op_schema(func).returns
     )
 
 
-def _is_received(func: torch._ops.OpOverload, argument: Any) -> bool:
+def _is_received(func: OpOverload, argument: Any) -> bool:
     """c10d schemas do not say what an op that ends in `_` writes: all tensors but the inputs (torch 2.13)."""
     return (
         func.namespace == "c10d"
-        and func._opname.endswith("_")
+        and func.overloadpacket.__name__.endswith("_")
         and "Tensor" in str(argument.type)
         and not argument.name.startswith("input")
     )
@@ -173,17 +186,14 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     Below Python dispatch these keys are excluded, and composite kernels that rely on them give wrong values.
     """
-    with _keys_kept():
+    with keys_kept():
         for key in _LAZY_KEYS:
-            _exclude(key, False)
+            exclude_key(key, False)
         return func(*args, **kwargs)
 
 
-_LAZY_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
-_VIEWS = torch._C.DispatchKey.ADInplaceOrView
-_TRACER = torch._C._dispatch_key_parse("Tracer")
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-_keys_kept = torch._C._PreserveDispatchKeyGuard
+_LAZY_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor)
+_VIEWS = DispatchKey.ADInplaceOrView
 
 
 def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -215,8 +225,8 @@ def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
 
 def normal_unless_inference(base: OffloadedTensor) -> Any:
     """A view of a normal tensor is a normal tensor, also in inference mode."""
-    if torch.is_inference_mode_enabled() and not torch._C.TensorBase.is_inference(base):
-        return torch._C._InferenceMode(False)
+    if torch.is_inference_mode_enabled() and not is_inference(base):
+        return InferenceMode(False)
     return DisableTorchFunctionSubclass()
 
 
@@ -298,11 +308,6 @@ def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def is_followed(tensor: torch.Tensor) -> bool:
     """Whether autograd follows what is done with a tensor, backward or forward."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or (is_dual_level() and _has_tangent(tensor))
-
-
-def is_dual_level() -> bool:
-    """Whether tensors may have tangents, which forward-mode differentiation carries on."""
-    return forward_ad._current_level >= 0
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-is_traced = torch._C._is_tracing  # by `torch.jit.trace`
-
 
 class Traced:
     """Stands for a handle while a compiler traces: the value is a tensor of the compiler's."""

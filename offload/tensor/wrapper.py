@@ -20,10 +20,6 @@ from types import FrameType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
-from torch._C import DisableTorchFunctionSubclass
-from torch.fx.experimental._constant_symnode import ConstantIntNode
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import TypeIs
 
 from offload.errors import (
@@ -51,16 +47,26 @@ from offload.tensor.arguments import (
     refuse_without_grad,
 )
 from offload.tensor.guests import CPU, copied, cut, resident_guest, sent_to, twin_of, uncut, with_bits_of
-from offload.tensor.traced import Traced, as_called_from, is_traced
+from offload.tensor.traced import Traced, as_called_from
+from offload.torch_api import (
+    PARAMETER_MARK,
+    SWAPPING,
+    ConstantIntNode,
+    DisableTorchFunctionSubclass,
+    is_traceable_wrapper_subclass,
+    is_traced,
+    make_wrapper,
+    refuse_pointers,
+    tensor_data,
+    tensor_text,
+    typed,
+    version_of,
+)
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 _log = logging.getLogger("offload")
-_TENSOR_DATA: Any = torch._C.TensorBase.data
-_make_wrapper = torch.Tensor._make_wrapper_subclass
-modes_are_on = torch._C._len_torch_dispatch_stack
-_refuse_pointers = torch._C._set_throw_on_mutable_data_ptr
-_set_metadata = _TENSOR_DATA.__set__
+_set_metadata = tensor_data.__set__
 
 
 Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -104,12 +110,10 @@ class _unless_swapped:
         asks: FrameType | None = sys._getframe(1)
         while asks is not None and asks.f_globals.get("__name__") == is_traceable_wrapper_subclass.__module__:
             asks = asks.f_back
-        if asks is not None and asks.f_code in _SWAPPED and asks.f_locals[_SWAPPED[asks.f_code]] is tensor:
+        swapped = None if asks is None else SWAPPING.variables(asks)
+        if swapped is not None and any(value is tensor for value in swapped.values()):
             raise AttributeError(self.method.__name__)
         return self.method.__get__(tensor, kind)
-
-
-_SWAPPED = {torch.nn.Module._apply.__code__: "param", parametrize._maybe_set.__code__: "dest"}
 
 
 class OffloadedTensor(torch.Tensor):
@@ -303,7 +307,7 @@ class OffloadedTensor(torch.Tensor):
         that is assigned is shared from then on.
         """
         with DisableTorchFunctionSubclass():
-            return _TENSOR_DATA.__get__(self)  # type: ignore[no-any-return]
+            return tensor_data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -431,7 +435,7 @@ class OffloadedTensor(torch.Tensor):
                 if handle.is_subclass:
                     text = repr(value)
                 else:
-                    text = torch._tensor_str._str(value, tensor_contents=tensor_contents)
+                    text = tensor_text(value, tensor_contents=tensor_contents)
         except OffloadError as error:  # who debugs that looks at it
             why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
             kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
@@ -463,7 +467,7 @@ class OffloadedTensor(torch.Tensor):
         return self._typed_storage()
 
     def _typed_storage(self) -> torch.storage.TypedStorage:
-        return torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
+        return typed(self.untyped_storage(), self.dtype)
 
     def share_memory_(self) -> OffloadedTensor:
         """A file is shared as it is."""
@@ -523,7 +527,7 @@ class OffloadedTensor(torch.Tensor):
 def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over `handle`, cut as the meta tensor `twin` is."""
     nbytes = twin.untyped_storage().nbytes()
-    wrapper: OffloadedTensor = _make_wrapper(
+    wrapper: OffloadedTensor = make_wrapper(
         OffloadedTensor,
         twin.shape,
         strides=twin.stride(),
@@ -538,7 +542,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     wrapper._generation = handle.generation
     if type(handle) is Traced:
         wrapper._range = UNTRACKED
-    _refuse_pointers(wrapper)  # functions that read memory under every dispatcher raise, and do not crash
+    refuse_pointers(wrapper)  # functions that read memory under every dispatcher raise, and do not crash
     if twin.is_conj() or twin.is_neg():
         with_bits_of(wrapper, twin)
     return wrapper
@@ -614,7 +618,7 @@ def dressed(stored: OffloadedTensor, *, requires_grad: bool, is_parameter: bool)
     """`stored`, made to require grad, and a parameter."""
     stored.requires_grad_(requires_grad)
     if is_parameter:
-        stored._is_param = True
+        setattr(stored, PARAMETER_MARK, True)
     return stored
 
 
@@ -683,7 +687,7 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     base = handle.base()
     if twin is not handle.twin:
         base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)
-    if not handle.owned and base._version > _AS_MAPPED and handle.recipe is None:
+    if not handle.owned and version_of(base) > _AS_MAPPED and handle.recipe is None:
         # Compiled code stored into the mapping, which is only memory where the file is not ours.
         handle_of(tensor).replace(handle.base())
         return mapped_value(tensor)
@@ -771,14 +775,14 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
     return False
 
 
-_AS_MAPPED = torch.empty(0).set_(torch.empty(0).untyped_storage())._version  # of a mapping that nothing was written to
+_AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  # where nobody has written
 _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
 
 
 # What users and libraries note on a tensor, as attributes of Python, goes along with its value
 
 
-_OWN = {"_handle", "_twin", "_target", "_generation", "_range", "_is_param"}
+_OWN = {"_handle", "_twin", "_target", "_generation", "_range", PARAMETER_MARK}
 
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -20,11 +20,19 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from offload.errors import ArgumentError
 from offload.testing.equal import assert_same, assert_same_tensor, difference_between, in_memory
+from offload.torch_api import (
+    TorchDispatchMode,
+    described_ops,
+    op_schema,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    version_of,
+)
 
 
 class Trial(NamedTuple):
@@ -111,12 +119,7 @@ def _trial(kind: Kind, op: Any, check: str, dtype: torch.dtype, most: int) -> Tr
 
 def op_database() -> dict[str, Any]:
     """Torch's descriptions of its ops, by name."""
-    try:
-        from torch.testing._internal.common_methods_invocations import op_db
-    except ImportError as error:
-        message = f"a census needs what torch's own tests need: install {error.name} ({error})"
-        raise ImportError(message, name=error.name) from error
-    return {op.full_name: op for op in op_db if op.supported_dtypes("cpu")}
+    return {op.full_name: op for op in described_ops() if op.supported_dtypes("cpu")}
 
 
 @contextlib.contextmanager
@@ -376,7 +379,7 @@ class ArgumentsComeBack(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        returned = [value.alias_info for value in func._schema.returns]
+        returned = [value.alias_info for value in op_schema(func).returns]
         if len(returned) == 1 and returned[0] is not None and returned[0].is_write and isinstance(result, torch.Tensor):
             assert any(result is argument for argument in [*args, *(kwargs or {}).values()]), f"{func} gives another"
         return result
@@ -384,7 +387,7 @@ class ArgumentsComeBack(TorchDispatchMode):
 
 def versions(tree: Any) -> list[int]:
     """The versions of tensors; in inference mode torch does not count them."""
-    return [0 if torch.is_inference_mode_enabled() else leaf._version for leaf in tree_leaves(tree)]
+    return [0 if torch.is_inference_mode_enabled() else version_of(leaf) for leaf in tree_leaves(tree)]
 
 
 def moves(before: list[int], tree: Any) -> list[int]:

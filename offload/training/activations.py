@@ -31,13 +31,13 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.tensor.guests import CPU, metadata_of, sent_to, twin_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
+from offload.torch_api import not_compiled, storage_id, storage_uses, version_of
 
 _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
 _log = logging.getLogger("offload")
-_uses = torch._C._storage_Use_Count
 
 
-@torch._disable_dynamo
+@not_compiled
 @contextmanager
 def offload_activations(
     *, offload_dir: str | os.PathLike[str] | None = None, min_bytes: int | float | str = "1MiB"
@@ -87,7 +87,7 @@ class _Content:
     @property
     def is_alone(self) -> bool:
         """Whether nobody else holds the memory."""
-        return self.storage is not None and _uses(self.storage._cdata) == 1
+        return self.storage is not None and storage_uses(storage_id(self.storage)) == 1
 
 
 class _Saved:
@@ -97,7 +97,7 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, content: _Content) -> None:
         self.witness = tensor.detach()  # has the version counter of `tensor`, and no longer its memory
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.cut = metadata_of(tensor)
         self.device = tensor.device
@@ -111,7 +111,7 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.witness = tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
 
 class _Block:
@@ -124,7 +124,7 @@ class _Block:
         self.is_expected = True  # whether those who read ahead know of all that was written
         self._min_bytes = min_bytes
 
-    @torch._disable_dynamo
+    @not_compiled
     def pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
         """What the graph holds in place of `tensor`."""
         self.tell()
@@ -133,10 +133,10 @@ class _Block:
         with no_functions(), no_modes():
             return _DISK.save(tensor, self)
 
-    @torch._disable_dynamo
+    @not_compiled
     def unpack(self, saved: _Saved | _Kept) -> torch.Tensor:
         """The tensor that was saved."""
-        now = saved.witness._version
+        now = version_of(saved.witness)
         if now != saved.version:
             raise SavedTensorError(
                 f"{_described(saved)}, needed for gradient computation, was modified by an inplace operation after "
@@ -201,9 +201,9 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
     def save(self, tensor: torch.Tensor, block: _Block) -> _Saved:
         with self.lock:
             storage = tensor.untyped_storage()
-            content = self._contents.get(storage._cdata)
+            content = self._contents.get(storage_id(storage))
             if content is None:
-                content = self._contents[storage._cdata] = _Content(storage, block, next(self._turns))
+                content = self._contents[storage_id(storage)] = _Content(storage, block, next(self._turns))
                 self._waiting.add(content)
             saved = _Saved(tensor, content)
         self.look()
@@ -220,7 +220,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         with self.lock:  # what backward saves of it, for a second one, is this content
             self._forget(content)
             content.storage = mapped.untyped_storage()
-            self._contents[content.storage._cdata] = content
+            self._contents[storage_id(content.storage)] = content
         count_freed(mapped.nbytes)  # of the gradients that came before
         return sent_to(twin_with(mapped, saved.cut), saved.device)
 
@@ -251,7 +251,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
 
     def _forget(self, content: _Content) -> None:
         if content.storage is not None:
-            self._contents.pop(content.storage._cdata, None)
+            self._contents.pop(storage_id(content.storage), None)
 
     # The writer
 
@@ -286,7 +286,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
             block.error = error
             return
         with self.lock:
-            if _uses(storage._cdata) > 1:  # backward has asked for it meanwhile
+            if storage_uses(storage_id(storage)) > 1:  # backward has asked for it meanwhile
                 return
             self._forget(content)
             content.stored, content.storage = wrap_handle(handle, CPU), None

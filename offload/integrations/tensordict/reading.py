@@ -44,6 +44,7 @@ from offload.storage.regular import absolute, is_folder, is_there, open_regular
 from offload.storage.state_file import read_json
 from offload.tensor.arguments import checked_device
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handle
+from offload.torch_api import active_fake_mode, nested_view_from_buffer
 from offload.tree.structure import class_among
 
 Way: TypeAlias = tuple[str, ...]  # the keys from the root to an entry
@@ -216,7 +217,7 @@ class _Reading:
     def _leaf(self, folder: Path, key: str, spec: dict[str, Any], way: Way, device: torch.device) -> torch.Tensor:
         shape, dtype = _layout_of(folder, key, spec)
         name, path = ".".join((*way, key)), _place(folder, key, ".memmap")
-        if device.type == "meta" or torch._guards.active_fake_mode() is not None:
+        if device.type == "meta" or active_fake_mode() is not None:
             return torch.empty(shape, dtype=dtype, device=device)
         if spec.get("is_nested"):
             return self._nested(path, name, shape, dtype, device)
@@ -243,7 +244,7 @@ class _Reading:
         starts = [0, *itertools.accumulate(math.prod(size) for size in sizes)][:-1]
         strides = torch.tensor([contiguous_stride(tuple(size)) for size in sizes]).reshape(shape)
         args = (flat, torch.tensor(sizes).reshape(shape), strides, torch.tensor(starts))
-        return torch._nested_view_from_buffer(*args).to(device)
+        return nested_view_from_buffer(*args).to(device)
 
     def _lazy_stack(self, folder: Path, meta: dict[str, Any], way: Way) -> Any:
         from tensordict import LazyStackedTensorDict

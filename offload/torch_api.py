@@ -1,0 +1,305 @@
+"""Every private name of torch that is used here, and what is read in the frames of torch's own functions.
+
+Always true:
+- no other module uses a private name of torch, so this page holds all that a release of torch can take away
+- what nothing works without is looked for at import; what one feature needs is missed when that feature is used
+- what is gone, or has changed, is an `UnsupportedTorchError`: never a bare error, and never another result
+
+A name is private if a part of it begins with an underscore. Names of ops (`torch.ops.aten._to_copy`) are not: exported
+programs hold them, and torch keeps them for those. All are in torch 2.11, the oldest release that is tested, unless a
+line says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+
+from offload.errors import UnsupportedTorchError
+
+TESTED = ("2.11", "2.13")  # the oldest release that the tests have run with, and the newest
+_T = TypeVar("_T")
+
+
+def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
+    return UnsupportedTorchError(
+        f"{feature} does not work with torch {torch.__version__} ({why}): install a release that it is tested with, "
+        f"torch {TESTED[0]} to {TESTED[1]}"
+    )
+
+
+# What nothing works without
+
+try:
+    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # calls reach the plain tensor
+    from torch._ops import OpOverload as OpOverload  # the type of what `__torch_dispatch__` is given
+    from torch.fx.experimental._constant_symnode import ConstantIntNode as ConstantIntNode  # a size that can't be read
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+    # Modes: whether there are some, and their guards. These are classes in C, which an interrupt can't leave half open.
+    no_functions = torch._C.DisableTorchFunction  # no `__torch_function__`, of modes or of classes
+    InferenceMode = torch._C._InferenceMode  # also brings back all of the dispatcher's and autograd's state
+    DispatchKey = torch._C.DispatchKey
+    PYTHON_KEYS = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot, DispatchKey.PreDispatch)  # of modes in Python
+    TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; the enumeration does not have it
+    keys_kept = torch._C._PreserveDispatchKeyGuard
+    exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+    modes_are_on = torch._C._len_torch_dispatch_stack
+    function_modes_are_on = torch._C._len_torch_function_stack
+    transform_on_top = torch._C._functorch.peek_interpreter_stack  # of torch.func; None if there is none
+    is_traced = torch._C._is_tracing  # by torch.jit.trace
+    set_grad = torch._C._set_grad_enabled  # public ones are modes in Python
+    set_forward_grad = torch._C._set_fwd_grad_enabled
+
+    # The wrapper: a tensor with metadata of our choice, and no memory
+    make_wrapper = torch.Tensor._make_wrapper_subclass
+    refuse_pointers = torch._C._set_throw_on_mutable_data_ptr  # who reads its memory past every dispatcher raises
+    set_conj = torch._C._set_conj
+    set_neg = torch._C._set_neg
+    as_negated = torch.Tensor._neg_view
+    is_view = torch.Tensor._is_view
+    tensor_data: Any = torch._C.TensorBase.data  # the property that C++ gives; ours stores
+    is_inference = torch._C.TensorBase.is_inference  # past `__torch_function__`
+    are_swappable = torch._has_compatible_shallow_copy_type  # whether `data` of one may become the other's
+    version_of: Callable[[torch.Tensor], int] = attrgetter("_version")  # counts writes, for autograd
+    typed_storage_of = torch.Tensor._typed_storage  # how torch.save, and sharing, get at memory
+    PARAMETER_MARK = "_is_param"  # the attribute that makes a tensor of any class an `nn.Parameter`
+
+    # Ops and modules
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    op_schema: Callable[[Any], Any] = attrgetter("_schema")  # of an op: its arguments, and which of them it writes
+    kernel_of: Callable[[Any], Any] = attrgetter("_op_dk")  # of an op: calls its kernel of one dispatch key
+    parameters_of: Callable[[nn.Module], Any] = attrgetter("_parameters")  # the dict itself, with its Nones
+    buffers_of: Callable[[nn.Module], Any] = attrgetter("_buffers")
+    unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+    for _names, _owner in (
+        ("_version _backward_hooks _post_accumulate_grad_hooks", torch.Tensor),  # the hooks: `share_hooks`
+        ("_schema _op_dk", torch.ops.aten.add.Tensor),
+        ("_modules _parameters _buffers _non_persistent_buffers_set", nn.Module()),
+        ("_current_level", forward_ad),
+        ("_cdata", _storage := torch.UntypedStorage(0)),
+        ("_untyped_storage", torch.TypedStorage(wrap_storage=_storage, dtype=torch.uint8, _internal=True)),
+    ):
+        attrgetter(*_names.split())(_owner)
+    if PARAMETER_MARK not in type(nn.Parameter).__instancecheck__.__code__.co_consts:
+        raise AttributeError(f"nn.Parameter is no longer told by {PARAMETER_MARK!r}")
+except (ImportError, AttributeError, TypeError, RuntimeError) as _error:  # RuntimeError: a dispatch key of no such name
+    raise _unsupported("offload", _error) from _error
+
+
+def is_dual_level() -> bool:
+    """Whether tensors may have tangents, which forward-mode differentiation carries on."""
+    return forward_ad._current_level >= 0
+
+
+def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
+    """Have `new` hold the very dictionaries of the hooks of `old`: their handles remove from these."""
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def is_of_a_module(holder: object) -> bool:
+    """Whether this is the dictionary of a module's attributes."""
+    return isinstance(holder, dict) and "_modules" in holder
+
+
+# Storages
+
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one for each, also while it has no memory
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """A storage as torch.save and its unpickler take it; without `_internal` it warns."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def untyped(storage: torch.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
+    """As `TypedStorage.untyped`, which warns."""
+    return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
+
+
+# What one feature needs
+
+
+class _Gone(type):
+    """The class of what stands for a name that torch no longer has: it raises once it is used."""
+
+    error: UnsupportedTorchError
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise cls.error
+
+    def __getattr__(cls, name: str) -> Any:
+        raise cls.error
+
+    def __iter__(cls) -> Any:
+        raise cls.error
+
+    def __instancecheck__(cls, _: object) -> bool:
+        raise cls.error
+
+
+def _for(feature: str, find: Callable[[], _T]) -> _T:
+    """A name that `feature` alone needs; what stands for it, if it is gone."""
+    try:
+        return find()
+    except AttributeError as error:
+        gone: Any = _Gone("gone", (), {"error": _unsupported(feature, error)})
+        return gone  # type: ignore[no-any-return]
+
+
+def needed(found: _T) -> _T:
+    """What was found: for a use that does not show what is gone, such as `is`, or a pickle."""
+    if isinstance(found, _Gone):
+        raise found.error
+    return found
+
+
+_ACTIVATIONS = "offload_activations"
+storage_uses = _for(_ACTIVATIONS, lambda: torch._C._storage_Use_Count)  # how many hold a storage
+_not_compiled: Any = _for(_ACTIVATIONS, lambda: torch._disable_dynamo)  # imports the compiler at the first call only
+
+_OFFLOADING = "offloading"
+get_dispatch_mode = _for(_OFFLOADING, lambda: torch._C._get_dispatch_mode)
+TRACING_MODES: Any = _for(
+    _OFFLOADING, lambda: attrgetter("FAKE", "PROXY", "FUNCTIONAL")(torch._C._TorchDispatchModeKey)
+)
+dispatch_modes: Any = _for(_OFFLOADING, lambda: torch.utils._python_dispatch._get_current_dispatch_mode_stack)
+one_mode_less: Any = _for(_OFFLOADING, lambda: torch.utils._python_dispatch._pop_mode_temporarily)
+function_modes: Any = _for(_OFFLOADING, lambda: torch.overrides._get_current_function_mode_stack)
+
+_PICKLED = "opening a pickled checkpoint"
+CLASSES_OF_TENSORS = _for(_PICKLED, lambda: torch._tensor_classes)  # torch.FloatTensor...
+rebuild_from_type = _for(_PICKLED, lambda: torch._tensor._rebuild_from_type_v2)
+
+_ARCHIVE = "writing a file for torch.load"
+storage_names = _for(
+    _ARCHIVE, lambda: torch.storage._dtype_to_storage_type_map
+)  # of dtypes that have a class of storage
+new_dtypes = _for(_ARCHIVE, lambda: torch.storage._new_dtypes)  # dtypes that have none
+rebuild_tensor = _for(_ARCHIVE, lambda: torch._utils._rebuild_tensor_v2)
+rebuild_tensor_of_new_dtype = _for(_ARCHIVE, lambda: torch._utils._rebuild_tensor_v3)
+
+_TENSORDICT = "opening a folder of tensordict's"
+active_fake_mode = _for(_TENSORDICT, lambda: torch._guards.active_fake_mode)
+nested_view_from_buffer = _for(_TENSORDICT, lambda: torch._nested_view_from_buffer)
+
+tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_str._str)  # as repr
+
+_INT4 = "quantize_int4"
+no_function = _for(_INT4, lambda: torch._C._disabled_torch_function_impl)
+return_and_correct_aliasing: Any = _for(_INT4, lambda: torch.utils._python_dispatch.return_and_correct_aliasing)
+
+if TYPE_CHECKING:
+    from torch._weights_only_unpickler import Unpickler as Unpickler
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # that of weights_only=True
+    TorchDispatchMode = _for(_OFFLOADING, lambda: torch.utils._python_dispatch.TorchDispatchMode)
+
+
+def not_compiled(function: _T) -> _T:
+    """Decorates what a compiler is not to look into."""
+    decorated: Any = _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)
+    return decorated  # type: ignore[no-any-return]
+
+
+def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
+    if hasattr(torch._utils, "_sparse_tensors_to_validate"):
+        return lambda: torch._utils._sparse_tensors_to_validate
+    return torch._utils._get_sparse_tensors_to_validate  # type: ignore[attr-defined,no-any-return]  # 2.15
+
+
+unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # the sparse tensors that the next torch.load is to check
+
+
+def described_ops() -> Any:
+    """How torch's own tests call each op: imported when it is asked for, with all that those need.
+
+    Raises:
+        ImportError: something that they need is not installed.
+    """
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ImportError as error:
+        if str(error.name).startswith("torch"):
+            raise _unsupported("offload.testing", error) from error
+        message = f"a census needs what torch's own tests need: install {error.name} ({error})"
+        raise ImportError(message, name=error.name) from error
+    return op_db
+
+
+# What is read in the frames of torch's functions
+
+
+class Frames:
+    """Functions of torch's whose variables one feature reads while they run: each with the names of these."""
+
+    def __init__(self, feature: str) -> None:
+        self._feature = feature
+        self._known: dict[CodeType, tuple[str, ...]] = {}
+        self._changed: dict[str, UnsupportedTorchError] = {}
+
+    def add(self, module: str, find: Callable[[], CodeType], *names: str) -> Frames:
+        """One of `module`, which reads or makes the variables `names`. If not, that is missed when it runs."""
+        try:
+            code = find()
+            missing = set(names) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+            if missing:
+                raise AttributeError(f"{code.co_name} of {module} has no variable {sorted(missing)[0]!r}")
+            self._known[code] = names
+        except AttributeError as error:
+            self._changed[module] = _unsupported(self._feature, error)
+        return self
+
+    def variables(self, frame: FrameType) -> Mapping[str, Any] | None:
+        """Those of a frame of one of these functions; None if it is of another.
+
+        Raises:
+            UnsupportedTorchError: it is of a module in which one of them is no longer what it was.
+        """
+        names = self._known.get(frame.f_code)
+        if names is not None:
+            known = frame.f_locals
+            return {name: known[name] for name in names}
+        if self._changed and frame.f_globals.get("__name__") in self._changed:
+            raise self._changed[frame.f_globals["__name__"]]
+        return None
+
+
+def _load_tensor() -> CodeType:
+    """The function inside `torch.serialization._load` that reads one record."""
+    inside = torch.serialization._load.__code__.co_consts
+    found = [code for code in inside if isinstance(code, CodeType) and code.co_name == "load_tensor"]
+    if not found:
+        raise AttributeError("torch.serialization._load has no function 'load_tensor'")
+    return found[0]
+
+
+# What they are about to swap for another tensor, if it can be taken apart; what can't be, they set or store.
+SWAPPING = (
+    Frames("moving or parametrizing a module")
+    .add("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param")
+    .add("torch.nn.utils.parametrize", lambda: parametrize._maybe_set.__code__, "dest")
+)
+_VIEW = ("storage", "storage_offset", "size", "stride")
+REBUILDING = (
+    Frames(_OFFLOADING)
+    .add("torch._utils", lambda: torch._utils._rebuild_tensor.__code__, *_VIEW)
+    .add("torch._utils", lambda: torch._utils._rebuild_tensor_v3.__code__, *_VIEW)
+)
+READING_A_RECORD = Frames(_OFFLOADING).add("torch.serialization", _load_tensor, "zip_file", "name", "nbytes")
+LOADING = Frames(_OFFLOADING).add("torch.serialization", lambda: torch.load.__code__, "f")
