@@ -181,6 +181,7 @@ class Store:
                         file.settle(self._states.filled(self._places[name]))
                     file.fit(self._states.room, self._room_of(file))
         lock(self._states.fd, self._states.path, shared=True)
+        log.debug("%s: opened to be written, %s", self.folder, "alone" if is_only else "while others write")
         if not is_only:
             with self._lock.held():
                 self._refuse_cut(self._files)
@@ -203,6 +204,7 @@ class Store:
             return self._states.room
         used = self._states.used()
         file.check(used)
+        log.debug("%s: a crash has left room for fewer rows than was said, and for all that are filled", file.path)
         return used
 
     def _refuse_cut(self, names: Iterable[str]) -> None:
@@ -463,6 +465,8 @@ class Store:
             for part in written:
                 self._states.fill(part.rows, part.columns, part.begun)
         self._states.sync()
+        if written:
+            log.debug("%s: %d rows are on the disk", self.folder, sum(len(part.rows) for part in written))
 
     def close(self) -> None:
         """Flush, let go of the files and, if nobody else writes, give back the room that no row is in."""
@@ -513,6 +517,7 @@ class Store:
             for file in self._files.values():
                 file.fit(room, self._states.room)
             self._states.grow(room)
+        log.debug("%s: there is room for %d rows now", self.folder, room)
 
     def _forget_unfilled(self) -> int:
         """Rows that were appended and never filled are none, behind the last that was. Under the lock, by the only one.
@@ -522,6 +527,7 @@ class Store:
         """
         rows = max(self.manifest.num_rows, self._states.known())
         if rows < self.num_rows:
+            log.info("%s: %d rows from row %d on were never filled: cut off", self.folder, self.num_rows - rows, rows)
             self._states.forget(rows)
         return rows
 
@@ -563,7 +569,7 @@ class HotRows:
         self._all = [(name, *table) for name, table in tables.items()]
 
     def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows by a number, a slice of some behind each other, or a tensor of numbers from 0 on; else nothing."""
+        """Rows by a number, a slice of some behind each other, or a list, array or tensor of numbers; else nothing."""
         now = time.monotonic()
         if now > self._whole_until:  # seldom, as it takes a call: what was cut off would end the process
             self._states.refuse_cut()
@@ -587,10 +593,16 @@ class HotRows:
         return found if self._states.seen() == self.seen else None
 
     def _plain(self, index: Any) -> int | slice | torch.Tensor | None:
+        if type(index) is list:
+            try:
+                index = torch.from_numpy(np.asarray(index))
+            except (TypeError, ValueError, RuntimeError):  # no numbers, or too large ones
+                return None
         if type(index) is torch.Tensor:
             return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
         if type(index) is int:
-            return index if 0 <= index < self.seen[1] else None
+            row = index if index >= 0 else index + self.seen[1]
+            return row if 0 <= row < self.seen[1] else None
         if type(index) is slice:
             start, stop, step = index.indices(self.seen[1])
             return slice(start, stop) if step == 1 else None

@@ -616,3 +616,30 @@ def test_a_cache_for_a_device_that_is_not_there_leaves_no_file_open(tmp_path):
         TensorCache.from_disk(tmp_path / "x.safetensors", "cuda:77")
 
     assert before == len(os.listdir("/proc/self/fd"))
+
+
+def test_the_log_tells_what_was_made_grown_and_cut_off(tmp_path, caplog):
+    caplog.set_level("DEBUG", "offload.cache")
+    folder = tmp_path / "cache"
+
+    def write_and_die():
+        cache = TensorCache.open(folder, "r+")
+        cache.append({"x": torch.arange(2)})
+        cache.flush()
+        cache.append({"x": torch.arange(3)})
+        os.kill(os.getpid(), 9)
+
+    TensorCache.create(folder, {"x": (torch.int64, ())}, 0).close()
+    in_fork(write_and_die)
+    with TensorCache.open(folder, "r+") as cache:
+        cache.append({"x": torch.arange(2097152)})
+
+    lines = [record.getMessage().removeprefix(f"{folder}: ") for record in caplog.records]
+    assert [
+        "made, with 0 rows of x",
+        "opened to be written, alone",
+        "3 rows from row 2 on were never filled: cut off",
+        "opened to be written, alone",
+        "there is room for 4194304 rows now",
+        "2097152 rows are on the disk",
+    ] == lines

@@ -64,6 +64,7 @@ def no_other(monkeypatch):
         torch.tensor([7, 0, 39, 7]),
         torch.tensor([], dtype=torch.int64),
         torch.arange(40)[::3],
+        [7, 0, 39, 7],
         slice(None),
         slice(3, 9),
         slice(-5, None),
@@ -85,6 +86,24 @@ def test_hot_rows_are_those_of_the_plain_tensors(folder, no_other, index):
         assert torch.equal(value, found[name])
 
 
+@pytest.mark.parametrize("row", [0, 7, -1, -ROWS])
+def test_a_hot_row_has_no_leading_dimension_and_memory_of_its_own(folder, no_other, row):
+    cache = no_other(hot(folder))
+
+    found = cache[row]
+    found["x"].fill_(-1.0)
+
+    assert torch.equal(values(range(ROWS))["x"][row], cache[row]["x"])
+    assert [((), torch.int16), ((5,), torch.uint16)] == [(found[n].shape, found[n].dtype) for n in ("y", "odd")]
+    assert torch.equal(values(range(ROWS))["odd"][row], found["odd"])
+
+
+@pytest.mark.parametrize("index", [ROWS, -ROWS - 1, [0, ROWS], True, [True] * 3, [[1]], [0.5], ["x"], [1 << 70], None])
+def test_what_names_no_rows_is_told_as_else(folder, index):
+    with pytest.raises(RowIndexError):
+        hot(folder)[index]
+
+
 @pytest.mark.parametrize("columns", [["y"], ("odd", "x"), [], ["x", "x"]])
 def test_some_columns_come_in_the_order_that_was_asked_for(folder, no_other, columns):
     found = no_other(hot(folder)).get(torch.tensor([3, 1]), columns)
@@ -97,7 +116,7 @@ def test_some_columns_come_in_the_order_that_was_asked_for(folder, no_other, col
 @pytest.mark.parametrize(
     "index",
     [
-        *(3, -1, [4, 2], range(4), slice(None, None, -1), slice(1, 30, 4), np.array([9, 8])),
+        *([-4, 2], [True, False] * 20, range(4), slice(None, None, -1), slice(1, 30, 4), np.array([9, 8])),
         *(torch.tensor([-1, 2]), torch.tensor(5), torch.arange(40) > 37, torch.tensor([3], dtype=torch.int8)),
     ],
     ids=str,
