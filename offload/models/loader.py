@@ -473,7 +473,7 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     """
     let_save(model)
     handles: dict[int, Handle] = {}
-    for block in _blocks(model):
+    for block in blocks_of(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         members = [
             member for module in modules for member in (*parameters_of(module).values(), *buffers_of(module).values())
@@ -486,14 +486,14 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
         _tell(model)
 
 
-def _blocks(module: nn.Module) -> Iterator[list[nn.Module]]:
+def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
     """A module's parts in their order; what stands in a list is a block with all that is in it."""
     yield [module]
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from (list(block.modules()) for block in child.children())
         else:
-            yield from _blocks(child)
+            yield from blocks_of(child)
 
 
 def _tell(model: nn.Module) -> None:

@@ -1,0 +1,63 @@
+"""The parts of a model that batches go through together.
+
+Always true:
+- floors are modules in the order in which the model is likely to call them; a wrong order costs time, no result
+- a floor has parameters or buffers of its own, or in what is in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from offload.errors import ArgumentError, ArgumentTypeError
+from offload.models.loader import blocks_of
+
+
+def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The models that were given.
+
+    Raises:
+        TypeError: something else was given.
+    """
+    models = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(models, list | tuple) or not all(isinstance(one, nn.Module) for one in models):
+        raise ArgumentTypeError(f"map_batches takes a model, or a list of models, not {type(model).__name__}")
+    return list(models)
+
+
+def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
+    """The modules before each of which batches wait for one another, in the order of the models.
+
+    Args:
+        models: what is called.
+        blocks: those modules, or their names; None for each repeated block, and for each module before and after them.
+
+    Raises:
+        ValueError: a block is no part of the models.
+        TypeError: a block is neither a module nor a name.
+    """
+    models = list(models)
+    if blocks is not None:
+        return list(dict.fromkeys(_named(models, block) for block in blocks))
+    found = (members for model in models for members in blocks_of(model))
+    return list(dict.fromkeys(members[0] for members in found if any(map(_has_values, members))))
+
+
+def _has_values(module: nn.Module) -> bool:
+    return any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
+
+
+def _named(models: Sequence[nn.Module], block: nn.Module | str) -> nn.Module:
+    if isinstance(block, str):
+        for model in models:
+            for name, module in model.named_modules():
+                if name == block:
+                    return module
+        raise ArgumentError(f"blocks: the model has no module {block!r}")
+    if not isinstance(block, nn.Module):
+        raise ArgumentTypeError(f"blocks: {block!r} is neither a module nor the name of one")
+    if not any(block is module for model in models for module in model.modules()):
+        raise ArgumentError(f"blocks: a {type(block).__name__} is no part of the model")
+    return block

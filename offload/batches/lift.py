@@ -1,0 +1,231 @@
+"""Which batch goes on, and how far: floor by floor.
+
+A batch is a call of a function in a thread of its own. Before each floor it waits; the lift takes those that wait at
+the present floor, one after the other, then those at the next one. It goes up for forward and down for backward, and
+starts again at the ground. So whatever a function calls, and in which order, each call gets its turn.
+
+Always true:
+- a call runs only while the thread that asked for it waits
+- at one floor calls go on in the order of their numbers: sums over batches are those of one batch after the other
+- a call that is stopped leaves its function at the next floor, by an exception that `except Exception` does not catch
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.batches.waiting import Parcel, tensors_in, waiting_bytes
+from offload.batches.world import Settings, World
+
+
+class Stopped(BaseException):
+    """Leaves the function of a batch whose result nobody waits for any more."""
+
+
+class Call:
+    """A function of one batch, in a thread that runs when it is told to.
+
+    Attributes:
+        number: of the batch.
+        place: where it waits; None before it has begun, and after it has ended.
+        has_ended: whether there is a result, or an error.
+        waiting_bytes: how much memory its tensors take where it waits.
+        made: the tensors that its last floor has given.
+    """
+
+    def __init__(self, lift: Lift, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> None:
+        self.lift = lift
+        self.number = number
+        self.place: int | None = None
+        self.has_ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.waiting_bytes = 0
+        self.made: list[torch.Tensor] = []
+        self._first, self._settings = settings, settings
+        self._parcel: Parcel | None = None
+        self._is_stopped = False
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(fn, world), name=f"offload-batch-{number}", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether it has taken random numbers."""
+        return self._first.has_drawn(self._settings)
+
+    def go_on(self) -> None:
+        """Let it run until it waits again, or has ended. Called by the thread that goes on then."""
+        callers = Settings.now()
+        try:
+            self._settings.apply()
+            self._turn.release()
+            self._back.acquire()
+        except BaseException:  # an interrupt, while it runs
+            self.stop()
+            raise
+        finally:
+            self._settings = Settings.now()
+            callers.apply()
+
+    def stop(self) -> None:
+        """Have it end, and wait for that."""
+        self._is_stopped = True
+        self._turn.release()
+        self._thread.join()
+
+    def announce(self) -> None:
+        """Its turn is soon: what it has on disk is read ahead."""
+        if self._parcel is not None:
+            self._parcel.announce()
+
+    # In its thread
+
+    def wait_at(self, place: int, given: Sequence[Any] = ()) -> None:
+        """Wait for its turn at a place, with what a module is given there."""
+        self._refuse_stopped()
+        tensors = tensors_in(given)
+        parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
+        self.made = []
+        self.waiting_bytes = waiting_bytes(tensors)
+        self._parcel, self.place = parcel, place
+        del tensors
+        self._back.release()
+        self._turn.acquire()
+        self._parcel, self.place = None, None
+        if parcel is not None:
+            parcel.bring_back()
+        self._refuse_stopped()
+
+    def _refuse_stopped(self) -> None:
+        if self._is_stopped:
+            raise Stopped
+
+    def _run(self, fn: Callable[[], Any], world: World) -> None:
+        self._turn.acquire()
+        _HERE.call = self
+        try:
+            self._refuse_stopped()
+            self.result = world.run(fn)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            del fn
+            self.made = []
+            self.has_ended = True
+            self._back.release()
+
+
+class Lift:
+    """Calls on their way through the floors of models.
+
+    Attributes:
+        spills: whether what waits goes to disk.
+    """
+
+    def __init__(self, floors: Sequence[nn.Module], *, spills: bool) -> None:
+        self.spills = spills
+        self._floors = floors
+        self._places = 2 * max(len(floors), 1)
+        self._at = 0
+        self._calls: list[Call] = []
+
+    @property
+    def count(self) -> int:
+        """How many calls are on their way."""
+        return len(self._calls)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several calls are on their way."""
+        return len(self._calls) > 1
+
+    def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> Call:
+        """A new call, which has come to its first floor, or to its end."""
+        call = Call(self, number, fn, world, settings)
+        self._calls.append(call)
+        self._carry(call)
+        return call
+
+    def go_on(self) -> Call:
+        """Have the next call run; gives it."""
+        first, *others = sorted(self._calls, key=self._distance)
+        assert first.place is not None
+        if first.place != self._at:
+            self._at = first.place
+        for call in others[:1]:
+            call.announce()
+        self._carry(first)
+        return first
+
+    def restart(self) -> None:
+        """Take those first that wait below."""
+        self._at = 0
+
+    def stop(self, after: int = -1) -> None:
+        """End every call of a later batch than `after`."""
+        for call in [call for call in self._calls if call.number > after]:
+            call.stop()
+            self._calls.remove(call)
+
+    def _distance(self, call: Call) -> tuple[int, int]:
+        assert call.place is not None
+        return (call.place - self._at) % self._places, call.number
+
+    def _carry(self, call: Call) -> None:
+        call.go_on()
+        if call.has_ended:
+            self._calls.remove(call)
+
+    # In the threads of calls
+
+    @contextmanager
+    def gates(self) -> Iterator[None]:
+        """Inside, calls wait before each floor."""
+        with ExitStack() as stack:
+            for floor, module in enumerate(self._floors):
+                before = partial(self._arrive, floor)
+                after = partial(self._leave, self._places - 1 - floor)
+                for handle in (
+                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                    module.register_forward_hook(after),
+                ):
+                    stack.callback(handle.remove)
+            yield
+
+    def _arrive(self, floor: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = self._mine()
+        if call is not None and floor != self._at:
+            call.wait_at(floor, (args, kwargs))
+
+    def _leave(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """After a floor: backward will wait for the others before it comes down to it."""
+        call = self._mine()
+        if call is None:
+            return
+        call.made = tensors_in(output)
+        for tensor in call.made:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._return_to, place))
+
+    def _return_to(self, place: int, _gradients: Any) -> None:
+        call = self._mine()  # on an accelerator backward runs in a thread of torch's: it waits for nobody
+        if call is not None and place != self._at:
+            call.wait_at(place)
+
+    def _mine(self) -> Call | None:
+        """The call that this thread runs for this lift."""
+        call: Call | None = getattr(_HERE, "call", None)
+        return call if call is not None and call.lift is self else None
+
+
+_HERE = threading.local()

@@ -1,0 +1,194 @@
+"""`map_batches`: a function of batches, in lockstep through a model.
+
+Always true:
+- batches are taken one by one, in the thread that iterates, and only as many as are on their way
+- results come in order, or as they are ready; an exception comes where the result would have come
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from offload.batches.floors import floors_of, models_of
+from offload.batches.lift import Call, Lift
+from offload.batches.world import Seeds, Settings, World
+from offload.errors import ArgumentTypeError
+from offload.memory import available_bytes
+from offload.progress import Bar
+from offload.tensor.arguments import checked_count, refuse_uncalled
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+_MOST = 32  # batches in flight, where nobody says how many
+_SHARE = 0.25  # of the memory that is available, for what waits, where nobody says how many
+_BACKLOG = 4  # times as many results as batches in flight may wait for one before them
+_log = logging.getLogger("offload.batches")
+
+
+def map_batches(
+    fn: Callable[[B], R],
+    batches: Iterable[B],
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    in_flight: int | None = None,
+    blocks: Iterable[nn.Module | str] | None = None,
+    spill: bool = False,
+    ordered: bool = True,
+    progress: bool = True,
+) -> Iterator[R]:
+    """Call a function with each batch, so that a model on disk is read once for many of them.
+
+    All batches in flight go through a block of the model while it is in memory, then through the next one. `fn` is
+    ordinary code that calls the model, once or many times (`generate`), or not at all. What it gives is what it gives
+    by itself, bit for bit.
+
+    Each batch has a thread; one runs at a time, in the world of the caller: gradients, inference mode, autocast,
+    default dtype and device, modes, context variables. Random numbers are a batch's own: they follow from the state of
+    the caller's generator and the number of the batch, however many are in flight. `fn` must not wait for another
+    batch, nor call the model while it holds a lock that another batch needs. Python's and numpy's random numbers, and
+    what else a process has one of, are shared.
+
+    With gradients, backward inside `fn` goes down the model in lockstep too, on the CPU; gradients are summed up in the
+    order of the batches. On an accelerator each batch's backward runs alone.
+
+    Args:
+        fn: called with a batch.
+        batches: any iterable; it is read as batches are begun.
+        model: what `fn` calls; a list if it calls several.
+        in_flight: how many batches are on their way at a time. Their hidden states, and what else they hold, are in
+            memory together. None: up to 32, as many as a quarter of the available memory has room for.
+        blocks: the modules, or their names, before which batches wait for one another. None: each layer of the model,
+            and each module with values before and after them.
+        spill: put what waits at a block on disk: for hidden states that do not fit in memory. KV caches stay, if they
+            are not those of `offload.integrations.kv_cache`.
+        ordered: give results in the order of the batches; False: as they are ready.
+        progress: show a bar, on a terminal.
+
+    Returns:
+        An iterator over the results. When it is closed, every batch is stopped.
+
+    Raises:
+        TypeError, ValueError: no function, no model, no count.
+        WriteError: what is to be spilled does not fit on the disk.
+        Exception: what `fn` or `batches` raise; batches before it have given their results by then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> batches = [torch.zeros(1, 2), torch.ones(1, 2)]
+        >>> [out.shape for out in map_batches(model, batches, model)]
+        [torch.Size([1, 1]), torch.Size([1, 1])]
+    """
+    refuse_uncalled(fn, "what maps batches")
+    if inspect.isgeneratorfunction(fn):
+        raise ArgumentTypeError("fn yields: it would run outside its batch. Have it return a list")
+    most = None if in_flight is None else checked_count(in_flight, "in_flight")
+    mapping = _Mapping(fn, iter(batches), Lift(floors_of(models_of(model), blocks), spills=spill), most)
+    bar = Bar(desc="batches", total=_length(batches), delay=1, disable=None if progress else True, leave=False)
+    return mapping.results(bar, ordered=ordered)
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+class _Mapping:
+    """One call of `map_batches`."""
+
+    def __init__(self, fn: Callable[[Any], Any], batches: Iterator[Any], lift: Lift, most: int | None) -> None:
+        self._fn = fn
+        self._batches: Iterator[Any] | None = batches
+        self._lift = lift
+        self._limit = most or 1  # batches in flight
+        self._room = None if most else int(available_bytes() * _SHARE)  # for what waits
+        self._largest = 0  # bytes of a batch that waits, as far as was seen
+        self._world, self._settings, self._seeds = World(), Settings.now(), Seeds()
+        self._has_drawn = False
+        self._begun = 0
+        self._ended: dict[int, Call] = {}
+        self._failure: tuple[int, BaseException] | None = None  # the first, and of which batch
+
+    def results(self, bar: Bar, *, ordered: bool) -> Iterator[Any]:
+        """Begin, carry and give, until there is nothing left."""
+        try:
+            with bar, self._lift.gates():
+                given = 0
+                while self._batches is not None or self._lift.count:
+                    if self._has_room():
+                        self._begin()
+                    else:
+                        self._look_at(self._lift.go_on())
+                    for number in sorted(self._ended):
+                        if number == given or not ordered:
+                            given += 1
+                            bar.update()
+                            yield self._ended.pop(number).result
+                if self._failure is not None:
+                    raise self._failure[1]
+        finally:
+            self._lift.stop()
+            if self._has_drawn:
+                self._seeds.move_on()
+
+    def _has_room(self) -> bool:
+        """Whether another batch is to be begun."""
+        is_behind = len(self._ended) >= _BACKLOG * self._limit
+        return (
+            self._batches is not None and not self._lift.count >= self._limit and not (is_behind and self._lift.count)
+        )
+
+    def _begin(self) -> None:
+        """Take a batch, and run it up to its first floor."""
+        assert self._batches is not None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches = None
+            return
+        except Exception as error:
+            self._fail(self._begun, error)
+            return
+        settings = self._settings.seeded(self._seeds.next())
+        call = self._lift.begin(self._begun, partial(self._fn, batch), self._world, settings)
+        self._begun += 1
+        self._look_at(call)
+
+    def _look_at(self, call: Call) -> None:
+        """A call that has run, and waits again or has ended."""
+        if self._room is not None and call.waiting_bytes >= self._largest:
+            self._limit = self._measured(call, self._room)
+        if not call.has_ended:
+            return
+        self._has_drawn = self._has_drawn or call.has_drawn
+        if call.error is None:
+            self._ended[call.number] = call
+        else:
+            self._fail(call.number, call.error)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        """Batches before the one that failed still give their results; those after it are stopped."""
+        if not isinstance(error, Exception):
+            raise error
+        self._batches = None
+        error.add_note(f"in batch {number}")
+        self._failure = number, error
+        self._lift.stop(after=number)
+        self._ended = {one: call for one, call in self._ended.items() if one < number}
+
+    def _measured(self, call: Call, room: int) -> int:
+        """How many batches there is room for, where each takes as much as this one where it waits."""
+        limit = max(1, min(_MOST, room // max(call.waiting_bytes, 1)))
+        if not self._largest:
+            _log.info("%d batches in flight: one takes %d bytes where it waits", limit, call.waiting_bytes)
+            self._lift.restart()
+        self._largest = max(call.waiting_bytes, 1)
+        return limit

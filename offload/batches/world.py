@@ -1,0 +1,173 @@
+"""What a thread and the process have set, carried from one to another.
+
+Always true:
+- what torch and Python keep for each thread is as in the thread where a `World` was made
+- what they keep for the process is a batch's own while it runs: settings and random numbers
+- random numbers of a batch depend on those of the caller and on its number, not on which batches run beside it
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from offload.errors import UnsupportedOpError
+from offload.storage.modes import no_functions, no_modes
+
+dispatch_modes = _get_current_dispatch_mode_stack
+function_modes = _get_current_function_mode_stack
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+push_dispatch_mode = torch._C._push_on_torch_dispatch_stack
+push_function_mode = torch._C._push_on_torch_function_stack
+push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+T = TypeVar("T")
+
+
+class World:
+    """What torch and Python keep for each thread, as it is where this is made."""
+
+    def __init__(self) -> None:
+        """Look at it.
+
+        Raises:
+            UnsupportedOpError: this is inside a transform of torch.func, which has one thread.
+        """
+        if peek_interpreter_stack() is not None:
+            raise UnsupportedOpError("map_batches runs batches in threads, and a transform of torch.func has only one")
+        self._context = contextvars.copy_context()
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _device_types()
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        self._functions = function_modes()
+        self._dispatches = dispatch_modes()
+        self._saved = top_saved_tensors_hooks(True)
+
+    def run(self, fn: Callable[[], T]) -> T:
+        """Call `fn` in this world, in another thread, which ends then."""
+        return self._context.copy().run(self._inside, fn)
+
+    def _inside(self, fn: Callable[[], T]) -> T:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
+            # The modes are the caller's, who has entered them: here they are only put where torch looks for them.
+            for mode in self._functions:
+                push_function_mode(mode)
+            for mode in self._dispatches:
+                push_dispatch_mode(mode)
+            if self._saved is not None:
+                push_saved_tensors_hooks(*self._saved)
+            return fn()
+
+
+def _device_types() -> list[str]:
+    current = torch.accelerator.current_accelerator()
+    return ["cpu"] if current is None else ["cpu", current.type]
+
+
+# What the process has one of
+
+
+class Settings:
+    """What torch keeps for the process, as one batch has it: settings, and random numbers."""
+
+    def __init__(self, values: tuple[Any, ...], states: tuple[torch.Tensor, ...]) -> None:
+        self._values = values
+        self._states = states
+
+    @classmethod
+    def now(cls) -> Settings:
+        """Those that hold."""
+        with no_functions(), no_modes():
+            states = tuple(one.get_state() for one in _generators())
+        return cls(tuple(get() for get, _ in _SETTINGS), states)
+
+    def seeded(self, seed: int) -> Settings:
+        """These, with random numbers from a seed."""
+        with no_functions(), no_modes():
+            generators = [torch.Generator(one.device).manual_seed(seed) for one in _generators()]
+            return Settings(self._values, tuple(one.get_state() for one in generators))
+
+    def has_drawn(self, later: Settings) -> bool:
+        """Whether between these and later ones random numbers were taken."""
+        with no_functions(), no_modes():
+            return not all(map(torch.equal, self._states, later._states))
+
+    def apply(self) -> None:
+        """Have them hold."""
+        for (get, put), value in zip(_SETTINGS, self._values, strict=True):
+            if get() != value:
+                put(value)
+        with no_functions(), no_modes():
+            for generator, state in zip(_generators(), self._states, strict=True):
+                generator.set_state(state)
+
+
+class Seeds:
+    """A seed for each batch, from the random numbers of the caller, whose generator only moves if a batch has drawn."""
+
+    def __init__(self) -> None:
+        with no_functions(), no_modes():
+            self._source = torch.Generator()
+            self._source.set_state(torch.default_generator.get_state())
+
+    def next(self) -> int:
+        """That of one more batch."""
+        with no_functions(), no_modes():
+            return int(torch.randint(_MOST_SEED, (), dtype=torch.int64, generator=self._source))
+
+    def move_on(self) -> None:
+        """Have the caller's next numbers be others than the batches had."""
+        with no_functions(), no_modes():
+            torch.default_generator.set_state(self._source.get_state())
+
+
+def _generators() -> list[torch.Generator]:
+    """Those that ops take where they are given none: of the CPU, and of the present accelerator."""
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return [torch.default_generator]
+    return [
+        torch.default_generator,
+        torch.get_device_module(device).default_generators[torch.accelerator.current_device_index()],
+    ]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return partial(getattr, holder, name), partial(setattr, holder, name)
+
+
+_MOST_SEED = 2**63 - 1
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_deterministic, _set_deterministic),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    _attribute(torch.backends.mkldnn, "enabled"),
+)

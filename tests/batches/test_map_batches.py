@@ -1,0 +1,607 @@
+"""Batches in lockstep give what they give one by one, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.batches.mapping import map_batches
+
+ROWS, WIDTH, DEPTH = 2, 16, 4
+
+
+class Layered(nn.Module):
+    """An embedding, layers, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 32)
+        self.order: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return self.head(x)
+
+
+@pytest.fixture
+def model() -> Layered:
+    torch.manual_seed(0)
+    return offload.disk_offload(Layered())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    left = [one for one in threading.enumerate() if one not in before and one.name.startswith("offload-batch")]
+    assert not left
+
+
+def tokens(count: int, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 32, (ROWS, 3), generator=generator) for _ in range(count)]
+
+
+def visits(model: nn.Module) -> list[tuple[str, int]]:
+    """Notes which layer each batch has been in; the batch by the thread's name."""
+    seen: list[tuple[str, int]] = []
+    for at, layer in enumerate(model.layers):  # type: ignore[union-attr, arg-type]
+        layer.register_forward_hook(lambda *_, at=at: seen.append((threading.current_thread().name[-1], at)))
+    return seen
+
+
+def equal(expected: list[Any], found: list[Any]) -> bool:
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 8, None])
+@pytest.mark.parametrize("spill", [False, True])
+def test_results_are_those_of_one_by_one_in_order(model, in_flight, spill):
+    batches = tokens(7)
+    with torch.no_grad():
+        expected = [model(batch) for batch in batches]
+
+        found = list(map_batches(model, batches, model, in_flight=in_flight, spill=spill))
+
+    assert equal(expected, found)
+
+
+@torch.no_grad()
+def test_each_layer_is_done_for_all_before_the_next(model):
+    seen = visits(model)
+
+    list(map_batches(model, tokens(3), model, in_flight=3))
+
+    assert [(str(batch), layer) for layer in range(DEPTH) for batch in range(3)] == seen
+
+
+@torch.no_grad()
+def test_a_batch_that_ends_gives_its_place_to_the_next(model):
+    batches, began = tokens(6), []
+
+    def fn(at: int) -> torch.Tensor:
+        began.append(at)
+        x = model(batches[at])
+        return model(batches[at]) if at in (0, 1) else x
+
+    found = list(map_batches(fn, range(6), model, in_flight=3))
+
+    assert equal([model(batch) for batch in batches], found)
+    assert began == list(range(6))
+
+
+@torch.no_grad()
+def test_unordered_results_come_as_they_are_ready(model):
+    def fn(at: int) -> int:
+        for _ in range(3 - at):
+            model(tokens(1)[0])
+        return at
+
+    assert [2, 1, 0] == list(map_batches(fn, range(3), model, in_flight=3, ordered=False))
+    assert [0, 1, 2] == list(map_batches(fn, range(3), model, in_flight=3))
+
+
+@torch.no_grad()
+def test_batches_are_taken_as_they_are_begun(model):
+    taken = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for at, batch in enumerate(tokens(20)):
+            taken.append(at)
+            yield batch
+
+    results = map_batches(model, batches(), model, in_flight=2)
+    next(results)
+
+    assert len(taken) <= 4
+    results.close()
+
+
+def test_an_iterator_that_is_never_begun_leaves_nothing(model):
+    hooks = [len(layer._forward_pre_hooks) for layer in model.layers]
+
+    map_batches(model, tokens(2), model)
+
+    assert hooks == [len(layer._forward_pre_hooks) for layer in model.layers]
+
+
+@torch.no_grad()
+def test_an_empty_iterable_gives_nothing(model):
+    assert [] == list(map_batches(model, [], model))
+
+
+@torch.no_grad()
+def test_a_model_in_memory_and_one_without_values_do():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    batches = [torch.ones(1, 2) * at for at in range(3)]
+
+    assert equal([plain(one) for one in batches], list(map_batches(plain, batches, plain)))
+    assert equal(batches, list(map_batches(nn.Identity(), batches, nn.Identity())))
+
+
+# The caller's world
+
+
+def world() -> tuple[Any, ...]:
+    x = torch.ones(2, 2)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.empty(0).device.type,
+        (x @ x).dtype,
+        _VARIABLE.get(),
+    )
+
+
+_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+def _default_dtype() -> Any:
+    class Default:
+        def __enter__(self) -> None:
+            torch.set_default_dtype(torch.float64)
+
+        def __exit__(self, *_: object) -> None:
+            torch.set_default_dtype(torch.float32)
+
+    return Default()
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad,
+        torch.enable_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        _default_dtype,
+    ],
+    ids=["no_grad", "enable_grad", "inference_mode", "autocast", "device", "dtype"],
+)
+def test_a_batch_has_the_world_of_the_caller(context):
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    token = _VARIABLE.set("set")
+    try:
+        with context():
+            expected = world()
+
+            found = list(map_batches(lambda _: world(), range(3), layers, in_flight=2))
+    finally:
+        _VARIABLE.reset(token)
+
+    assert [expected] * 3 == found
+
+
+def test_modes_of_the_caller_see_what_batches_do(model):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    batches = tokens(3)
+    with torch.no_grad(), FlopCounterMode(display=False) as expected:
+        for batch in batches:
+            model(batch)
+
+    with torch.no_grad(), FlopCounterMode(display=False) as found:
+        list(map_batches(model, batches, model, in_flight=3))
+
+    assert expected.get_total_flops() == found.get_total_flops() > 0
+
+
+@torch.no_grad()
+def test_offloading_holds_in_batches(model):
+    with offload.offloading(min_bytes=64):
+        found = list(map_batches(lambda batch: model(batch) @ torch.ones(32, 64), tokens(3), model, in_flight=3))
+
+    assert all(map(offload.is_offloaded, found))
+
+
+def test_settings_that_a_batch_makes_are_its_own(model):
+    """Blocks of `with` that overlap in time would take back what is not theirs."""
+    batches = tokens(4)
+
+    def fn(at: int) -> torch.dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if at % 2 else torch.bfloat16)
+        model(batches[at])
+        found = torch.get_default_dtype()
+        torch.set_default_dtype(before)
+        return found
+
+    found = list(map_batches(fn, range(4), model, in_flight=4))
+
+    assert [torch.bfloat16, torch.float64] * 2 == found
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_modes_that_a_batch_enters_are_its_own(model):
+    def fn(at: int) -> list[bool]:
+        if at % 2:
+            with torch.no_grad():
+                model(tokens(1)[0])
+                return [torch.is_grad_enabled()]
+        model(tokens(1)[0])
+        return [torch.is_grad_enabled()]
+
+    assert [[True], [False], [True], [False]] == list(map_batches(fn, range(4), model, in_flight=4))
+
+
+@torch.no_grad()
+def test_random_numbers_do_not_depend_on_what_is_in_flight(model):
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        return model(batch) + torch.rand(()) + torch.rand(())
+
+    found = []
+    for in_flight in (1, 2, 5):
+        torch.manual_seed(7)
+        found.append(list(map_batches(fn, tokens(5), model, in_flight=in_flight)))
+
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+    assert 5 == len({float((a - b).sum()) for a, b in zip(found[0], map(model, tokens(5)), strict=True)})
+
+
+@torch.no_grad()
+def test_the_callers_random_numbers_move_only_if_a_batch_has_drawn(model):
+    state = torch.get_rng_state()
+
+    list(map_batches(model, tokens(2), model))
+    after_none = torch.get_rng_state()
+    list(map_batches(lambda _: torch.rand(1), tokens(2), model))
+
+    assert torch.equal(state, after_none)
+    assert not torch.equal(state, torch.get_rng_state())
+
+
+# Failures
+
+
+class Failure(Exception):
+    pass
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_an_exception_comes_where_its_result_would_have_come(model, in_flight):
+    def fn(at: int) -> int:
+        model(tokens(1)[0])
+        if at == 2:
+            raise Failure
+        model(tokens(1)[0])
+        return at
+
+    found: list[int] = []
+    with pytest.raises(Failure) as failed:
+        found.extend(map_batches(fn, range(6), model, in_flight=in_flight))
+
+    assert [0, 1] == found
+    assert ["in batch 2"] == failed.value.__notes__
+
+
+@torch.no_grad()
+def test_an_iterable_that_raises_does_so_after_the_results_before(model):
+    def batches() -> Iterator[torch.Tensor]:
+        yield from tokens(2)
+        raise Failure
+
+    found: list[torch.Tensor] = []
+    with pytest.raises(Failure):
+        found.extend(map_batches(model, batches(), model, in_flight=4))
+
+    assert equal([model(one) for one in tokens(2)], found)
+
+
+@torch.no_grad()
+def test_a_hook_that_raises_is_an_exception_of_its_batch(model):
+    def hook(*_: object) -> None:
+        raise Failure
+
+    handle = model.layers[2].register_forward_pre_hook(hook)
+    with pytest.raises(Failure):
+        list(map_batches(model, tokens(3), model, in_flight=3))
+    handle.remove()
+
+    assert 3 == len(list(map_batches(model, tokens(3), model, in_flight=3)))
+
+
+@torch.no_grad()
+def test_closing_stops_every_batch_and_its_cleaning_up_runs(model):
+    ended = []
+
+    def fn(at: int) -> None:
+        try:
+            model(tokens(1)[0])
+            model(tokens(1)[0])
+        finally:
+            ended.append(at)
+
+    hooks = [len(layer._forward_pre_hooks) for layer in model.layers]
+    results = map_batches(fn, range(9), model, in_flight=3)
+    next(results)
+    results.close()
+
+    assert sorted(ended) == list(range(len(ended)))
+    assert hooks == [len(layer._forward_pre_hooks) for layer in model.layers]
+
+
+@torch.no_grad()
+def test_a_function_that_swallows_everything_is_stopped_too(model):
+    def fn(at: int) -> int:
+        if at == 0:
+            return 0
+        for _ in range(50):
+            try:
+                model(tokens(1)[0])
+            except BaseException:
+                continue
+        return at
+
+    results = map_batches(fn, range(3), model, in_flight=3)
+    assert 0 == next(results)
+    results.close()
+
+
+@torch.no_grad()
+def test_an_interrupt_stops_every_batch(model):
+    def fn(at: int) -> None:
+        model(tokens(1)[0])
+        if at == 1:
+            signal.raise_signal(signal.SIGINT)
+        model(tokens(1)[0])
+
+    with pytest.raises(KeyboardInterrupt):
+        list(map_batches(fn, range(4), model, in_flight=4))
+
+
+# Any function
+
+
+@torch.no_grad()
+def test_any_graph_of_calls_ends_and_is_right():
+    """Layers are called out of order, twice, not at all; batches raise; there are two models."""
+    torch.manual_seed(0)
+    models = [offload.disk_offload(Layered()), Layered()]
+    layers = [layer for model in models for layer in (*model.layers, model.head)]
+    rng = random.Random(0)
+    for _ in range(60):
+        ways = [[rng.randrange(len(layers)) for _ in range(rng.randrange(12))] for _ in range(rng.randrange(1, 9))]
+        raising = {at for at in range(len(ways)) if rng.random() < 0.1}
+
+        def fn(at: int, ways: Any = ways, raising: Any = raising) -> torch.Tensor:
+            x = torch.full((1, WIDTH), float(at))
+            for step in ways[at]:
+                y = layers[step](x)
+                x = x + y[:, :WIDTH]
+            if at in raising:
+                raise Failure
+            return x
+
+        expected = []
+        for at in range(len(ways)):
+            if at in raising:
+                break
+            expected.append(fn(at))
+        found = []
+        try:
+            for result in map_batches(
+                fn, range(len(ways)), models, in_flight=rng.randrange(1, 6), spill=rng.random() < 0.3
+            ):
+                found.append(result)
+        except Failure:
+            assert raising
+        assert equal(expected, found)
+
+
+@torch.no_grad()
+def test_a_mapping_inside_a_batch_is_its_own(model):
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack(list(map_batches(model, [batch, batch + 1 - 1], model, in_flight=2)))
+
+    assert equal([torch.stack([model(one)] * 2) for one in tokens(3)], list(map_batches(fn, tokens(3), model)))
+
+
+@torch.no_grad()
+def test_other_threads_call_the_model_meanwhile(model):
+    batch = tokens(1)[0]
+    results = map_batches(model, tokens(4), model, in_flight=2)
+    first = next(results)
+    other: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: other.append(model(batch)))
+    thread.start()
+    thread.join()
+
+    assert torch.equal(model(batch), other[0])
+    assert torch.equal(model(tokens(4)[0]), first)
+    assert 3 == len(list(results))
+
+
+# Training
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_gradients_are_summed_up_in_the_order_of_the_batches(model, in_flight):
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).logsumexp(-1).mean()
+        loss.backward()
+        return loss.detach()
+
+    expected = [fn(batch) for batch in tokens(4)]
+    gradients = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+
+    found = list(map_batches(fn, tokens(4), model, in_flight=in_flight))
+
+    assert equal(expected, found)
+    assert equal(gradients, [one.grad for one in model.parameters()])
+
+
+def test_backward_goes_down_in_lockstep(model):
+    seen: list[tuple[str, int]] = []
+    for at, layer in enumerate(model.layers):
+        layer.weight.register_hook(lambda _, at=at: seen.append((threading.current_thread().name[-1], at)))
+
+    list(map_batches(lambda batch: model(batch).sum().backward(), tokens(3), model, in_flight=3))
+
+    assert [(str(batch), layer) for layer in reversed(range(DEPTH)) for batch in range(3)] == seen
+
+
+def test_a_graph_goes_on_after_its_batch(model):
+    [out] = map_batches(model, tokens(1), model)
+    out.sum().backward()
+
+    assert all(one.grad is not None for one in model.parameters())
+
+
+def test_checkpointing_inside_a_batch_is_right(model):
+    from torch.utils.checkpoint import checkpoint
+
+    def fn(batch: torch.Tensor) -> None:
+        x = model.embed(batch)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.sum().backward()
+
+    for batch in tokens(3):
+        fn(batch)
+    expected = [one.grad.clone() for one in model.layers.parameters()]
+    model.zero_grad()
+
+    list(map_batches(fn, tokens(3), model, in_flight=3))
+
+    assert equal(expected, [one.grad for one in model.layers.parameters()])
+
+
+# Waiting on disk
+
+
+@torch.no_grad()
+def test_what_waits_is_on_disk_and_comes_back(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    batches = [torch.randn(512, 64) for _ in range(4)]
+    kept: list[int] = []
+
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        x = model[0](batch)
+        kept.append(x.untyped_storage().nbytes())
+        hidden = x
+        for layer in model[1:]:
+            hidden = layer(hidden)
+            seen = [one.untyped_storage().nbytes() for one in alive]
+            smallest.append(min(seen, default=0))
+            alive.append(hidden)
+        return hidden
+
+    alive: list[torch.Tensor] = []
+    smallest: list[int] = []
+    found = list(map_batches(fn, batches, model, in_flight=4, spill=True))
+
+    assert 0 in smallest
+    assert equal([model(batch) for batch in batches], found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", ["numpy", "view", "batch"])
+def test_what_somebody_shares_stays_or_comes_back_as_it_was(share):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    shared = torch.randn(512, 64)
+    arrays = []
+
+    def fn(at: int) -> torch.Tensor:
+        x = model[0](shared + at)
+        if share == "numpy":
+            arrays.append((x.numpy(), x.clone()))
+        if share == "view":
+            x = x[:, 1:].t()[:-1]
+            x = torch.nn.functional.pad(x.t(), (0, 2))
+        if share == "batch":
+            x = shared
+        return model[2](model[1](x))
+
+    expected = [fn(at) for at in range(4)]
+    arrays.clear()
+    found = list(map_batches(fn, range(4), model, in_flight=4, spill=True))
+
+    assert equal(expected, found)
+    assert all(torch.equal(torch.from_numpy(array), copy) for array, copy in arrays)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda m: map_batches(1, [], m), TypeError, "batches"),
+        (lambda m: map_batches(m, [], 1), TypeError, "a model"),
+        (lambda m: map_batches(m, [], m, in_flight=0), ValueError, "in_flight"),
+        (lambda m: map_batches(m, [], m, in_flight=1.5), TypeError, "in_flight"),
+        (lambda m: map_batches(m, [], m, blocks=["layers.9"]), ValueError, "layers.9"),
+        (lambda m: map_batches(m, [], m, blocks=[nn.Linear(1, 1)]), ValueError, "no part"),
+        (lambda m: map_batches(m, [], m, blocks=[3]), TypeError, "3"),
+    ],
+)
+def test_bad_arguments_are_errors_at_once(model, call: Callable[[nn.Module], Any], error, words):
+    with pytest.raises(error, match=words) as raised:
+        call(model)
+
+    assert isinstance(raised.value, offload.OffloadError)
+
+
+def test_a_function_that_yields_is_refused(model):
+    def fn(batch: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield model(batch)
+
+    with pytest.raises(TypeError, match="yields"):
+        map_batches(fn, [], model)
+
+
+def test_a_transform_of_torch_func_has_no_threads(model):
+    with pytest.raises(offload.OffloadError, match="one"):
+        torch.func.vmap(lambda x: next(map_batches(model, [x], model)))(torch.zeros(2, 1, 3, dtype=torch.int64))
+
+
+@torch.no_grad()
+def test_blocks_can_be_named(model):
+    seen = visits(model)
+
+    list(map_batches(model, tokens(2), model, in_flight=2, blocks=["layers.1", model.layers[3]]))
+
+    assert [(str(batch), layer) for batch in range(2) for layer in range(3)] + [("0", 3), ("1", 3)] == seen
