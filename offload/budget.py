@@ -17,9 +17,9 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
-from offload.prefetch.engine import POOL, UNTRACKED, counts, let_go, lock, tracked
+from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, tracked
 from offload.prefetch.reader import Counts
-from offload.prefetch.residency import WINDOW, Pool, Value, books_of
+from offload.prefetch.residency import WINDOW, Pool, Value, books_of, let_go
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.wrapper import handle_of, is_offloaded

@@ -49,7 +49,7 @@ def _has_values(module: nn.Module) -> bool:
     return any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
 
 
-def _named(models: Sequence[nn.Module], block: nn.Module | str) -> nn.Module:
+def _named(models: Sequence[nn.Module], block: object) -> nn.Module:
     if isinstance(block, str):
         for model in models:
             for name, module in model.named_modules():

@@ -23,6 +23,8 @@ from torch import nn
 
 from offload.batches.waiting import Parcel, tensors_in, waiting_bytes
 from offload.batches.world import Settings, World
+from offload.prefetch.engine import lease
+from offload.prefetch.stream import Lease
 
 
 class Stopped(BaseException):
@@ -111,6 +113,7 @@ class Call:
     def _run(self, fn: Callable[[], Any], world: World) -> None:
         self._turn.acquire()
         _HERE.call = self
+        self.lift.lease.join()
         try:
             self._refuse_stopped()
             self.result = world.run(fn)
@@ -130,6 +133,7 @@ class Lift:
 
     Attributes:
         spills: whether what waits goes to disk.
+        lease: what calls at the present floor use of the disk.
     """
 
     def __init__(self, floors: Sequence[nn.Module], *, spills: bool) -> None:
@@ -138,6 +142,7 @@ class Lift:
         self._places = 2 * max(len(floors), 1)
         self._at = 0
         self._calls: list[Call] = []
+        self.lease: Lease
 
     @property
     def count(self) -> int:
@@ -162,6 +167,7 @@ class Lift:
         assert first.place is not None
         if first.place != self._at:
             self._at = first.place
+            self.lease.move_on()
         for call in others[:1]:
             call.announce()
         self._carry(first)
@@ -191,7 +197,9 @@ class Lift:
     @contextmanager
     def gates(self) -> Iterator[None]:
         """Inside, calls wait before each floor."""
+        self.lease = lease()
         with ExitStack() as stack:
+            stack.callback(self.lease.end)
             for floor, module in enumerate(self._floors):
                 before = partial(self._arrive, floor)
                 after = partial(self._leave, self._places - 1 - floor)

@@ -25,8 +25,8 @@ from time import monotonic
 import torch
 
 from offload.prefetch.reader import Counts, Reader
-from offload.prefetch.residency import AWAY, SMALL, Books, Pool, Value, books_of
-from offload.prefetch.stream import Streams
+from offload.prefetch.residency import AWAY, SMALL, Books, Pool, Value, books_of, let_go
+from offload.prefetch.stream import Lease, Streams
 from offload.storage.handle import Handle
 
 _CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
@@ -137,12 +137,13 @@ class Engine:
             with lock:
                 if not found and _should_be_here(value):  # something else needed the memory
                     value.pool.doubt()
-                if not (found and value.kept):
+                if not (found and (value.kept or value.is_held)):
                     stream.move_to(value)
         if not self.reader.brings(value):
             self._make_sure(value, found=found)
-        if value.kept:
-            calm = _FOREVER if value.nbytes <= SMALL else _CALM * self._chance.uniform(0.1, 1)
+        if value.kept or value.is_held:
+            lasts = value.is_held or value.nbytes <= SMALL
+            calm = _FOREVER if lasts else _CALM * self._chance.uniform(0.1, 1)
             value.calm_until = monotonic() + calm
 
     def _mend(self, value: Value) -> None:
@@ -230,10 +231,9 @@ def lock() -> threading.RLock:
     return _ENGINE.reader.lock
 
 
-def let_go(values: Iterable[Value]) -> None:
-    """Drop values from memory."""
-    for value in values:
-        value.let_go()
+def lease() -> Lease:
+    """For threads that are about to use the same values, one after the other; it ends with `end`."""
+    return Lease(_ENGINE.streams)
 
 
 def counts() -> Counts:

@@ -48,16 +48,28 @@ class Value(Range):
         pinned: whether it stays whatever the plan.
         state: where it is on its way, as far as the reader has to do with it.
         is_leaving: whether it is to be dropped.
+        is_held: whether it stays for the moment, as several threads use it.
         seeded: what was said to follow.
         waited: seconds that ops have waited for it, in all.
     """
 
-    __slots__ = ("_branches", "_followers", "is_leaving", "kept", "pinned", "pool", "seeded", "state", "waited")
+    __slots__ = (
+        "_branches",
+        "_followers",
+        "is_held",
+        "is_leaving",
+        "kept",
+        "pinned",
+        "pool",
+        "seeded",
+        "state",
+        "waited",
+    )
 
     def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         super().__init__(file, start, nbytes, shared=shared)
         self.pool = pool
-        self.kept = self.pinned = self.is_leaving = False
+        self.kept = self.pinned = self.is_leaving = self.is_held = False
         self.state = AWAY
         self.waited = 0.0
         self.seeded: weakref.ref[Value] | None = None
@@ -147,6 +159,7 @@ class Pool:
     Attributes:
         max_memory: bytes that may stay resident; None for what there is room for.
         window: bytes that may be read ahead; 0 for none.
+        reserved: bytes of the budget that are kept free for what several threads use at a time.
         on_devices: budgets for what stays on accelerators.
     """
 
@@ -159,6 +172,7 @@ class Pool:
     ) -> None:
         self.max_memory = max_memory
         self.window = window
+        self.reserved = 0
         self.on_devices: dict[torch.device, Pool] = {}
         self._available = available
         _POOLS.add(self)
@@ -208,7 +222,8 @@ class Pool:
             available = (self._available or available_bytes)()
             room = int(available * _SHARE)
             if self.max_memory is not None:
-                room = max(0, min(self.max_memory, available - self.window))
+                room = min(self.max_memory, available - self.window)
+            room = max(0, room - self.reserved)
         fits = self._total <= min(room, self._room)
         news = abs(room - self._room) > _NEWS * self._room or self._total - self._planned > _NEWS * self._total
         if anew or (news and not fits):
@@ -235,6 +250,12 @@ class Pool:
             "%d bytes may stay: %d of %d values, %d bytes in all", self._room, len(kept), len(values), self._total
         )
         return leaving
+
+
+def let_go(values: Iterable[Value]) -> None:
+    """Drop values from memory."""
+    for value in values:
+        value.let_go()
 
 
 def _spread(values: list[Value], room: int) -> set[Value]:

@@ -4,6 +4,7 @@ Always true:
 - the order is learned from the last two reads of each thread; where it has branched before, it is followed only after
   it has been seen twice
 - what is ahead, and what streams and is in use, is counted in `in_flight` until it is used, dropped or forgotten
+- what a lease holds stays until the lease moves on, and is taken from what may stay of other values
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import weakref
 from collections import OrderedDict, deque
 
 from offload.prefetch.reader import Reader
-from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Value
+from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Value, let_go, log
 
 _MOST_STEPS = 256  # that the order is followed at a time
 _NEARLY = 0.75  # of the window: with more in flight, the order is not followed on yet
@@ -40,6 +41,10 @@ class Streams:
             self.reap()
             self.live.append(stream)
         return stream
+
+    def join(self, stream: Stream) -> None:
+        """Have the running thread read as one with others."""
+        self._local.stream = stream
 
     def give_up_own(self) -> None:
         """Let go of everything that is ahead for the running thread."""
@@ -67,10 +72,12 @@ class Stream:
 
     Attributes:
         in_flight: bytes that are ahead, and bytes that stream and are in use or just used.
+        lease: what holds its values, if several threads read as one.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.in_flight = 0
+        self.lease: Lease | None = None
         self._streams = streams
         self._reader = streams.reader
         self._thread = weakref.ref(threading.current_thread())
@@ -132,7 +139,7 @@ class Stream:
     def _use(self, value: Value) -> None:
         """One op may use several values, so those that stream are dropped a little after their use."""
         value.is_leaving = False
-        if value.kept:
+        if value.kept or (self.lease is not None and self.lease.holds(value)):
             return
         if value in self._used:
             self._used.remove(value)
@@ -190,3 +197,82 @@ class Stream:
     def _fits(self, value: Value) -> bool:
         streams, window = self._streams, value.pool.window
         return self.in_flight + value.nbytes <= streams.share(value) and streams.in_flight() + value.nbytes <= window
+
+
+class Lease:
+    """Values that several threads use one after the other, and that stay until all of them have.
+
+    The threads read as one: in the order of the first of them, since the others find everything in memory.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._stream = Stream(streams)
+        self._stream.lease = self
+        self._held: dict[Value, None] = {}
+        self._bytes: dict[Pool, int] = {}  # that are held
+        self._reserved: dict[Pool, int] = {}  # of the budget, for the most that were at a time
+        self._has_told = False
+
+    def join(self) -> None:
+        """Have the running thread read as one with the others."""
+        with self._streams.reader.lock:
+            self._streams.join(self._stream)
+
+    def move_on(self) -> None:
+        """All threads have used what is held. From now on the budget has room for as much."""
+        leaving: list[Value] = []
+        try:
+            with self._streams.reader.lock:
+                held, self._held = self._held, {}
+                sizes, self._bytes = self._bytes, {}
+                for value in held:
+                    value.is_held = False
+                    value.calm_until = 0.0
+                    if not value.kept and not self._stream.expects(value):
+                        self._streams.reader.drop(value)
+                for pool, size in sizes.items():
+                    size -= pool.window // 2  # for which there is room beside the budget
+                    if size > self._reserved.get(pool, 0):
+                        leaving.extend(self._reserve(pool, size))
+        finally:
+            let_go(leaving)
+
+    def end(self) -> None:
+        """Let go of everything, and of the room."""
+        self.move_on()
+        leaving: list[Value] = []
+        try:
+            with self._streams.reader.lock:
+                self._stream.give_up()
+                for pool in list(self._reserved):
+                    leaving.extend(self._reserve(pool, 0))
+        finally:
+            let_go(leaving)
+
+    # Under the lock
+
+    def holds(self, value: Value) -> bool:
+        """Whether a value that is used now stays: it does if there is room for it."""
+        if value.is_held:
+            return True
+        pool = value.pool
+        size = self._bytes.get(pool, 0) + value.nbytes
+        if size > max(pool.window, (pool.room + pool.reserved) // 2):
+            self._tell(size)
+            return False
+        value.is_held = True
+        self._held[value] = None
+        self._bytes[pool] = size
+        return True
+
+    def _reserve(self, pool: Pool, size: int) -> list[Value]:
+        pool.reserved += size - self._reserved.pop(pool, 0)
+        if size:
+            self._reserved[pool] = size
+        return pool.reconsider(anew=True)
+
+    def _tell(self, size: int) -> None:
+        if not self._has_told:
+            self._has_told = True
+            log.info("what is used at a time takes %d bytes, for which there is no room: it is read each time", size)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from offload.errors import StaleViewError
-from offload.prefetch.engine import POOL, brought_in, let_go, lock
-from offload.prefetch.residency import Pool, Value, books_of
+from offload.prefetch.engine import POOL, brought_in, lock
+from offload.prefetch.residency import Pool, Value, books_of, let_go
 from offload.prefetch.staging import lend, send, settle
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
