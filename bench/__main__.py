@@ -16,7 +16,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import cache, capped, cold, decode, dispatch, forms, generate, load, machine, report, routed, small, update
+from bench import (
+    batches,
+    cache,
+    capped,
+    cold,
+    decode,
+    dispatch,
+    forms,
+    generate,
+    load,
+    machine,
+    report,
+    routed,
+    small,
+    update,
+)
 from bench.models import cache_folder
 from bench.peers import OURS
 from bench.rounds import Figure
@@ -31,6 +46,7 @@ CASES = {
     "routed": routed.figures,
     "cold": cold.figures,
     "capped": capped.figures,
+    "batches": batches.figures,
     "update": update.figures,
     "small": small.figures,
     "cache": cache.figures,

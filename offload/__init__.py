@@ -13,6 +13,7 @@
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
 | move a model that is in memory to disk | `disk_offload` |
+| read a model once for many batches | `map_batches` |
 | say how much stays in memory, and see it | `set_max_memory`, `memory_summary` |
 | open a checkpoint as a dictionary | `load_file` |
 | keep rows by index, for months, from many processes | `TensorCache` |
@@ -42,6 +43,7 @@ In modules, which `import offload` brings along:
 """
 
 from offload import budget, errors, integrations, report, training  # noqa: F401
+from offload.batches.mapping import map_batches
 from offload.budget import memory_summary, set_max_memory
 from offload.cache.table import TensorCache
 from offload.errors import OffloadError
@@ -83,6 +85,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "load_file",
     "load_tree",
+    "map_batches",
     "map_values",
     "materialize",
     "memory_summary",

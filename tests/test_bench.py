@@ -19,7 +19,20 @@ from bench.rounds import Figure, in_turn
 from bench.row_stores import Reader, values_of
 from tests.processes import ROOT
 
-CASES = ("dispatch", "load", "decode", "generate", "forms", "routed", "cold", "capped", "update", "small", "cache")
+CASES = (
+    "dispatch",
+    "load",
+    "decode",
+    "generate",
+    "forms",
+    "routed",
+    "cold",
+    "capped",
+    "batches",
+    "update",
+    "small",
+    "cache",
+)
 LACKING = (
     "is not installed",
     "cannot grow",

@@ -32,10 +32,11 @@ FLOORS = {
     "tree": 4,
     "report": 4,
     "models": 5,
-    "cache": 6,
-    "training": 6,
-    "integrations": 7,
-    "cli": 8,
+    "batches": 6,
+    "cache": 7,
+    "training": 7,
+    "integrations": 8,
+    "cli": 9,
 }
 NEIGHBOURS = {
     "accelerate",
@@ -73,6 +74,7 @@ PUBLIC = [
     "load_checkpoint_in_model",
     "load_file",
     "load_tree",
+    "map_batches",
     "map_values",
     "materialize",
     "memory_summary",

@@ -54,7 +54,8 @@ def _named(models: Sequence[nn.Module], block: object) -> nn.Module:
         for model in models:
             for name, module in model.named_modules():
                 if name == block:
-                    return module
+                    found: nn.Module = module
+                    return found
         raise ArgumentError(f"blocks: the model has no module {block!r}")
     if not isinstance(block, nn.Module):
         raise ArgumentTypeError(f"blocks: {block!r} is neither a module nor the name of one")

@@ -179,7 +179,7 @@ class _Mapping:
         if not isinstance(error, Exception):
             raise error
         self._batches = None
-        error.add_note(f"in batch {number}")
+        error.add_note(f"in batch {number}")  # type: ignore[attr-defined,unused-ignore]
         self._failure = number, error
         self._lift.stop(after=number)
         self._ended = {one: call for one, call in self._ended.items() if one < number}

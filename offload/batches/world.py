@@ -50,7 +50,7 @@ class World:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _device_types()
         ]
         self._caches = torch.is_autocast_cache_enabled()
-        self._functions = function_modes()
+        self._functions = function_modes()  # type: ignore[no-untyped-call]
         self._dispatches = dispatch_modes()
         self._saved = top_saved_tensors_hooks(True)
 

@@ -1,0 +1,185 @@
+"""Many batches through a model that is larger than the memory it may have: in lockstep, and one by one.
+
+Always true:
+- a memory cgroup counts what loading and computing take, the page cache too
+- every way gives the same results for the same batches, and its figures are those of a batch after a first sweep
+- the limit is the larger of computing, and of reading what is over the budget once for all that are in flight
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offload
+from bench.apart import run_apart
+from bench.capped import ALLOWANCE
+from bench.generate import rehearse
+from bench.limits import MIB, fastest_reader
+from bench.memory_cap import Group, memory_cap
+from bench.models import bytes_of_a_pass
+from bench.page_cache import files_in, make_cold
+from bench.peers import IN_MEMORY, OURS, PACKAGES, WAYS, absent, limit_memory
+from bench.process import MemoryTrace, read_bytes
+from bench.rounds import Figure, Rounds, in_turn
+from bench.scale import Scale
+
+_ONE_BY_ONE = "offload, one by one"
+_COMPUTING = "computing"
+_FACTOR = 3.0  # times the budget that a model is
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done to a batch.
+
+    Attributes:
+        tokens: of a prompt.
+        new_tokens: that are generated after it; 0 to score the prompt.
+    """
+
+    tokens: int
+    new_tokens: int = 0
+
+    def __call__(self, model: Any, number: int) -> list[int]:
+        generator = torch.Generator().manual_seed(number)
+        prompt = torch.randint(1, 500, (1, self.tokens), generator=generator)
+        if not self.new_tokens:
+            return [int(model(prompt, logits_to_keep=1, use_cache=False).logits[0, -1].argmax())]
+        done = model.generate(
+            prompt, max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens, do_sample=False, pad_token_id=0
+        )
+        return [int(token) for token in done[0, self.tokens :]]
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens" + (f" and {self.new_tokens} generated" if self.new_tokens else "")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Of a batch: seconds, and bytes read. Memory in bytes above the start."""
+
+    seconds: float
+    bytes_read: float
+    peak_bytes: int
+    results: list[list[int]] = field(repr=False)
+
+
+def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """Time and bytes of a batch, for numbers of batches in flight.
+
+    Raises:
+        OSError: this process may make no memory cgroup.
+    """
+    with memory_cap(ALLOWANCE):
+        pass
+    found = []
+    for name, folder in (("dense", scale.model()), ("experts", scale.experts())):
+        for work, counts in _works(scale):
+            found += _figures_of(name, folder, work, counts, scale, scratch)
+    return found
+
+
+def _works(scale: Scale) -> list[tuple[Work, Sequence[int]]]:
+    if scale.name == "toy":
+        return [(Work(4), (2,)), (Work(4, 2), (2,))]
+    return [(Work(32), (1, 4, 16, 64)), (Work(256), (4,)), (Work(32, 16), (16,))]
+
+
+def _figures_of(
+    name: str, folder: Path, work: Work, counts: Sequence[int], scale: Scale, scratch: Path
+) -> list[Figure]:
+    files, size = files_in(folder), bytes_of_a_pass(folder)
+    budget = max(int(size / _FACTOR), MIB)
+    passes = max(work.new_tokens, 1)
+    peers = {arm: partial(_in_group, arm, folder, scratch, budget, work, 1, 2) for arm in WAYS if arm != OURS}
+    lockstep = {
+        _lockstep(count): partial(_in_group, OURS, folder, scratch, budget, work, count, 2 * count) for count in counts
+    }
+    alone = {_ONE_BY_ONE: partial(_in_group, OURS, folder, scratch, budget, work, 0, 3)}
+    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 3)
+    make_cold(files)
+    rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
+    done = in_turn({_COMPUTING: computing, **peers, **alone, **lockstep}, scale.rounds, absent(PACKAGES))
+    computed = done.take(_COMPUTING)
+    done.strike(lambda one: one.results[:2], computed[0].results[:2], "results")
+    found = []
+    for count in counts:
+        least = (size - budget) * passes / count
+        limit = [max(least / rate, one.seconds) for one in computed]
+        case = f"batches, {name}, {work}, {count} in flight"
+        found += _of_a_count(case, _for(done, count, counts), limit, least)
+    return found
+
+
+def _lockstep(count: int) -> str:
+    return f"lockstep {count}"
+
+
+def _for(done: Rounds[Trial], count: int, counts: Sequence[int]) -> Rounds[Trial]:
+    """The results with so many in flight as those of offload."""
+    others = {_lockstep(one) for one in counts}
+    name = {_lockstep(count): OURS}
+
+    def renamed(arms: dict[str, Any]) -> dict[str, Any]:
+        return {name.get(arm, arm): value for arm, value in arms.items() if arm not in others or arm in name}
+
+    return Rounds(renamed(done.results), renamed(done.missing))
+
+
+def _of_a_count(case: str, done: Rounds[Trial], limit: list[float], least: float) -> list[Figure]:
+    def figure(what: str, unit: str, value: Callable[[Trial], float], limit: list[float], name: str) -> Figure:
+        return Figure(f"{case}: {what}", unit, done.values(value), limit, name, done.missing)
+
+    return [
+        figure("a batch", "s", lambda one: one.seconds, limit, "O_DIRECT or compute"),
+        figure("bytes read, a batch", "B", lambda one: one.bytes_read, [least] * len(limit), "model - budget"),
+        replace(figure("peak anonymous memory", "B", lambda one: one.peak_bytes, [], "")),
+    ]
+
+
+def _in_group(arm: str, folder: Path, scratch: Path, budget: int, work: Work, in_flight: int, count: int) -> Trial:
+    make_cold(files_in(folder))
+    with memory_cap(budget + ALLOWANCE) as group:
+        return run_apart(trial, arm, folder, scratch, work, in_flight, count, budget, group)
+
+
+def trial(
+    arm: str,
+    folder: Path,
+    scratch: Path,
+    work: Work,
+    in_flight: int,
+    count: int,
+    budget: int | None = None,
+    group: Group | None = None,
+) -> Trial:
+    """Load, do the first batches, and measure the others; those in flight at a time are one sweep of the model."""
+    rehearse(arm, folder, scratch)
+    if group:
+        group.join()
+    if budget:
+        limit_memory(arm, budget)
+    with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode(), MemoryTrace() as memory:
+        model = WAYS[arm].load(folder, Path(own))
+        fn = partial(work, model)
+        first = max(in_flight, 1)
+        results = _mapped(arm, fn, range(first), model, in_flight)
+        before, start = read_bytes(), time.perf_counter()
+        results += _mapped(arm, fn, range(first, max(count, first + 1)), model, in_flight)
+        seconds, read = time.perf_counter() - start, read_bytes() - before
+    measured = len(results) - first
+    return Trial(seconds / measured, read / measured, memory.peak, results)
+
+
+def _mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> list[Any]:
+    if arm == OURS and in_flight:
+        return list(offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False))
+    return [fn(number) for number in numbers]
