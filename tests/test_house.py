@@ -327,17 +327,22 @@ def test_importing_offload_imports_no_neighbour():
 
 
 def test_importing_a_part_of_offload_works_by_itself():
+    """Without the package's own `__init__`, which imports the parts in an order that works."""
     script = """
-        import subprocess, sys, os, torch
-        for name in sys.argv[1:]:   # each in a fresh process, which has torch already
+        import os, sys, types, torch
+        folder, *names = sys.argv[1:]
+        for name in names:  # each in a fresh process, which has torch already
             pid = os.fork()
             if not pid:
+                root = types.ModuleType("offload")
+                root.__path__ = [folder]
+                sys.modules["offload"] = root
                 __import__(name)
                 os._exit(0)
             assert os.waitpid(pid, 0)[1] == 0, name
     """
 
-    run_script(script, *sorted(KNOWN))
+    run_script(script, str(PACKAGE), *sorted(KNOWN - {"offload"}))
 
 
 def test_pickles_are_read_by_the_unpickler_of_weights_only_and_in_one_place():
