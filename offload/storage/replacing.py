@@ -131,7 +131,8 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
             refuse(path)
             _exchange(temporary, path)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+            with suppress(OSError):  # of `fstat`, which `rmtree` ignores none of (Python 3.11)
+                shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
     sync_folder(path.parent)
 
 

@@ -540,13 +540,14 @@ def assert_numbered(found: TensorDict) -> None:
     assert [float(number)] * (number + 1) + [number] == [*found["a"].tolist(), found["z"].item()]
 
 
-def test_a_reader_meanwhile_sees_one_folder_or_the_other(tmp_path):
-    save_memmap(numbered(0), tmp_path / "a")
+def test_a_reader_meanwhile_sees_one_folder_or_the_other(quick_folder):
+    folder = Path(quick_folder)
+    save_memmap(numbered(0), folder / "a")
 
     def read() -> None:
         last = 0
         while last < 29:
-            found = load_memmap(tmp_path / "a")
+            found = load_memmap(folder / "a")
             assert found["number"] >= last
             last = found["number"]
             with suppress(ChangedFileError):  # it was replaced after it was opened
@@ -556,17 +557,18 @@ def test_a_reader_meanwhile_sees_one_folder_or_the_other(tmp_path):
     if not pid:
         os._exit(not in_fork(read))
     for number in range(1, 30):
-        save_memmap(numbered(number), tmp_path / "a")
+        save_memmap(numbered(number), folder / "a")
     assert 0 == os.waitpid(pid, 0)[1]
 
 
-def test_a_folder_is_whole_after_each_kill(tmp_path):
-    save_memmap(numbered(0), tmp_path / "a")
+def test_a_folder_is_whole_after_each_kill(quick_folder):
+    folder = Path(quick_folder)
+    save_memmap(numbered(0), folder / "a")
     number, left = 0, 0
 
     def save_for_ever() -> None:
         for later in itertools.count(number + 1):
-            save_memmap(numbered(later), tmp_path / "a")
+            save_memmap(numbered(later), folder / "a")
 
     for _ in range(15):
         pid = os.fork()
@@ -574,18 +576,18 @@ def test_a_folder_is_whole_after_each_kill(tmp_path):
             with suppress(BaseException):
                 save_for_ever()
             os._exit(1)
-        while load_memmap(tmp_path / "a")["number"] == number:
+        while load_memmap(folder / "a")["number"] == number:
             assert (0, 0) == os.waitpid(pid, os.WNOHANG)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-        found = load_memmap(tmp_path / "a")
+        found = load_memmap(folder / "a")
         assert_numbered(found)
-        number, left = found["number"], left + len(os.listdir(tmp_path)) - 1
+        number, left = found["number"], left + len(os.listdir(folder)) - 1
 
     assert left > 0  # else none was killed while it wrote
-    save_memmap(numbered(number + 1), tmp_path / "a")
-    assert ["a"] == os.listdir(tmp_path)
+    save_memmap(numbered(number + 1), folder / "a")
+    assert ["a"] == os.listdir(folder)
 
 
 def test_what_stands_there_and_is_not_ours_is_left(tmp_path):

@@ -125,7 +125,7 @@ def llama(folder: Any = None) -> nn.Module:
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, tmp_path):
+def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, quick_folder):
     """Parameters, state, gradients and activations on disk, clipped and scheduled; bit for bit."""
 
     def losses(model, optimizer):
@@ -133,7 +133,7 @@ def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, tmp_path):
         found = []
         for number in range(20):
             tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(number))
-            with offload.training.offload_activations(offload_dir=tmp_path, min_bytes=1):
+            with offload.training.offload_activations(offload_dir=quick_folder, min_bytes=1):
                 loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             found.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()))
@@ -143,9 +143,9 @@ def test_twenty_steps_of_a_llama_have_the_losses_of_memory(foreach, tmp_path):
         return found
 
     plain = llama()
-    on_disk = offload.disk_offload(copy.deepcopy(plain), tmp_path)
+    on_disk = offload.disk_offload(copy.deepcopy(plain), quick_folder)
     optimizer = torch.optim.AdamW(on_disk.parameters(), lr=0.01, foreach=foreach)
-    optimizer = offloaded(optimizer, tmp_path, model=on_disk, gradients=True)
+    optimizer = offloaded(optimizer, quick_folder, model=on_disk, gradients=True)
 
     assert losses(plain, torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=foreach)) == losses(on_disk, optimizer)
     assert all(map(is_offloaded, tensors_of(optimizer)))

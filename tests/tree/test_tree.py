@@ -598,10 +598,10 @@ DRIVER = """
 
 
 @pytest.mark.parametrize("start", range(0, KILLS, 40))
-def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(tmp_path, start):
+def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(quick_folder, start):
     kills = min(40, KILLS - start)
 
-    found = json.loads(run_script(DRIVER, tmp_path, kills, start))
+    found = json.loads(run_script(DRIVER, quick_folder, kills, start))
 
     assert kills == found["old"] + found["new"]
     assert found["left"] > 0  # else none was killed while it wrote
@@ -609,20 +609,20 @@ def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(tmp_path, start):
     assert 3 == found["folders"]  # with the manifest
 
 
-def test_a_reader_meanwhile_sees_one_tree_or_the_other(tmp_path):
+def test_a_reader_meanwhile_sees_one_tree_or_the_other(quick_folder):
     def tree(number: int) -> dict[str, Any]:
         return {"number": number, "leaves": [torch.full((100,), float(number)) for _ in range(4)]}
 
-    save_tree(tree(0), tmp_path)
+    save_tree(tree(0), quick_folder)
 
     def save() -> None:
         for number in range(1, 40):
-            save_tree(tree(number), tmp_path)
+            save_tree(tree(number), quick_folder)
 
     def read() -> None:
         last = 0
         while last < 39:
-            found = load_tree(tmp_path)
+            found = load_tree(quick_folder)
             assert found["number"] >= last
             last = found["number"]
             try:
