@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from offload.errors import ReadError, WriteError
-from offload.storage.file import view_memory
+from offload.storage.mapping import view_memory
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
 
