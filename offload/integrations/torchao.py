@@ -291,12 +291,9 @@ def _tell(model: Any, quantizer: Any) -> None:
     model.quantization_method = quantizer.quantization_config.quant_method
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
-    ties = {name: other for name, other in model.all_tied_weights_keys.items() if _are_tied(model, name, other)}
-    if len(ties) < len(model.all_tied_weights_keys):
+    known, get = model.all_tied_weights_keys, model.get_parameter
+    ties = {name: other for name, other in known.items() if get(name) is get(other)}
+    if len(ties) < len(known):
         model.all_tied_weights_keys = ties
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
     let_save(model)
-
-
-def _are_tied(model: nn.Module, name: str, other: str) -> bool:
-    return model.get_parameter(name) is model.get_parameter(other)

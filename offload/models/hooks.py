@@ -28,6 +28,7 @@ from offload.storage.layout import contiguous_stride
 from offload.storage.mapping import mapped_alone
 from offload.storage.reasons import explained, reading
 from offload.tensor.arguments import checked_device
+from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import PathLike, is_offloaded, wrap_handle
 from offload.torch_api import buffers_of, parameters_of
 
@@ -98,7 +99,8 @@ def origin_of(held: Held) -> Hashable:
     info = _index_entry(held)
     if info is None:
         in_memory = held.weights if isinstance(held.weights, dict) else getattr(held.weights, "state_dict", None)
-        return _memory_of(in_memory.get(held.key)) if isinstance(in_memory, dict) else None
+        value = in_memory.get(held.key) if isinstance(in_memory, dict) else None
+        return identity_of(value) if isinstance(value, torch.Tensor) else None
     if info.get("safetensors_file") is not None:
         return os.path.abspath(info["safetensors_file"]), info.get("weight_name", held.key)
     return (_digest(_data_file(held)), str(info)) if held.is_tied else None
@@ -296,12 +298,6 @@ def _dtype(word: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CorruptFileError(f"accelerate's index gives {word!r} as a dtype, which is none of torch's")
     return dtype
-
-
-def _memory_of(value: Any) -> Hashable:
-    if not isinstance(value, torch.Tensor) or not value.numel():
-        return None
-    return value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 
 
 def _digest(path: Path) -> bytes:

@@ -37,11 +37,11 @@ from offload.storage.regular import is_there
 from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
-from offload.tensor.guests import metadata_of, twin_of
+from offload.tensor.guests import twin_of
+from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
     become,
-    current_twin,
     guest_of,
     handle_of,
     is_offloaded,
@@ -317,7 +317,7 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Va
         raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
     values: dict[Hashable, Value] = {}
     for slot in slots:
-        key = _bytes_of(slot.tensor)
+        key = identity_of(slot.tensor)
         if key in values:
             values[key].add(slot)
         else:
@@ -346,15 +346,6 @@ def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             yield Slot(tensor, isinstance(tensor, nn.Parameter), [name], [name], [(tensors, name)])  # type: ignore[list-item]
-
-
-def _bytes_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors over the same bytes."""
-    if is_offloaded(tensor):
-        return id(handle_of(tensor)), metadata_of(current_twin(tensor))
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
-        return id(tensor)
-    return id(tensor) if is_meta(tensor) else (tensor.device, tensor.data_ptr(), metadata_of(tensor))
 
 
 # Which of them

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from offload.tensor.guests import metadata_of
-from offload.tensor.wrapper import carry_attributes, is_offloaded
+from offload.tensor.saved import identity_of
+from offload.tensor.wrapper import carry_attributes, is_offloaded, target_of
 from offload.torch_api import buffers_of, parameters_of, tree_map
 
 
@@ -58,7 +58,7 @@ def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
 def _plain(leaf: Any, memo: dict[Any, Any]) -> Any:
     if not is_offloaded(leaf):
         return leaf
-    key = (leaf._handle, metadata_of(leaf._twin), leaf._target)
+    key = identity_of(leaf), target_of(leaf)
     if key not in memo:
         memo[key] = leaf.materialize()
     return memo[key]

@@ -61,13 +61,14 @@ def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, 
 def identity_of(tensor: torch.Tensor) -> Hashable:
     """Equal for two tensors that are the same view of the same memory or file: tied weights."""
     if type(tensor) is OffloadedTensor:
-        return handle_of(tensor), metadata_of(current_twin(tensor))
+        return tensor._handle, metadata_of(current_twin(tensor))
     if is_subclass_value(tensor):
         attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return type(tensor), tuple(identity_of(getattr(tensor, attribute)) for attribute in attributes)
-    if tensor.numel() == 0:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
-    return tensor.device, tensor.untyped_storage().data_ptr(), metadata_of(tensor)
+    shape, stride, _, *rest = metadata_of(tensor)  # two storages may be over one memory
+    return tensor.device, tensor.data_ptr(), shape, stride, *rest
 
 
 def file_of(tensor: torch.Tensor) -> Path | None:
