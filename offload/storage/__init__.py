@@ -13,6 +13,7 @@
 | `reasons` | what an error of the system means, of which file, and for which tensor |
 | `folders` | the user's folders, and private ones that vanish |
 | `layout` | how values lie in memory and in files |
+| `nodes` | plain data as JSON, and back |
 | `header` `dtypes` `subclasses` `names` | the format, and what files are called |
 | `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |
 | `process` `locks` `modes` | whose files these are, who waits, and what torch is in the middle of |

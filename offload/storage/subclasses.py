@@ -21,6 +21,7 @@ import torch
 from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.layout import Layout, layout_as
+from offload.storage.nodes import NONE, Node, container_node, plain_value, scalar_node
 from offload.storage.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
@@ -281,29 +282,23 @@ def _known(word: str) -> type:
     raise UnknownSubclassError(f"{name} is needed to rebuild this value: install a {package} that has it")
 
 
-def _encode(value: Any) -> Any:
-    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
-        return value
-    if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
+def _encode(value: Any) -> Node:
     if isinstance(value, enum.Enum):
         return {"enum": [_checked_word(value), value.name]}
+    if isinstance(value, (bool, int, float, str)):
+        return value
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
         return {"object": [_checked_word(value), _encode_items(fields)]}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {"object": [_checked_word(value), _encode_items(value._asdict())]}
-    if isinstance(value, torch.Size):
-        return {"size": list(value)}
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(item) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": _encode_items(value)}
-    raise UnknownSubclassError(f"a {type(value).__name__} in a tensor subclass's context can't be stored as plain data")
+    node = scalar_node(value)
+    if node is NONE and all(isinstance(key, str) for key in (value if isinstance(value, dict) else ())):
+        node = container_node(value, lambda child, _: _encode(child), _encode) or NONE
+    if node is NONE:
+        kind = type(value).__name__
+        raise UnknownSubclassError(f"a {kind} in a tensor subclass's context can't be stored as plain data")
+    return node
 
 
 def _encode_items(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,20 +316,13 @@ def _checked_word(value: Any) -> str:
     return word
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, data),) = value.items()
-    return _DECODERS[kind](data)
-
-
-def _decode_dtype(name: str) -> torch.dtype:
-    dtype = dtype_named(name)
-    if dtype is None:
-        raise CorruptFileError(f"this torch has no dtype {name!r}: it was stored by another version")
-    return dtype
+def _decode(node: Node) -> Any:
+    if isinstance(node, list):  # as they stood before they had a kind
+        return [_decode(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((kind, data),) = node.items()
+    return _CLASSES[kind](data) if kind in _CLASSES else plain_value(kind, data, _decode)
 
 
 def _decode_enum(data: Any) -> enum.Enum:
@@ -348,19 +336,7 @@ def _decode_object(data: Any) -> Any:
     cls = _known(data[0])
     if not (dataclasses.is_dataclass(cls) or issubclass(cls, tuple)):
         raise TypeError(f"{cls.__name__} is neither a dataclass nor a named tuple")
-    return cls(**_decode_items(data[1]))
+    return cls(**{key: _decode(value) for key, value in data[1].items()})
 
 
-def _decode_items(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _decode(value) for key, value in items.items()}
-
-
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "dtype": _decode_dtype,
-    "device": torch.device,
-    "enum": _decode_enum,
-    "object": _decode_object,
-    "size": torch.Size,
-    "tuple": lambda data: tuple(_decode(item) for item in data),
-    "dict": _decode_items,
-}
+_CLASSES: dict[str, Callable[[Any], Any]] = {"enum": _decode_enum, "object": _decode_object}

@@ -42,6 +42,7 @@ from offload.errors import (
 from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
+from offload.storage.nodes import Node
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder, put_file, remove, replacing_folder
@@ -51,7 +52,7 @@ from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of, subclass_value
 from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.training.optimizer import is_on_disk, log
-from offload.tree.structure import Named, Node, Way, decode, encode
+from offload.tree.structure import Named, Way, decode, encode
 
 _LATEST = "latest.json"
 _STATE = "state.json"

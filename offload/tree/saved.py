@@ -38,6 +38,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.names import file_name
+from offload.storage.nodes import Node
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, is_there, read_regular
 from offload.storage.replacing import made_folder, put_file, remove_folder, replacing_folder
@@ -45,7 +46,7 @@ from offload.storage.state_file import parse_json
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import write_file
 from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
-from offload.tree.structure import ROOT, Named, Node, Way, decode, encode, told
+from offload.tree.structure import ROOT, Named, Way, decode, encode, told
 
 _log = logging.getLogger("offload.tree")
 _MANIFEST = "tree.json"

@@ -9,24 +9,20 @@ Always true:
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import enum
-import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.errors import CorruptFileError, OffloadError, UnknownTypeError
-from offload.storage.dtypes import dtype_name, dtype_named
+from offload.storage.nodes import NONE, PLAIN, Node, container_node, plain_value, scalar_node
 from offload.storage.subclasses import registered
 from offload.tensor.saved import identity_of
 
 Way: TypeAlias = tuple[str, ...]  # from the root of a tree to a place in it
-Node: TypeAlias = Any  # what `json` makes of JSON
 
 ROOT = "tensor"  # the name of a tensor that is the whole nest
 _DEEPEST = 200  # containers in each other: well within what `json` and Python take
@@ -79,8 +75,8 @@ def encode(value: Any, tensor: Callable[[torch.Tensor, Way], Node], *, classes: 
     def node(value: Any, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
         if isinstance(value, torch.Tensor):
             return tensor(value, way)
-        scalar = _scalar(value)
-        if scalar is not _NONE:
+        scalar = scalar_node(value)
+        if scalar is not NONE:
             return scalar
         if id(value) in around:
             what = f"{told(way)} is a {type(value).__name__}"
@@ -91,7 +87,7 @@ def encode(value: Any, tensor: Callable[[torch.Tensor, Way], Node], *, classes: 
         def below(child: Any, step: object) -> Node:
             return node(child, (*way, str(step)), (*around, id(value)), tensor)
 
-        made = _container(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
+        made = container_node(value, below, lambda key: node(key, (*way, repr(key)), (), _refuse_key))
         if made is None and classes:
             made = _instance(value, below, way)
         if made is None:
@@ -125,9 +121,7 @@ def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterab
         ((kind, data),) = node.items()
         if kind in _CLASSES:
             return _CLASSES[kind](data, known, value)
-        if kind in _CONTAINERS:
-            return _CONTAINERS[kind](data, value)
-        return _SCALARS[kind](data) if kind in _SCALARS else tensor(kind, data)
+        return plain_value(kind, data, value) if kind in PLAIN else tensor(kind, data)
 
     try:
         return value(node)
@@ -138,36 +132,6 @@ def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterab
 
 
 # From values to nodes
-
-
-def _scalar(value: Any) -> Node:
-    """The node of a value that holds no others; `_NONE` for any other."""
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if kind in (float, complex):
-        return {kind.__name__: str(value)}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(value).decode()}
-    if kind is torch.Size:
-        return {"size": list(value)}
-    if kind is torch.dtype:
-        return {"dtype": dtype_name(value)}
-    if kind is torch.device:
-        return {"device": str(value)}
-    return _NONE
-
-
-def _container(value: Any, below: Callable[[Any, object], Node], key: Callable[[Any], Node]) -> Node:
-    """The node of a plain container; None for any other value."""
-    kind = type(value)
-    if kind is dict and all(type(name) is str for name in value):
-        return {"dict": {name: below(child, name) for name, child in value.items()}}
-    if kind in _WORDS:
-        return {_WORDS[kind]: [[key(name), below(child, name)] for name, child in value.items()]}
-    if kind in (list, tuple):
-        return {kind.__name__: [below(child, index) for index, child in enumerate(value)]}
-    return None
 
 
 def _instance(value: Any, below: Callable[[Any, object], Node], way: Way) -> Node:
@@ -268,35 +232,6 @@ def _enum(data: Any, types: tuple[type, ...], _: Callable[[Node], Any]) -> Any:
     return cls[name]
 
 
-def _pairs(data: Any, value: Callable[[Node], Any]) -> Iterator[tuple[Any, Any]]:
-    return ((value(key), value(child)) for key, child in data)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = dtype_named(name)
-    if dtype is None:
-        raise CorruptFileError(f"this torch has no dtype {name!r}: the tree was saved by another version")
-    return dtype
-
-
-_NONE = object()
-_WORDS: dict[type, str] = {dict: "items", OrderedDict: "ordered", Counter: "counter"}
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "complex": complex,
-    "bytes": lambda data: base64.b64decode(data, validate=True),
-    "size": torch.Size,
-    "dtype": _dtype,
-    "device": torch.device,
-}
-_CONTAINERS: dict[str, Callable[[Any, Callable[[Node], Any]], Any]] = {
-    "dict": lambda data, value: {name: value(node) for name, node in data.items()},
-    "items": lambda data, value: dict(_pairs(data, value)),
-    "ordered": lambda data, value: OrderedDict(_pairs(data, value)),
-    "counter": lambda data, value: Counter(dict(_pairs(data, value))),
-    "list": lambda data, value: [value(node) for node in data],
-    "tuple": lambda data, value: tuple(value(node) for node in data),
-}
 _CLASSES: dict[str, Callable[[Any, tuple[type, ...], Callable[[Node], Any]], Any]] = {
     "object": _object,
     "named": _named,
