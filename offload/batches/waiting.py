@@ -17,8 +17,8 @@ from typing import IO, Any
 import torch
 
 from offload.errors import ReadError, WriteError
-from offload.storage.mapping import view_memory
 from offload.storage.folders import private_folder
+from offload.storage.mapping import view_memory
 from offload.storage.modes import no_functions, no_modes
 
 _LEAST = 64 << 10  # bytes that are worth a file
