@@ -3,6 +3,7 @@
 | module | commands |
 | --- | --- |
 | `models` | `generate` `bench` |
+| `batch` `requests` | `batch`, and the lines that it reads and writes |
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |

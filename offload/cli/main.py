@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from offload.cli import files, machine, models, rows
+from offload.cli import batch, files, machine, models, rows
 from offload.cli.output import complain, escaping
 from offload.errors import OffloadError
 
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
     _add_completion(made)
     commands = made.add_subparsers(required=True, metavar="COMMAND")
-    for room in (models, files, rows, machine):
+    for room in (models, batch, files, rows, machine):
         room.add_to(commands)
     _allow_traceback_everywhere(commands)
     return made

@@ -32,14 +32,14 @@ def add_to(commands: Any) -> None:
     import shtab
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
-    _add_model_options(command)
+    add_model_options(command)
     command.add_argument("--prompt", type=arguments.prompt, required=True)
     command.add_argument("--max-new-tokens", type=arguments.count, default=64, metavar="N", help="64 if not given")
     command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
     command.set_defaults(run=generate)
 
     timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
-    _add_model_options(timing)
+    add_model_options(timing)
     timing.add_argument("--prompt-tokens", type=arguments.count, default=16, metavar="N", help="16 if not given")
     timing.add_argument("--new-tokens", type=arguments.count, default=16, metavar="N", help="16 if not given")
     timing.set_defaults(run=bench)
@@ -52,7 +52,8 @@ def add_to(commands: Any) -> None:
         model.complete = shtab.DIRECTORY
 
 
-def _add_model_options(command: argparse.ArgumentParser) -> None:
+def add_model_options(command: argparse.ArgumentParser) -> None:
+    """Which model, and where it is to be."""
     command.add_argument("model", help="a folder with a checkpoint, or a model on the hub")
     command.add_argument(
         "--device",
@@ -71,12 +72,12 @@ def generate(options: argparse.Namespace) -> None:
     """Print what a language model on disk makes of a prompt, token by token."""
     import torch
 
-    folder = _folder(options)
-    tokenizer = _tokenizer(folder)
+    folder = folder_of_model(options)
+    tokenizer = tokenizer_of(folder)
     inputs = tokenizer(options.prompt, return_tensors="pt")
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: say something")
-    model = _model(folder, options)
+    model = loaded_model(folder, options)
     inputs = inputs.to(model.device)
     with _watched(options, model) as recording, torch.inference_mode():
         tokens = model.generate(
@@ -99,10 +100,10 @@ def bench(options: argparse.Namespace) -> None:
     from offload.memory import anonymous_bytes
     from offload.report.page import recording
 
-    folder = _folder(options)
+    folder = folder_of_model(options)
     model_on_meta(folder)  # what is imported for it is not a part of loading it
     before, started = anonymous_bytes(), time.perf_counter()
-    model = _model(folder, options)
+    model = loaded_model(folder, options)
     load = time.perf_counter() - started
     prompt = torch.arange(options.prompt_tokens).remainder(model.config.get_text_config().vocab_size)[None]
     with _watched(options, model) if options.report else recording() as seen, torch.inference_mode():
@@ -143,7 +144,8 @@ def _written(name: str, value: float | None, decimal: Callable[[int], str]) -> s
     return decimal(int(value))
 
 
-def _folder(options: argparse.Namespace) -> Path:
+def folder_of_model(options: argparse.Namespace) -> Path:
+    """The folder of the model that is named; one of the hub is downloaded."""
     from transformers.utils.logging import disable_progress_bar
 
     from offload.integrations.hub import folder_of
@@ -153,7 +155,8 @@ def _folder(options: argparse.Namespace) -> Path:
     return folder_of(options.model, revision=options.revision) if options.revision else folder_of(options.model)
 
 
-def _model(folder: Path, options: argparse.Namespace) -> Any:
+def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
+    """The model, on disk."""
     from offload.integrations.transformers import from_pretrained
     from offload.models.device_map import ON_DISK
 
@@ -207,7 +210,12 @@ def _marking(mark: Callable[[], None]) -> Any:
     return Marking()
 
 
-def _tokenizer(folder: Path) -> Any:
+def tokenizer_of(folder: Path) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        CheckpointError: there is none that can be loaded.
+    """
     from transformers import AutoTokenizer
 
     try:

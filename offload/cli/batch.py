@@ -1,0 +1,221 @@
+"""`offload batch`: a file of requests, answered by a language model that is read once for many of them.
+
+Always true:
+- each request is answered as if it were alone; `--in-flight` changes time and memory, and no answer
+- what was answered stays answered, whatever ends the process
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from offload.cli import arguments
+from offload.cli.models import add_model_options, folder_of_model, loaded_model, tokenizer_of
+from offload.cli.output import allow_json, print_json, print_pairs
+from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
+from offload.errors import ArgumentError
+from offload.prefetch.engine import counts
+from offload.progress import Bar
+from offload.storage.reasons import first_line
+from offload.storage.regular import is_there
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to a command line."""
+    import shtab
+
+    command = commands.add_parser("batch", help="answer a file of requests", description=batch.__doc__)
+    add_model_options(command)
+    source = command.add_argument("input", type=arguments.path, help="JSON lines: custom_id, and messages or a prompt")
+    target = command.add_argument("output", type=arguments.path, help="where answers are appended, as JSON lines")
+    command.add_argument("--errors", type=arguments.path, metavar="FILE", help="for bad lines (OUTPUT.errors.jsonl)")
+    command.add_argument("--max-new-tokens", type=arguments.count, default=256, metavar="N", help="256 if not given")
+    command.add_argument(
+        "--in-flight", type=arguments.count, metavar="K", help="requests at a time (as memory has room for)"
+    )
+    command.set_defaults(run=batch)
+    allow_json(command)
+    source.complete = target.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+def batch(options: argparse.Namespace) -> int:
+    """Answer the requests of a file with a language model on disk, many at a time for one reading of the model.
+
+    A line of the input is a JSON object with a custom_id, and messages or a prompt, in it or in its body. Answers are
+    appended as they are ready. Called again after a kill, the command does what has no answer yet.
+    """
+    errors = options.errors or options.output.with_name(f"{options.output.name}.errors.jsonl")
+    places = {arguments.existing(options.input).resolve(), options.output.resolve(), errors.resolve()}
+    if len(places) < 3:
+        raise ArgumentError("requests, answers and errors are one file: give three")
+    with closing(Answers(options.output)) as answers, closing(_Refusals(errors)) as refusals:
+        before = len(answers.done)
+        progress = _Progress()
+        for result in _results(options, _to_do(options.input, answers.done, refusals)):
+            if isinstance(result, Answer):
+                answers.append(result.line(options.model))
+                progress.count(result.tokens)
+            else:
+                refusals.add(*result)
+        figures = {"answered": progress.lines, "answered_before": before, "refused": refusals.count}
+        figures |= progress.figures()
+    if options.json:
+        print_json(figures)
+    else:
+        print_pairs((name.replace("_", " "), f"{value:.4g}") for name, value in figures.items())
+    return int(refusals.count > 0)
+
+
+def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]]) -> Iterator[Any]:
+    """An answer, or a refusal, for each request. Without a request no model is loaded."""
+    import torch
+
+    from offload.batches.mapping import map_batches
+
+    first = next(requests, None)
+    if first is None:
+        return
+    folder = folder_of_model(options)
+    answer = _Answering(loaded_model(folder, options), tokenizer_of(folder), options.max_new_tokens)
+    with torch.inference_mode():
+        yield from map_batches(
+            answer,
+            chain([first], requests),
+            answer.model,
+            in_flight=options.in_flight,
+            ordered=False,
+            progress=False,
+        )
+
+
+def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[tuple[int, Request]]:
+    """The requests that have no answer yet; what is no request is refused."""
+    seen: set[str] = set()
+    for number, line in lines_of(path):
+        try:
+            request = parsed(line, number)
+            if request.custom_id in seen:
+                raise BadRequest(f"an earlier line has the custom_id {request.custom_id!r} too")
+        except BadRequest as error:
+            refusals.add(custom_id_of(line), number, str(error))
+            continue
+        seen.add(request.custom_id)
+        if request.custom_id not in done:
+            yield number, request
+
+
+class _Answering:
+    """Answers a request: called in lockstep with others."""
+
+    def __init__(self, model: Any, tokenizer: Any, most: int) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._most = most
+        self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    def __call__(self, numbered: tuple[int, Request]) -> Answer | tuple[str, int, str]:
+        number, request = numbered
+        try:
+            inputs = self._inputs(request)
+        except Exception as error:  # whatever a template makes of messages
+            return request.custom_id, number, f"the model's tokenizer does not take it: {first_line(error)}"
+        length = inputs["input_ids"].shape[1]
+        most = request.max_tokens or self._most
+        if length == 0:
+            return request.custom_id, number, "the prompt has no tokens for this model"
+        if self._longest is not None:
+            if length >= self._longest:
+                return request.custom_id, number, f"{length} tokens are more than the model takes ({self._longest})"
+            most = min(most, self._longest - length)
+        tokens = self.model.generate(**inputs.to(self.model.device), **self._options(request.options, most))[0, length:]
+        text, has_stopped = _up_to(self._tokenizer.decode(tokens, skip_special_tokens=True), request.options)
+        reason = "length" if len(tokens) == most and not has_stopped and not self._is_end(tokens[-1]) else "stop"
+        return Answer(request, text, length, len(tokens), reason)
+
+    def _inputs(self, request: Request) -> Any:
+        if request.messages is None:
+            return self._tokenizer(request.prompt, return_tensors="pt")
+        return self._tokenizer.apply_chat_template(
+            request.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+
+    def _options(self, asked: dict[str, Any], most: int) -> dict[str, Any]:
+        """For `generate`; the likeliest tokens, if no temperature is asked for."""
+        import torch
+
+        chosen: dict[str, Any] = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature"))}
+        if chosen["do_sample"]:
+            chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
+        if "stop" in asked:
+            chosen |= {"stop_strings": asked["stop"], "tokenizer": self._tokenizer}
+        if "seed" in asked:
+            torch.manual_seed(asked["seed"])  # of this request alone, inside `map_batches`
+        if self.model.generation_config.pad_token_id is None:
+            ends = self.model.generation_config.eos_token_id
+            chosen["pad_token_id"] = ends[0] if isinstance(ends, list) else ends or 0
+        return chosen
+
+    def _is_end(self, token: Any) -> bool:
+        ends = self.model.generation_config.eos_token_id
+        return int(token) in (ends if isinstance(ends, list) else [ends])
+
+
+def _up_to(text: str, asked: dict[str, Any]) -> tuple[str, bool]:
+    """Text up to what it was to stop at, and whether that is in it."""
+    starts = [text.find(stop) for stop in asked.get("stop", []) if stop in text]
+    return (text[: min(starts)], True) if starts else (text, False)
+
+
+class _Refusals:
+    """The lines that can't be answered, in a file that is there only if there are any."""
+
+    def __init__(self, path: Path) -> None:
+        self.count = 0
+        self._path = path
+        self._file: Answers | None = None
+        if is_there(path):  # those of a run before, which are looked at again
+            self._file = Answers(path)
+            self._file.clear()
+
+    def add(self, custom_id: str | None, line: int, why: str) -> None:
+        """One more of them."""
+        self._file = self._file or Answers(self._path)
+        self._file.append(refusal(custom_id, line, why))
+        self.count += 1
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class _Progress:
+    """How many lines were answered, how fast, and what was read for it."""
+
+    def __init__(self) -> None:
+        self.lines = self._tokens = 0
+        self._start, self._read = time.perf_counter(), counts().bytes_read
+        self._bar = Bar(desc="batch", unit=" lines", delay=1, disable=None, leave=False)
+
+    def count(self, tokens: int) -> None:
+        """One more, of so many tokens."""
+        self.lines += 1
+        self._tokens += tokens
+        figures = self.figures()
+        said = f"{figures['tokens_per_second']:.3g} tokens/s, {figures['read_bytes_per_line'] / 1e9:.3g} GB read a line"
+        self._bar.set_postfix_str(said, refresh=False)
+        self._bar.update()
+
+    def figures(self) -> dict[str, float]:
+        """So far."""
+        seconds, read = time.perf_counter() - self._start, counts().bytes_read - self._read
+        return {
+            "tokens": self._tokens,
+            "tokens_per_second": self._tokens / seconds,
+            "read_bytes_per_line": read / max(self.lines, 1),
+        }

@@ -1,0 +1,282 @@
+"""Requests and answers of a model as lines of JSON, in the form of the batch files of inference servers.
+
+Always true:
+- an answer is appended in one write and is on the disk before the next one begins; a process that is killed leaves
+  whole lines, and at most one that is not, which is cut off when the work goes on
+- a line that has its answer is not done again; a line that is bad does not stop the others
+- a file that holds anything but answers is not written to
+
+The form is that of https://platform.openai.com/docs/api-reference/batch: `custom_id`, `body.messages`...
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
+
+_SILENT = {"model", "user", "metadata", "store", "messages", "prompt", "max_tokens", "max_completion_tokens"}
+_HEEDED = {"temperature", "top_p", "seed", "stop"}
+_USUAL: dict[str, Any] = {"n": 1, "stream": False, "echo": False, "logprobs": (None, False), "tools": (None, [])}
+_LONGEST = 64 << 20  # bytes of a line
+
+
+class BadRequest(ValueError):
+    """A line that can't be answered, and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one line asks for.
+
+    Attributes:
+        custom_id: tells it from the others.
+        messages: of a chat; None if there is a prompt.
+        prompt: text to go on with; None if there are messages.
+        max_tokens: that may be generated; None for what the command says.
+        options: temperature, top_p, seed, stop: those that are given.
+    """
+
+    custom_id: str
+    messages: list[dict[str, Any]] | None
+    prompt: str | None
+    max_tokens: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model has made of a request."""
+
+    request: Request
+    text: str
+    prompt_tokens: int
+    tokens: int
+    finish_reason: str
+
+    def line(self, model: str) -> dict[str, Any]:
+        """As it is written."""
+        is_chat = self.request.messages is not None
+        said = {"message": {"role": "assistant", "content": self.text}} if is_chat else {"text": self.text}
+        body = {
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [{"index": 0, **said, "finish_reason": self.finish_reason}],
+            "usage": {
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.tokens,
+                "total_tokens": self.prompt_tokens + self.tokens,
+            },
+        }
+        return {"custom_id": self.request.custom_id, "response": {"status_code": 200, "body": body}, "error": None}
+
+
+def refusal(custom_id: str | None, line: int, why: str) -> dict[str, Any]:
+    """What is written of a line that can't be answered."""
+    error = {"code": "invalid_request", "message": why, "line": line}
+    return {"custom_id": custom_id, "response": None, "error": error}
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not empty, with their numbers from 1.
+
+    Raises:
+        ReadError: it can't be read.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LONGEST + 1):
+                number += 1
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise ReadError(error.errno, f"the requests can't be read ({error.strerror})", str(path)) from error
+
+
+def parsed(line: bytes, number: int) -> Request:
+    """The request of a line.
+
+    Raises:
+        BadRequest: it is none, or asks for what is not done.
+    """
+    if len(line) > _LONGEST:
+        raise BadRequest(f"it is longer than {_LONGEST} bytes")
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"it is no JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise BadRequest("it is no JSON object")
+    body = said.get("body", said)
+    if not isinstance(body, dict):
+        raise BadRequest("its body is no JSON object")
+    return Request(
+        custom_id=_custom_id(said, number),
+        messages=_messages(body),
+        prompt=_prompt(body),
+        max_tokens=_max_tokens(body),
+        options=_options(body, said),
+    )
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """What a line that is bad calls itself, if that can be told."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    found = said.get("custom_id") if isinstance(said, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _custom_id(said: dict[str, Any], number: int) -> str:
+    found = said.get("custom_id", f"line-{number}")
+    if not isinstance(found, str) or not found:
+        raise BadRequest(f"custom_id is {found!r}, and should be text")
+    return found
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, Any]] | None:
+    if "messages" not in body:
+        return None
+    found = body["messages"]
+    if not isinstance(found, list) or not found:
+        raise BadRequest("messages should be a list of messages")
+    for message in found:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequest("a message should have a role and content")
+    return found
+
+
+def _prompt(body: dict[str, Any]) -> str | None:
+    if "messages" in body:
+        if "prompt" in body:
+            raise BadRequest("it has both messages and a prompt")
+        return None
+    found = body.get("prompt")
+    if not isinstance(found, str) or not found:
+        raise BadRequest("it has neither messages nor a prompt that is text")
+    return found
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+    found = body.get("max_completion_tokens", body.get("max_tokens"))
+    if found is not None and (type(found) is not int or found < 1):
+        raise BadRequest(f"max_tokens is {found!r}, and should be a number of 1 or more")
+    return found
+
+
+def _options(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    outside = {"custom_id", "method", "url", "body"}
+    for name, value in body.items():
+        if name in _SILENT or name in _HEEDED or (body is said and name in outside):
+            continue
+        usual = _USUAL.get(name, ())
+        if value not in (usual if isinstance(usual, tuple) else (usual,)):
+            raise BadRequest(f"{name}={value!r} is not supported")
+    options = {name: body[name] for name in _HEEDED if body.get(name) is not None}
+    for name, least, most in (("temperature", 0, 100), ("top_p", 0, 1)):
+        value = options.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise BadRequest(f"{name} is {value!r}, and should be a number from {least} to {most}")
+    if type(options.get("seed", 0)) is not int:
+        raise BadRequest(f"seed is {options['seed']!r}, and should be a whole number")
+    stop = options.get("stop", [])
+    options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
+    if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
+        raise BadRequest(f"stop is {stop!r}, and should be text, or a list of texts")
+    return options
+
+
+class Answers:
+    """A file of answers that is appended to. One process at a time has it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it, or make it; what a killed process left of a line is cut off.
+
+        Raises:
+            ForeignFileError: it holds something else.
+            ArgumentError: another process writes to it.
+            WriteError: it can't be written.
+        """
+        self.path = path
+        self.done: set[str] = set()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            raise WriteError(error.errno, f"answers can't be written ({error.strerror})", str(path)) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._look()
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise ArgumentError(f"another process is writing answers to {path}") from error
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _look(self) -> None:
+        """Take note of what is answered."""
+        end = 0
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.done.add(self._answered(line, whole=True))
+                    end += len(line)
+                elif line.startswith(b'{"custom_id"'[: len(line)]):  # the process was killed as it wrote this
+                    os.ftruncate(self._fd, end)
+                else:
+                    self._answered(line, whole=False)
+
+    def _answered(self, line: bytes, *, whole: bool) -> str:
+        try:
+            said = json.loads(line) if whole else None
+        except ValueError:
+            said = None
+        if not isinstance(said, dict) or {"custom_id", "response", "error"} - said.keys():
+            message = "it is there already and holds more than answers: give another file"
+            raise ForeignFileError(errno.EEXIST, message, str(self.path))
+        return str(said["custom_id"])
+
+    def append(self, said: dict[str, Any]) -> None:
+        """One more line, on the disk when this comes back.
+
+        Raises:
+            WriteError: the disk does not take it.
+        """
+        left = memoryview(_encoded(said) + b"\n")
+        start = os.fstat(self._fd).st_size
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+            os.fdatasync(self._fd)
+        except OSError as error:
+            os.ftruncate(self._fd, start)
+            raise WriteError(error.errno, f"an answer can't be written ({error.strerror})", str(self.path)) from error
+
+    def clear(self) -> None:
+        """Take out all that is there."""
+        os.ftruncate(self._fd, 0)
+        self.done = set()
+
+    def close(self) -> None:
+        """Let another process have it."""
+        os.close(self._fd)
+
+
+def _encoded(said: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(said, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a half of a pair of surrogates
+        return json.dumps(said).encode()
