@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
     )
     command.set_defaults(run=batch)
     allow_json(command)
-    source.complete = target.complete = shtab.FILE  # type: ignore[attr-defined]
+    source.complete = target.complete = shtab.FILE
 
 
 def batch(options: argparse.Namespace) -> int:
@@ -63,8 +63,8 @@ def batch(options: argparse.Namespace) -> int:
                 progress.count(result.tokens)
             else:
                 refusals.add(*result)
-        figures = {"answered": progress.lines, "answered_before": before, "refused": refusals.count}
-        figures |= progress.figures()
+        done = {"answered": progress.lines, "answered_before": before, "refused": refusals.count}
+        figures: dict[str, float] = {**done, **progress.figures()}
     if options.json:
         print_json(figures)
     else:
@@ -133,7 +133,9 @@ class _Answering:
             if length >= self._longest:
                 return request.custom_id, number, f"{length} tokens are more than the model takes ({self._longest})"
             most = min(most, self._longest - length)
-        tokens = self.model.generate(**inputs.to(self.model.device), **self._options(request.options, most))[0, length:]
+        tokens = self.model.generate(**inputs.to(self.model.device), **self._options(request.options, most, length))[
+            0, length:
+        ]
         text, has_stopped = _up_to(self._tokenizer.decode(tokens, skip_special_tokens=True), request.options)
         reason = "length" if len(tokens) == most and not has_stopped and not self._is_end(tokens[-1]) else "stop"
         return Answer(request, text, length, len(tokens), reason)
@@ -145,7 +147,7 @@ class _Answering:
             request.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
 
-    def _options(self, asked: dict[str, Any], most: int) -> dict[str, Any]:
+    def _options(self, asked: dict[str, Any], most: int, length: int) -> dict[str, Any]:
         """For `generate`; the likeliest tokens, if no temperature is asked for."""
         import torch
 
@@ -153,13 +155,23 @@ class _Answering:
         if chosen["do_sample"]:
             chosen |= {name: float(asked[name]) for name in ("temperature", "top_p") if name in asked}
         if "stop" in asked:
-            chosen |= {"stop_strings": asked["stop"], "tokenizer": self._tokenizer}
+            chosen["stopping_criteria"] = [self._stopping(asked, length)]
         if "seed" in asked:
             torch.manual_seed(asked["seed"])  # of this request alone, inside `map_batches`
         if self.model.generation_config.pad_token_id is None:
             ends = self.model.generation_config.eos_token_id
             chosen["pad_token_id"] = ends[0] if isinstance(ends, list) else ends or 0
         return chosen
+
+    def _stopping(self, asked: dict[str, Any], length: int) -> Any:
+        """Whether there is text to stop at; transformers' own does not take each tokenizer (5.23)."""
+        import torch
+
+        def stops(tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
+            text = self._tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
+            return torch.tensor([_up_to(text, asked)[1]], device=tokens.device)
+
+        return stops
 
     def _is_end(self, token: Any) -> bool:
         ends = self.model.generation_config.eos_token_id

@@ -1,0 +1,231 @@
+"""`offload batch`: every request is answered once, whatever ends the process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.cli import main
+from tests.processes import run_script
+
+KILLS = int(os.environ.get("OFFLOAD_BATCH_KILLS", "4"))
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of 96 words, and a template for chats."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    place = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 96}
+    config = LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=64, eos_token_id=95)
+    LlamaForCausalLM(config).save_pretrained(place)
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", eos_token="w95")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def request(at: int, **body: Any) -> dict[str, Any]:
+    asked = {"messages": [{"role": "user", "content": f"w{at % 90 + 1} w{at % 7}"}], "max_tokens": 2 + at % 5, **body}
+    return {"custom_id": f"request {at}", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+
+
+def written(path: Path, lines: list[Any]) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def texts(path: Path) -> dict[str, str]:
+    return {said["custom_id"]: said["response"]["body"]["choices"][0]["message"]["content"] for said in read(path)}
+
+
+def run(folder: Path, source: Path, target: Path, *options: str) -> int:
+    return main(["batch", str(folder), str(source), str(target), *options])
+
+
+def plain_answer(folder: Path, prompt: str, most: int) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=most, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_each_request_has_the_answer_of_the_model_in_memory(folder, tmp_path, capsys):
+    source = written(tmp_path / "in.jsonl", [request(at) for at in range(7)])
+
+    assert 0 == run(folder, source, tmp_path / "out.jsonl", "--in-flight", "3", "--json")
+
+    said = json.loads(capsys.readouterr().out)
+    assert (7, 0, 0) == (said["answered"], said["answered_before"], said["refused"])
+    found = texts(tmp_path / "out.jsonl")
+    assert {f"request {at}" for at in range(7)} == found.keys()
+    for at in (0, 6):
+        asked = f"{request(at)['body']['messages'][0]['content']} "
+        assert plain_answer(folder, asked, 2 + at % 5) == found[f"request {at}"]
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_the_form_is_that_of_inference_servers(folder, tmp_path):
+    source = written(tmp_path / "in.jsonl", [request(1, max_tokens=3), {"prompt": "w1 w2", "custom_id": "p"}])
+
+    run(folder, source, tmp_path / "out.jsonl", "--max-new-tokens", "2")
+
+    chat, text = sorted(read(tmp_path / "out.jsonl"), key=lambda said: said["custom_id"] == "p")
+    assert {"custom_id", "response", "error"} == chat.keys()
+    assert (200, None) == (chat["response"]["status_code"], chat["error"])
+    body = chat["response"]["body"]
+    assert {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5} == body["usage"]
+    assert ("chat.completion", "assistant") == (body["object"], body["choices"][0]["message"]["role"])
+    assert "length" == body["choices"][0]["finish_reason"]
+    assert "text_completion" == text["response"]["body"]["object"]
+    assert 2 == len(text["response"]["body"]["choices"][0]["text"].split())
+
+
+def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
+    bad: dict[str, Any] = {
+        "no JSON": "{",
+        "no JSON object": "[1]",
+        "neither messages nor a prompt": {"custom_id": "a"},
+        "both messages and a prompt": {"custom_id": "b", "messages": [{"role": "user"}], "prompt": "w1"},
+        "should be text": {"custom_id": 3, "prompt": "w1"},
+        "an earlier line": request(1),
+        "max_tokens is 0": request(2, max_tokens=0),
+        "temperature is": request(3, temperature="hot"),
+        "top_p is 2": request(4, top_p=2),
+        "n=2 is not supported": request(5, n=2),
+        "stop is 3": request(6, stop=3),
+        "more than the model takes": {"custom_id": "c", "prompt": "w1 " * 64},
+        "a role and content": request(7, messages=[1]),
+        "does not take it": request(8, messages=[{"role": "user", "content": {"a": 1}, "x": 1}, {"role": "user"}]),
+    }
+    lines = [request(1), *bad.values(), request(9)]
+    source = written(tmp_path / "in.jsonl", lines)
+    errors = tmp_path / "bad.jsonl"
+
+    assert 1 == run(folder, source, tmp_path / "out.jsonl", "--errors", str(errors))
+
+    assert {"request 1", "request 9"} <= texts(tmp_path / "out.jsonl").keys()
+    told = {said["error"]["line"]: said["error"]["message"] for said in read(errors)}
+    for at, words in enumerate(bad, start=2):
+        if words != "does not take it":  # that depends on the template
+            assert words in told[at]
+    assert all(said["response"] is None for said in read(errors))
+
+
+def test_what_is_answered_is_not_done_again(folder, tmp_path, capsys):
+    source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
+    run(folder, source, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    written(source, [request(at) for at in range(5)])
+    capsys.readouterr()
+
+    run(folder, source, tmp_path / "out.jsonl", "--json")
+
+    said = json.loads(capsys.readouterr().out)
+    assert (2, 3) == (said["answered"], said["answered_before"])
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+
+
+def test_a_line_that_was_cut_by_a_kill_is_done_again(folder, tmp_path):
+    source = written(tmp_path / "in.jsonl", [request(at) for at in range(3)])
+    run(folder, source, tmp_path / "out.jsonl", "--in-flight", "1")
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    expected = texts(tmp_path / "out.jsonl")
+    for cut in (1, 5, 20, len(whole.splitlines()[-1])):
+        (tmp_path / "out.jsonl").write_bytes(whole[:-cut])
+
+        run(folder, source, tmp_path / "out.jsonl", "--in-flight", "1")
+
+        assert expected == texts(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("content", ["not JSON\n", '{"a": 1}\n', "text without an end", '{"custom_id": 1}\n'])
+def test_a_file_of_something_else_is_not_written_to(folder, tmp_path, content, capsys):
+    source = written(tmp_path / "in.jsonl", [request(1)])
+    (tmp_path / "out.jsonl").write_text(content, encoding="utf-8")
+
+    assert 1 == run(folder, source, tmp_path / "out.jsonl")
+
+    assert content == (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+    assert "more than answers" in capsys.readouterr().err
+
+
+def test_one_file_for_two_things_is_an_error(folder, tmp_path, capsys):
+    source = written(tmp_path / "in.jsonl", [request(1)])
+    before = source.read_bytes()
+
+    assert 1 == run(folder, source, source)
+    assert 1 == run(folder, tmp_path / "missing.jsonl", tmp_path / "out.jsonl")
+
+    assert before == source.read_bytes()
+    assert "give three" in capsys.readouterr().err
+
+
+def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path):
+    asked = [request(at, temperature=1.5, top_p=0.9, seed=5, max_tokens=8) for at in range(2)]
+    source = written(tmp_path / "in.jsonl", asked)
+    for name, in_flight in (("a", "1"), ("b", "2")):
+        run(folder, source, tmp_path / name, "--in-flight", in_flight)
+    assert texts(tmp_path / "a") == texts(tmp_path / "b")
+
+    first = texts(tmp_path / "a")["request 0"].split()
+    written(source, [request(0, temperature=1.5, top_p=0.9, seed=5, max_tokens=8, stop=first[3])])
+    run(folder, source, tmp_path / "c")
+
+    [said] = read(tmp_path / "c")
+    assert first[: first.index(first[3])] == said["response"]["body"]["choices"][0]["message"]["content"].split()
+    assert "stop" == said["response"]["body"]["choices"][0]["finish_reason"]
+
+
+def test_a_killed_process_loses_nothing_and_nothing_is_done_twice(folder, tmp_path):
+    """Killed at random moments, then run to the end."""
+    count = 12
+    source = written(tmp_path / "in.jsonl", [request(at, max_tokens=3) for at in range(count)])
+    run(folder, source, tmp_path / "expected.jsonl")
+    script = """
+        import os, random, signal, sys, time
+        import torch, transformers, offload.cli, offload.batches.mapping
+        from transformers import AutoTokenizer, LlamaForCausalLM
+        folder, source, target, kills = sys.argv[1:]
+        rng, done = random.Random(1), 0
+        for at in range(int(kills) + 1):
+            pid = os.fork()
+            if not pid:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os._exit(offload.cli.main(["batch", folder, source, target, "--in-flight", "4"]))
+            if at < int(kills):
+                before = os.path.getsize(target) if os.path.exists(target) else 0
+                until = time.monotonic() + 20
+                wanted = before + rng.randrange(1, 900)
+                while time.monotonic() < until and os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    if os.path.exists(target) and os.path.getsize(target) >= wanted:
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                        break
+            else:
+                assert os.waitpid(pid, 0)[1] == 0
+    """
+
+    run_script(script, str(folder), str(source), str(tmp_path / "out.jsonl"), str(KILLS))
+
+    found = [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
+    assert sorted(f"request {at}" for at in range(count)) == sorted(found)
+    assert texts(tmp_path / "expected.jsonl") == texts(tmp_path / "out.jsonl")
