@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,10 +19,10 @@ import numpy as np
 import torch
 
 from offload.errors import OffloadError
-from offload.offloading.place import Place
+from offload.offloading.place import Place, log
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.layout import Entry, Layout
+from offload.storage.layout import Layout
 from offload.storage.mapping import mapped_alone
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
@@ -37,23 +34,11 @@ _MAPS = Path("/proc/self/maps")
 _PAGE_MAP = Path("/proc/self/pagemap")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A piece of a file that is mapped: the file, and the byte at which the piece begins."""
-
-    file: TensorFile
-    start: int
-
-    def entry(self, nbytes: int) -> Entry | None:
-        """The entry that begins there, if it has so many bytes."""
-        for entry in _starts(self.file).get(self.start, ()):
-            if entry.layout.nbytes == nbytes and entry.layout.is_dense:
-                return entry
-        return None
-
-
 def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What an unpickler is about to rebuild in `frame`, over a file, if its storage is large; None if it is not."""
+    """What an unpickler is about to rebuild in `frame`, over a file, if its storage is large; None if it is not.
+
+    Tensors over one storage are over one value. What is mapped, and is no entry of a file of tensors, is copied.
+    """
     known = REBUILDING.variables(frame)
     if known is None:
         return None
@@ -63,30 +48,20 @@ def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Ten
     with no_functions(), no_modes():
         tensor = torch.empty(0, dtype=kwargs["dtype"], device=CPU)
         tensor.set_(storage, known["storage_offset"], known["size"], known["stride"])
-        stored = _stored(place, storage, tensor)
-    if stored is None:
-        return None
-    return _in_a_row(stored, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _stored(place: Place, storage: torch.UntypedStorage, tensor: torch.Tensor) -> OffloadedTensor | None:
-    """All of a storage that is mapped from a file, and that `tensor` is over. Tensors over one are over one value."""
-    handle = _STORED.get(storage_id(storage))
-    if handle is None:
-        source = source_of(storage.data_ptr(), storage.nbytes())
-        entry = source.entry(storage.nbytes()) if source else None
-        if source and entry:
-            handle = Handle.reference(source.file, entry.key)
-        elif is_mapped(storage.data_ptr()):
+        handle = _STORED.get(storage_id(storage)) or _reference(storage.data_ptr(), storage.nbytes())
+        if handle is None and _mapping_at(storage.data_ptr()) is None:
+            log.debug("%s bytes that are loaded stay in memory, which no file is behind", storage.nbytes())
+            return None
+        if handle is None:
             layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
             is_all = layout.nbytes == storage.nbytes() and layout.is_dense
             whole = tensor if is_all else torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
             handle = Handle.create(whole, place.name("load"), place.folder)
-        else:
-            return None
+            log.debug("%s that is loaded is copied to %s, as it is no entry of its file", layout, handle.path)
         _STORED[storage_id(storage)] = handle
         _STORAGES[handle] = storage  # while it lives, its address is its own
-    return wrap_handle(handle, CPU)
+        stored = wrap_handle(handle, CPU)
+    return _in_a_row(stored, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,12 +69,10 @@ def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     if not place.takes(tensor, "asarray") or tensor.device != CPU or not tensor.is_contiguous():
         return tensor
     with no_functions(), no_modes():
-        nbytes = tensor.numel() * tensor.itemsize
-        source = source_of(tensor.data_ptr(), nbytes)
-        entry = source.entry(nbytes) if source else None
-        if source is None or entry is None:
+        handle = _reference(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+        if handle is None:
             return tensor
-        stored = wrap_handle(Handle.reference(source.file, entry.key), CPU)
+        stored = wrap_handle(handle, CPU)
     return _in_a_row(stored, tensor.dtype).view(tensor.shape)
 
 
@@ -133,28 +106,25 @@ def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:
     return None
 
 
-def source_of(address: int, nbytes: int) -> Source | None:
-    """The file of tensors that these bytes are mapped from, unchanged; None if there is none, or it is not known."""
+def _reference(address: int, nbytes: int) -> Handle | None:
+    """The entry of a file that these bytes are mapped from, unchanged; None if there is none, or it is not known."""
     mapping = _mapping_at(address)
     if mapping is None or not _is_untouched(address, nbytes):
         return None
     start, offset, inode, path = mapping
-    with suppress(OffloadError):
+    try:
         file = TensorFile.open(path)
-        if file.identity.inode == inode:
-            return Source(file, address - start + offset)
-    return None
-
-
-def is_mapped(address: int) -> bool:
-    """Whether this memory is a private mapping of a file."""
-    return _mapping_at(address) is not None
+    except OffloadError:
+        return None
+    key = _keys_of(file).get((address - start + offset, nbytes)) if file.identity.inode == inode else None
+    if key is None:
+        return None
+    log.debug("%s is referenced in %s", key, path)
+    return Handle.reference(file, key)
 
 
 def _mapping_at(address: int) -> tuple[int, int, int, str] | None:
     """Where a private mapping begins, in memory and in its file, with its inode and path. See proc_pid_maps(5)."""
-    if not sys.platform.startswith("linux"):
-        return None
     try:
         lines = os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]  # paths may hold what `splitlines` takes for an end
     except OSError:  # what is not known stays in memory
@@ -186,17 +156,15 @@ def _in_a_row(stored: OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
     return flat if flat.dtype == dtype else flat.view(torch.uint8).view(dtype)
 
 
-def _starts(file: TensorFile) -> dict[int, Sequence[Entry]]:
-    """The entries of a file by the byte at which they begin."""
-    found = _STARTS.get(file)
+def _keys_of(file: TensorFile) -> dict[tuple[int, int], str]:
+    """The dense entries of a file, by the byte at which they begin, and how many they take."""
+    found = _KEYS.get(file)
     if found is None:
-        found = {}
-        for entry in file.entries.values():
-            found.setdefault(entry.start, []).append(entry)
-        _STARTS[file] = found
+        dense = [entry for entry in file.entries.values() if entry.layout.is_dense]
+        found = _KEYS[file] = {(entry.start, entry.layout.nbytes): entry.key for entry in reversed(dense)}
     return found
 
 
-_STARTS: weakref.WeakKeyDictionary[TensorFile, dict[int, Any]] = weakref.WeakKeyDictionary()
+_KEYS: weakref.WeakKeyDictionary[TensorFile, dict[tuple[int, int], str]] = weakref.WeakKeyDictionary()
 _STORED: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
 _STORAGES: weakref.WeakKeyDictionary[Handle, torch.UntypedStorage] = weakref.WeakKeyDictionary()

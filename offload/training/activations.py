@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections import deque
@@ -32,9 +31,9 @@ from offload.storage.regular import absolute
 from offload.tensor.guests import CPU, metadata_of, sent_to, twin_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
 from offload.torch_api import not_compiled, storage_id, storage_uses, version_of
+from offload.training.optimizer import log
 
 _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
-_log = logging.getLogger("offload")
 
 
 @not_compiled
@@ -91,27 +90,17 @@ class _Content:
 
 
 class _Saved:
-    """A tensor as an op saved it: which part of which content, at which version."""
+    """A tensor as an op saved it, at which version: the whole of it, or which part of which content."""
 
-    __slots__ = ("content", "cut", "device", "version", "witness")
+    __slots__ = ("content", "cut", "version", "witness")
 
-    def __init__(self, tensor: torch.Tensor, content: _Content) -> None:
-        self.witness = tensor.detach()  # has the version counter of `tensor`, and no longer its memory
+    def __init__(self, tensor: torch.Tensor, content: _Content | None = None) -> None:
+        self.witness = tensor.detach()  # has the version counter of `tensor`, and its memory only if that stays
         self.version = version_of(tensor)
-        self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.cut = metadata_of(tensor)
-        self.device = tensor.device
         self.content = content
-
-
-class _Kept:
-    """A tensor that stays as it is."""
-
-    __slots__ = ("version", "witness")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.witness = tensor.detach()
-        self.version = version_of(tensor)
+        if content is not None:
+            self.cut = metadata_of(tensor)
+            self.witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 class _Block:
@@ -125,28 +114,30 @@ class _Block:
         self._min_bytes = min_bytes
 
     @not_compiled
-    def pack(self, tensor: torch.Tensor) -> _Saved | _Kept:
+    def pack(self, tensor: torch.Tensor) -> _Saved:
         """What the graph holds in place of `tensor`."""
         self.tell()
         if not _has_memory(tensor) or tensor.untyped_storage().nbytes() < max(self._min_bytes, 1):
-            return _Kept(tensor)
+            return _Saved(tensor)
         with no_functions(), no_modes():
             return _DISK.save(tensor, self)
 
     @not_compiled
-    def unpack(self, saved: _Saved | _Kept) -> torch.Tensor:
+    def unpack(self, saved: _Saved) -> torch.Tensor:
         """The tensor that was saved."""
         now = version_of(saved.witness)
         if now != saved.version:
+            shape = saved.witness.shape if saved.content is None else saved.cut[0]
             raise SavedTensorError(
-                f"{_described(saved)}, needed for gradient computation, was modified by an inplace operation after "
-                f"it was saved (version {now}, not {saved.version}): clone it first, or use an op that is not in place"
+                f"a tensor of shape {tuple(shape)} and {saved.witness.dtype}, needed for gradient computation, was "
+                f"modified by an inplace operation after it was saved (version {now}, not {saved.version}): clone it "
+                "first, or use an op that is not in place"
             )
-        if isinstance(saved, _Kept):
+        if saved.content is None:
             return saved.witness
         self._expect()
         with no_functions(), no_modes():
-            return _DISK.load(saved)
+            return _DISK.load(saved, saved.content)
 
     def tell(self) -> None:
         """Raise what the writer met."""
@@ -161,13 +152,6 @@ class _Block:
         self.is_expected = True
         contents = sorted(self.written.items(), reverse=True)
         expect([handle_of(content.stored) for _, content in contents if content.stored is not None])
-
-
-def _described(saved: _Saved | _Kept) -> str:
-    shape, dtype = (
-        (saved.cut[0], saved.cut[3]) if isinstance(saved, _Saved) else (saved.witness.shape, saved.witness.dtype)
-    )
-    return f"a tensor of shape {tuple(shape)} and {dtype}"
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -210,8 +194,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         self.wait(_MOST_PENDING)
         return saved
 
-    def load(self, saved: _Saved) -> torch.Tensor:
-        content = saved.content
+    def load(self, saved: _Saved, content: _Content) -> torch.Tensor:
         with self.lock:
             if content.stored is None:
                 assert content.storage is not None
@@ -222,7 +205,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
             content.storage = mapped.untyped_storage()
             self._contents[storage_id(content.storage)] = content
         count_freed(mapped.nbytes)  # of the gradients that came before
-        return sent_to(twin_with(mapped, saved.cut), saved.device)
+        return sent_to(twin_with(mapped, saved.cut), saved.witness.device)
 
     def look(self) -> None:
         """Have written what nobody else holds any more."""
@@ -282,7 +265,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         try:
             handle = Handle.passing(_bytes_of(storage), f"activation-{content.turn}", block.folder)
         except Exception as error:  # whatever it is, it is for the thread that computes
-            _log.warning("an activation stays in memory: %s", error)
+            log.warning("an activation stays in memory: %s", error)
             block.error = error
             return
         with self.lock:
@@ -293,6 +276,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
             block.written[content.turn] = content
             block.is_expected = False
         nbytes = storage.nbytes()
+        log.debug("%s bytes of activations are in %s", nbytes, handle.path)
         del storage
         count_freed(nbytes)
 
