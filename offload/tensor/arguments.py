@@ -124,8 +124,15 @@ def checked_dense(tensor: object, name: str) -> torch.Tensor:
     return tensor
 
 
-def refuse_without_grad(stored: torch.Tensor, values: torch.Tensor, name: str) -> None:
-    """Refuse a new value of a dtype that has no gradients, for a tensor that requires them; torch says it so, too."""
+def refuse_new_value(stored: torch.Tensor, values: object, name: str) -> None:
+    """Refuse what can't become the value of `stored`, before anything is written.
+
+    Raises:
+        UnsupportedOpError: also a dtype that has no gradients, where they are required; torch says it so, too.
+        TypeError, UnknownSubclassError
+    """
+    values = checked_dense(values, name)
+    refuse_lossy(values, name)
     if stored.requires_grad and not (values.is_floating_point() or values.is_complex()):
         raise UnsupportedOpError(
             f"{name!r}: data set to a tensor that requires gradients must be floating point or complex dtype, "

@@ -24,34 +24,33 @@ from offload.tensor.rules import (
     decompose_in_sight,
     decompose_with_views,
     guests_of,
+    guests_that_ask_for_grad,
     is_followed,
     named_guests,
-    normal_unless_inference,
+    on_guests,
     plain_copies,
     read,
+    read_directly,
     records_graph,
     view_of,
     write,
 )
 from offload.tensor.traced import Traced
 from offload.tensor.wrapper import (
-    FUNCTIONS,
     INNER,
-    RULES,
     OffloadedTensor,
-    Rule,
     become,
     current_twin,
     guest_of,
+    implements,
     mapped_value,
+    overrides,
     redress,
-    registrar,
     store,
     wrap,
 )
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
-    OpOverload,
     are_swappable,
     is_traced,
     is_view,
@@ -60,16 +59,6 @@ from offload.torch_api import (
 )
 
 aten = torch.ops.aten
-
-
-def implements(*ops: OpOverload) -> Callable[[Rule], Rule]:
-    """Register the rule of aten ops, below autograd."""
-    return registrar(RULES, *ops)
-
-
-def overrides(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register the rule of functions of torch's Python interface, above autograd."""
-    return registrar(FUNCTIONS, *functions)
 
 
 @overrides(torch.tensor_split, torch.Tensor.tensor_split)
@@ -87,33 +76,7 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
 @overrides(torch.sparse.mm)
 def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """With a reduction, torch reads the dense factor in memory, under every dispatcher."""
-    memo = plain_copies((*args, *kwargs.values()))
-    return func(*guests_of(args, memo), **named_guests(kwargs, memo))
-
-
-@overrides(
-    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
-    F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.addmm, torch.baddbmm, torch.cat, torch.stack,
-    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,
-    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm, torch.Tensor.bmm,
-    torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
-    torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
-    torch.Tensor.__radd__, torch.Tensor.__rmul__,
-    # These take another branch, with other last bits, when an argument is of a subclass (torch 2.13):
-    torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
-    torch.linalg.norm, torch.linalg.svdvals,
-)  # fmt: skip
-def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Without a graph to record, the whole function runs on guests: one step instead of one for each op inside.
-
-    Only for functions that neither write nor give views.
-    """
-    with DisableTorchFunctionSubclass():
-        if modes_are_on() or records_graph(args, kwargs):
-            return func(*args, **kwargs)
-        memo = _guests_that_ask_for_grad(*args, *kwargs.values())
-        return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+    return on_guests(func, args, kwargs, plain_copies((*args, *kwargs.values())))
 
 
 @overrides(
@@ -129,20 +92,11 @@ def _resolved(arg: Any) -> Any:
     return arg.clone() if type(arg) is OffloadedTensor and arg.is_conj() else arg
 
 
-def _guests_that_ask_for_grad(*args: Any) -> dict[int, torch.Tensor]:
-    """By id, guests of those that do: `matmul` and others pick a kernel by that, also where there is no graph."""
-    return {
-        id(arg): guest_of(arg).detach().requires_grad_()
-        for arg in args
-        if type(arg) is OffloadedTensor and arg.requires_grad
-    }
-
-
 @implements(aten._fused_sdp_choice.default)
 def choose_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Chooses by whether its arguments ask for grad, which guests do not."""
-    memo = _guests_that_ask_for_grad(*args, *kwargs.values())
-    return call(func, guests_of(args, memo), named_guests(kwargs, memo))
+    memo = guests_that_ask_for_grad(args, kwargs)
+    return read(func, args, kwargs, memo)
 
 
 @overrides(F.embedding)
@@ -153,8 +107,7 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with DisableTorchFunctionSubclass():
         if writes or not _is_picked_here(table) or modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
-        memo = {id(table): mapped_value(table)}
-        return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+        return on_guests(func, args, kwargs, {id(table): mapped_value(table)})
 
 
 @implements(aten.convolution.default)
@@ -177,8 +130,7 @@ def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Another tensor over the same value: nothing is cut, so the twin serves both, and no subclass is asked."""
     base = args[0]
     twin = func(base._handle.inner) if type(base._handle) is Traced else current_twin(base)
-    with normal_unless_inference(base):
-        return view_of(base, twin)
+    return view_of(base, twin)
 
 
 @implements(
@@ -265,8 +217,7 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if not _has_file(table) or table._handle.is_subclass:
         return read(func, args, kwargs)
     if table._target == CPU:
-        here = {id(table): mapped_value(table)}
-        return call(func, guests_of(args, here), named_guests(kwargs, here))
+        return read(func, args, kwargs, {id(table): mapped_value(table)})
     memo: dict[int, torch.Tensor] = {}
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
@@ -287,8 +238,7 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     for group in groups.tolist():
         brought_in(matrices._handle, current_twin(matrices).select(0, group))
     if matrices._target == CPU:
-        here = {id(matrices): mapped_value(matrices)}
-        return call(func, guests_of(args, here), named_guests(kwargs, here))
+        return read(func, args, kwargs, {id(matrices): mapped_value(matrices)})
     chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
     ends = ends[groups.to(ends.device)]
     return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
@@ -383,7 +333,7 @@ _ACCESSORS = {"__get__", "__set__", "__delete__"}
 _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 
 
-@registrar(FUNCTIONS, INNER)
+@overrides(INNER)
 def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Below torch functions, autograd would take `linear` apart into ops that the inner class lacks."""
     if _is_of_the_tensor(func, args, kwargs):
@@ -392,7 +342,7 @@ def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     if _is_inplace(func):
         return _call_inplace(func, args, kwargs)
     memo = plain_copies((*args, *kwargs.values()))
-    results = _as_the_class_has_it(func, args)(*guests_of(args, memo), **named_guests(kwargs, memo))
+    results = on_guests(_as_the_class_has_it(func, args), args, kwargs, memo)
     return _independent(results, {place for guest in memo.values() for place in _places(guest)})
 
 
@@ -430,10 +380,10 @@ def _call_inplace(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     changed = next(iter((*args, *kwargs.values())))
     memo: dict[int, torch.Tensor] = {}
     if type(changed) is not OffloadedTensor:
-        return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+        return on_guests(func, args, kwargs, memo)
     with no_grad():
         copy = memo[id(changed)] = changed.materialize()
-        func(*guests_of(args, memo), **named_guests(kwargs, memo))
+        on_guests(func, args, kwargs, memo)
         store(changed, copy)
     torch.autograd.graph.increment_version(changed)
     return changed

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from offload.errors import UnsupportedOpError
@@ -22,17 +23,16 @@ from offload.tensor.guests import CPU, cut, metadata_of, sent_to, twin_with
 from offload.tensor.traced import Traced, as_called_from
 from offload.tensor.wrapper import (
     BY_SCHEMA,
-    FUNCTIONS,
     OUT,
-    RULES,
     OffloadedTensor,
     Rule,
     current_twin,
     guest_of,
+    implements,
     is_part,
     mapped_value,
+    overrides,
     redress,
-    registrar,
     store,
     wrap,
     wrap_traced,
@@ -76,6 +76,11 @@ def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[
     return dict(zip(kwargs, guests_of(kwargs.values(), memo), strict=True)) if kwargs else kwargs
 
 
+def on_guests(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> Any:
+    """Call `func` with guests for the offloaded tensors; `memo` are those that there are, by id."""
+    return func(*guests_of(args, memo), **named_guests(kwargs, memo))
+
+
 def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     """Copies, by id, of those that somebody follows, for functions that need plain tensors: a guest hides from them."""
     if not (torch.is_grad_enabled() or is_dual_level() or is_traced()):
@@ -88,10 +93,46 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
         }
 
 
+# Functions that run on guests as a whole, above autograd
+
+
+@overrides(
+    F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.bilinear,
+    F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.addmm, torch.baddbmm, torch.cat, torch.stack,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.where,
+    torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm, torch.Tensor.bmm,
+    torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
+    torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
+    torch.Tensor.__radd__, torch.Tensor.__rmul__,
+    # These take another branch, with other last bits, when an argument is of a subclass (torch 2.13):
+    torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
+    torch.linalg.norm, torch.linalg.svdvals,
+)  # fmt: skip
+def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Without a graph to record, the whole function runs on guests: one step instead of one for each op inside.
+
+    Only for functions that neither write nor give views.
+    """
+    with DisableTorchFunctionSubclass():
+        if modes_are_on() or records_graph(args, kwargs):
+            return func(*args, **kwargs)
+        return on_guests(func, args, kwargs, guests_that_ask_for_grad(args, kwargs))
+
+
+def guests_that_ask_for_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """By id, guests of those that do: `matmul` and others pick a kernel by that, also where there is no graph."""
+    memo = {}
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if type(arg) is OffloadedTensor and arg.requires_grad:
+            memo[id(arg)] = guest_of(arg).detach().requires_grad_()
+    return memo
+
+
 # The rules that a schema implies
 
 
-@registrar(RULES, BY_SCHEMA)
+@implements(BY_SCHEMA)
 def rule_of(func: Any, *_: Any) -> Rule:
     if not isinstance(func, OpOverload):
         return read
@@ -196,9 +237,9 @@ _LAZY_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTenso
 _VIEWS = DispatchKey.ADInplaceOrView
 
 
-def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on guests; the result is plain."""
-    memo: dict[int, torch.Tensor] = {}
+def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int, torch.Tensor] | None = None) -> Any:
+    """Run on guests; the result is plain. `memo`: guests that there are, by id."""
+    memo = {} if memo is None else memo
     return call(func, guests_of(args, memo), named_guests(kwargs, memo))
 
 
@@ -207,27 +248,23 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
         return read(func, args, kwargs)
-    if modes_are_on() and type(base._handle) is not Traced:
+    if type(base._handle) is Traced:
+        with DisableTorchFunctionSubclass():
+            twins = func(current_twin(base), *args[1:], **kwargs)
+    elif modes_are_on():
         with no_functions(), no_modes():
             twins = func(current_twin(base), *args[1:], **kwargs)
     else:
-        with DisableTorchFunctionSubclass():
-            twins = func(current_twin(base), *args[1:], **kwargs)
-    with normal_unless_inference(base):
-        if isinstance(twins, torch.Tensor):
-            return view_of(base, twins)
-        return [view_of(base, twin) for twin in twins]
+        twins = func(current_twin(base), *args[1:], **kwargs)
+    return view_of(base, twins) if isinstance(twins, torch.Tensor) else [view_of(base, twin) for twin in twins]
 
 
 def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
-    return wrap_traced(twin) if type(base._handle) is Traced else wrap(base._handle, twin, base._target)
-
-
-def normal_unless_inference(base: OffloadedTensor) -> Any:
-    """A view of a normal tensor is a normal tensor, also in inference mode."""
+    """The view of the value of `base` that is cut as `twin`. That of a normal tensor is one in inference mode, too."""
     if torch.is_inference_mode_enabled() and not is_inference(base):
-        return InferenceMode(False)
-    return DisableTorchFunctionSubclass()
+        with InferenceMode(False):
+            return view_of(base, twin)
+    return wrap_traced(twin) if type(base._handle) is Traced else wrap(base._handle, twin, base._target)
 
 
 def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +282,7 @@ def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run on guests over the writable file; what the schema returns as mutated is the argument itself."""
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
-    results = write_into(changed, lambda guests, named: call(func, guests, named), args, kwargs)
+    results = write_into(changed, partial(call, func), args, kwargs)
     _count_writes_to_lists(changed)
     returned = _returned_arguments(func)
     if not isinstance(results, (tuple, list)) or len(returned) == 1:
@@ -277,7 +314,7 @@ def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return results
 
 
-@registrar(FUNCTIONS, OUT)
+@overrides(OUT)
 def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A call with `out=`: run as for plain tensors (some composite ops never write the `out` of a subclass)."""
     out = kwargs["out"]

@@ -4,6 +4,7 @@ Always true:
 - `_handle` is shared by all the views of a value, `_twin` is this view's own: a meta tensor with its metadata
 - the wrapper's metadata, as torch sees it, are those of its twin
 - a guest, the plain tensor that stands for it in an op, is not kept and not handed out
+- an op has one rule at most: of an aten overload in `RULES`, of a function of torch's Python interface in `FUNCTIONS`
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from offload.tensor.arguments import (
     checked_number,
     computing_device,
     only_key,
+    refuse_new_value,
     refuse_other_kind,
     refuse_unstorable,
-    refuse_without_grad,
 )
 from offload.tensor.guests import CPU, copied, cut, resident_guest, sent_to, twin_of, uncut, with_bits_of
 from offload.tensor.traced import Traced, as_called_from
@@ -65,26 +66,32 @@ from offload.torch_api import (
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
-_log = logging.getLogger("offload")
+log = logging.getLogger("offload.tensor")
 _set_metadata = tensor_data.__set__
 
-
 Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-
-BY_SCHEMA = "by schema"
-OUT = "out="
-INNER = "inner"
 RULES: dict[Any, Any] = {}
 FUNCTIONS: dict[Any, Rule] = {}
+BY_SCHEMA = "by schema"  # makes the rule of an aten op that has none
+OUT = "out="  # a call with `out=`
+INNER = "inner"  # a call on a value that is itself of a tensor subclass
 
 
-def registrar(table: dict[Any, Any], *keys: Any) -> Callable[[Rule], Rule]:
-    """A decorator that makes a function the rule of `keys`.
+def implements(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register the rule of aten ops, below autograd.
 
     Raises:
         ArgumentError: one of them has a rule.
     """
+    return _registrar(RULES, ops)
 
+
+def overrides(*functions: Any) -> Callable[[Rule], Rule]:
+    """As `implements`, of functions of torch's Python interface, above autograd."""
+    return _registrar(FUNCTIONS, functions)
+
+
+def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for key in keys:
             if key in table:
@@ -178,7 +185,7 @@ class OffloadedTensor(torch.Tensor):
         refuse_unstorable(tensor, name)
         handle = Handle.create(guest_of(tensor.detach()), name, offload_dir, exist_ok=exist_ok)
         stored = wrap_handle(handle, tensor.device)
-        _log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
+        log.debug("offloaded %s to %s %s", name, stored.offload_path, suffix_log_msg)
         carry_attributes(tensor, stored)
         return _dressed_as(stored, tensor)
 
@@ -312,7 +319,7 @@ class OffloadedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         with DisableTorchFunctionSubclass(), no_grad():
-            _refuse_for(self, value)
+            refuse_new_value(self, value, handle_of(self).name)
             if type(value) is OffloadedTensor:
                 become(self, value)
                 return
@@ -628,7 +635,10 @@ def _dressed_as(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
 
 def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) -> None:
     """Give a wrapper other metadata in place."""
-    _take_on(wrapper, wrap(wrapper._handle, twin, target))
+    if twin is wrapper._twin and target == wrapper._target:
+        wrapper._generation, wrapper._range = wrapper._handle.generation, None
+    else:
+        _take_on(wrapper, wrap(wrapper._handle, twin, target))
 
 
 def become(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
@@ -645,12 +655,6 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     wrapper._range = other._range
 
 
-def _refuse_for(stored: OffloadedTensor, values: torch.Tensor) -> None:
-    """Refuse what can't become the value of `stored`, before anything is written."""
-    refuse_unstorable(values, handle_of(stored).name)
-    refuse_without_grad(stored, values, handle_of(stored).name)
-
-
 # Guests: what ops compute with
 
 
@@ -664,12 +668,12 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not OffloadedTensor:
         return tensor
-    handle, target = tensor._handle, tensor._target
-    if target != CPU and type(handle) is Handle:
-        resident = resident_guest(handle, current_twin(tensor), target)
-        if resident is not None:
-            return resident
-    return sent_to(value_on_cpu(tensor), target)
+    target = tensor._target
+    if target == CPU:
+        return value_on_cpu(tensor)
+    handle = tensor._handle
+    resident = resident_guest(handle, current_twin(tensor), target) if type(handle) is Handle else None
+    return sent_to(value_on_cpu(tensor), target) if resident is None else resident
 
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
@@ -683,7 +687,9 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
 
 def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     """As `value_on_cpu`, but not brought into memory: for those that read a part of it, or write to it."""
-    handle, twin = tensor._handle, current_twin(tensor)
+    handle, twin = tensor._handle, tensor._twin
+    if tensor._generation != handle.generation:
+        current_twin(tensor)  # raises
     base = handle.base()
     if twin is not handle.twin:
         base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)
@@ -696,7 +702,7 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
     """How `tensor` is cut, if that still fits what is stored."""
-    if is_stale(tensor):
+    if tensor._generation != tensor._handle.generation:
         raise StaleViewError(
             f"the value {handle_of(tensor).name!r} was replaced (by one of another shape or dtype, or in a "
             "tensor's .data), and this tensor is an old view of it: cut the view again"
@@ -709,19 +715,20 @@ def replace_value(
 ) -> None:
     """As `OffloadedTensor.update_values`; `notes` go into the file's header."""
     handle = handle_of(tensor)
-    _refuse_for(tensor, values)
-    if is_part(tensor):
-        raise UnsupportedOpError(
-            f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
-            "use copy_ on the view, or update_values on the tensor that it was cut from"
-        )
-    refuse_other_kind(tensor, values, handle.name, strict_shape=strict_shape, strict_dtype=strict_dtype)
-    before = handle.file
-    try:
-        store(tensor, values, notes)
-    finally:
-        if handle.file is not before:
-            torch.autograd.graph.increment_version(tensor)
+    with DisableTorchFunctionSubclass():
+        refuse_new_value(tensor, values, handle.name)
+        if is_part(tensor):
+            raise UnsupportedOpError(
+                f"update_values replaces a whole value, and this is a view of a part of {handle.name!r}: "
+                "use copy_ on the view, or update_values on the tensor that it was cut from"
+            )
+        refuse_other_kind(tensor, values, handle.name, strict_shape=strict_shape, strict_dtype=strict_dtype)
+        before = handle.file
+        try:
+            store(tensor, values, notes)
+        finally:
+            if handle.file is not before:
+                torch.autograd.graph.increment_version(tensor)
 
 
 def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
@@ -737,6 +744,7 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
         finally:
             if handle.file is not before:
                 redress(tensor, twin_of(handle), tensor._target)
+    log.debug("%s: replaced in %s by %s", handle.name, handle.file.path, handle.layout)
 
 
 def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
