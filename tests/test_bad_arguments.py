@@ -144,7 +144,7 @@ MAKES = {
 
 # What a user calls, by argument.
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "OffloadedTensor(tensor)": lambda bad: OffloadedTensor(bad),
+    "OffloadedTensor(tensor)": lambda bad: OffloadedTensor(bad, requires_grad=True),
     "from_original_tensor(tensor)": lambda bad: OffloadedTensor.from_original_tensor(bad, "w"),
     "from_original_tensor(name)": lambda bad: OffloadedTensor.from_original_tensor(torch.ones(2), bad),
     "from_original_tensor(offload_dir)": lambda bad: OffloadedTensor.from_original_tensor(torch.ones(2), "w", bad),

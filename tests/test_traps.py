@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import offload
 from offload import OffloadedTensor
-from offload.errors import UnknownSubclassError, UnsupportedOpError
+from offload.errors import ArgumentTypeError, UnknownSubclassError, UnsupportedOpError
 from tests.processes import in_fork, run_script
 
 
@@ -133,6 +133,23 @@ def test_04_a_parameter_can_be_rebuilt_from_its_class(plain: torch.Tensor) -> No
     assert w.offload_path == same.offload_path
     assert (True, False) == (same.requires_grad, other.requires_grad)
     assert_equal(plain, other)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((torch.ones(2),), {}),
+        ((torch.ones(2), "w"), {}),
+        ((torch.ones(2), True), {}),
+        ((), {"requires_grad": True}),
+        (([1.0, 2.0],), {"requires_grad": True}),
+        ((torch.ones(2),), {"requires_grad": True, "name": "w"}),
+        ((torch.ones(2),), {"requires_grad": True, "offload_dir": "values"}),
+    ],
+)
+def test_04_the_class_is_not_called_otherwise(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"use OffloadedTensor\.from_original_tensor\(tensor, name\)"):
+        OffloadedTensor(*given, **named)
 
 
 # Views and writes

@@ -224,11 +224,15 @@ def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, 
         ArgumentTypeError: the shape holds what is no integer; the dtype is none.
         ArgumentError: the shape holds negative numbers.
     """
-    is_whole = isinstance(shape, Iterable) and not sizes and not (isinstance(shape, torch.Tensor) and shape.dim() == 0)
+    given = tuple(shape) if isinstance(shape, tuple | list) and not sizes else (shape, *sizes)
     try:
-        whole = tuple(map(operator.index, shape if is_whole else (shape, *sizes)))
+        if any(isinstance(size, bool) for size in given):
+            raise TypeError("a bool counts nothing")
+        whole = tuple(map(operator.index, given))
     except TypeError as error:
-        raise ArgumentTypeError(f"{name!r}: a shape is made of integers, not {(shape, *sizes)!r}") from error
+        raise ArgumentTypeError(
+            f"{name!r}: a shape is made of integers, as in 2, 3 or (2, 3), not {repr(given)[:80]}"
+        ) from error
     if any(size < 0 for size in whole):
         raise ArgumentError(f"{name!r}: the shape {whole} has a negative size")
     return contiguous(checked_dtype(dtype), whole)

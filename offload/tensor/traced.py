@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, final
 
 import torch
 
 
+@final
 class Traced:
     """Stands for a handle while a compiler traces: the value is a tensor of the compiler's."""
 

@@ -144,13 +144,25 @@ class OffloadedTensor(torch.Tensor):
     _range: Range | None = None  # what is known of its bytes in memory
 
     @staticmethod
-    def __new__(cls: type[OffloadedTensor], tensor: torch.Tensor, requires_grad: bool = False) -> OffloadedTensor:
-        """How accelerate rebuilds a parameter, or empties it: `type(param)(tensor, requires_grad=...)`."""
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"a torch.Tensor is needed, not {tensor!r}")
-        if type(tensor) is not OffloadedTensor and not tensor.is_meta:
+    def __new__(cls: type[OffloadedTensor], *tensors: Any, **noted: Any) -> OffloadedTensor:
+        """How accelerate and peft rebuild a parameter: `type(old)(tensor, requires_grad=...)`, also with `**vars(old)`.
+
+        Raises:
+            ArgumentTypeError: anybody calls it in another way.
+        """
+        requires_grad = noted.pop("requires_grad", None)
+        is_rebuilt = len(tensors) == 1 and isinstance(tensors[0], torch.Tensor) and isinstance(requires_grad, bool)
+        if not is_rebuilt or any(hasattr(cls, name) for name in noted.keys() - _OWN):
+            raise ArgumentTypeError(
+                "OffloadedTensor(...) stores nothing: use OffloadedTensor.from_original_tensor(tensor, name), or "
+                "from_file, empty, zeros, ones, full"
+            )
+        [tensor] = tensors
+        if not (is_offloaded(tensor) or tensor.is_meta):
             tensor = cls.from_original_tensor(tensor, "tensor")
-        return torch.nn.Parameter(tensor.detach(), requires_grad)  # type: ignore[return-value]
+        parameter = torch.nn.Parameter(tensor.detach(), requires_grad)
+        vars(parameter).update((name, value) for name, value in noted.items() if name not in _OWN)
+        return parameter  # type: ignore[return-value]
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -260,7 +272,7 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def ones(cls, shape: int | Sequence[int], *sizes: int, **options: Any) -> OffloadedTensor:
-        """As `full` with 1, of torch's default dtype if none is given."""
+        """As `empty`, but of ones."""
         return cls.full((shape, *sizes) if sizes else shape, 1.0, **options)  # type: ignore[arg-type]
 
     # What it is
@@ -350,6 +362,7 @@ class OffloadedTensor(torch.Tensor):
         handle = handle_of(self)
         if id(handle) not in memo:
             memo[id(handle)] = handle.duplicate()
+            log.debug("%s: copied from %s to %s", handle.name, handle.path, memo[id(handle)].path)
         copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
         memo[id(self)] = copy
         if not isinstance(self, torch.nn.Parameter):  # as torch has it
@@ -758,6 +771,7 @@ def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
         handle.generation += 1
         tensor._generation = handle.generation
     else:
+        log.debug("%s: assigned anew, and others keep what is in %s", handle.name, handle.path)
         folder = None if is_part(tensor) else handle.folder
         become(tensor, wrap_handle(Handle.create(guest_of(values.detach()), handle.name, folder), tensor._target))
 

@@ -18,7 +18,7 @@ from accelerate.hooks import (
     attach_align_device_hook,
     remove_hook_from_submodules,
 )
-from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
+from accelerate.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
 from conftest import contents
 from safetensors.torch import save_file
 from torch import nn
@@ -647,6 +647,37 @@ def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one() -> None:
     assert emptied.is_meta
     assert nn.Parameter is type(emptied)
     assert not emptied.requires_grad
+
+
+def test_a_parameter_on_disk_that_is_registered_in_an_empty_model_is_emptied() -> None:
+    """accelerate and peft pass on what is noted on it, too."""
+    weight = offload.disk_offload(nn.Linear(2, 2)).weight
+    weight.mark = "kept"
+
+    with accelerate.init_empty_weights():
+        module = nn.Module()
+        module.register_parameter("weight", weight)
+
+    assert nn.Parameter is type(module.weight)
+    assert module.weight.is_meta
+    assert module.weight.requires_grad
+    assert "kept" == module.weight.mark
+    assert offload.is_offloaded(weight)
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(2, 2)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_accelerate_sets_a_tensor_of_a_module_on_disk(device: str, value: torch.Tensor | None) -> None:
+    module = offload.disk_offload(nn.Linear(2, 2).requires_grad_(False))
+    expected = module.weight.materialize() if value is None else value
+
+    set_module_tensor_to_device(module, "weight", device, value)
+
+    assert not module.weight.requires_grad
+    assert torch.device(device) == module.weight.device
+    if device == "cpu":
+        assert offload.is_offloaded(module.weight)
+        assert torch.equal(expected, module.weight)
 
 
 def test_a_hook_that_moves_a_whole_model_moves_no_bytes() -> None:

@@ -145,12 +145,23 @@ def test_ones_have_the_dtype_that_torchs_have(dtype):
         ((2.0,), ArgumentTypeError),
         (((2, None),), ArgumentTypeError),
         (((2,), 3), ArgumentTypeError),
+        ((True,), ArgumentTypeError),
+        (((2, True),), ArgumentTypeError),
+        (({2: 3},), ArgumentTypeError),
+        (({2, 3},), ArgumentTypeError),
+        ((b"ab",), ArgumentTypeError),
+        ((range(2),), ArgumentTypeError),
+        ((torch.tensor([2, 3]),), ArgumentTypeError),
         ((-1,), ArgumentError),
+        (((2**62, 8),), ArgumentError),
     ],
 )
-def test_what_is_no_shape_is_said_to_be_none(sizes, error):
+@pytest.mark.parametrize("make", ["empty", "zeros", "ones", "full"])
+def test_what_is_no_shape_is_said_to_be_none(make, sizes, error):
+    given = sizes if make != "full" else (sizes if len(sizes) > 1 else sizes[0], 1)
+
     with pytest.raises(error, match="shape"):
-        OffloadedTensor.empty(*sizes, name="w")
+        getattr(OffloadedTensor, make)(*given, name="w")
 
 
 def test_what_is_no_dtype_is_said_to_be_none():

@@ -1308,3 +1308,18 @@ def test_sizes_may_be_of_any_integer_type() -> None:
     import numpy
 
     assert (3, 2) == tuple(OffloadedTensor.empty((numpy.int64(3), 2), name="sized").shape)
+
+
+def test_the_log_tells_where_a_value_goes(tmp_path, caplog):
+    """The first write to a file that is not ours copies it."""
+    path = tmp_path / "shard.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2)}, path)
+    w = OffloadedTensor.from_file(path, offload_dir=tmp_path / "own")
+
+    with caplog.at_level("INFO", logger="offload.tensor"):
+        w.add_(1)
+        w.add_(1)
+
+    assert [
+        f"w: copied from {tmp_path / 'shard.safetensors'} to {w.offload_path}, for its first write"
+    ] == caplog.messages

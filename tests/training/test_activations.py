@@ -204,7 +204,7 @@ def test_a_tensor_that_is_modified_after_it_was_saved_is_an_error(size, tmp_path
 
 
 def test_a_parameter_that_was_stepped_since_is_an_error():
-    weight = offload.OffloadedTensor(torch.ones(5, 5), requires_grad=True)
+    weight = nn.Parameter(offload.OffloadedTensor.from_original_tensor(torch.ones(5, 5), "w"))
     with offload.training.offload_activations(min_bytes=1):
         loss = (torch.ones(2, 5, requires_grad=True) @ weight).sum()
     with torch.no_grad():

@@ -163,13 +163,13 @@ def test_state_is_named_after_the_parameter(tmp_path):
     by_model = offloaded(torch.optim.AdamW(model.parameters()), tmp_path, model=model)
     by_group = offloaded(torch.optim.AdamW(model.parameters()))
     by_optimizer = offloaded(torch.optim.AdamW(model.named_parameters()))
-    weight = OffloadedTensor(torch.ones(3), requires_grad=True)
+    weight, other = (nn.Parameter(OffloadedTensor.from_original_tensor(torch.ones(3), "tensor")) for _ in range(2))
 
     assert ["0.bias.exp_avg", "0.bias.exp_avg_sq"] == names(by_model)
     assert ["group0.0.exp_avg", "group0.0.exp_avg_sq"] == names(by_group)
     assert ["0.bias.exp_avg", "0.bias.exp_avg_sq"] == names(by_optimizer)
     assert (tmp_path / "0.bias.exp_avg.safetensors").exists()
-    by_tensor = offloaded(torch.optim.SGD([weight, OffloadedTensor(torch.ones(3), requires_grad=True)], momentum=0.5))
+    by_tensor = offloaded(torch.optim.SGD([weight, other], momentum=0.5))
     assert ["tensor", "group0.1"] == list(by_tensor._place.names.values())
 
 
