@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,9 +139,6 @@ class _Plan:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.files.values())
 
-    def say(self, at: str, meta: Mapping[str, Any]) -> None:
-        self.texts[f"{at}{META}"] = json.dumps(meta)
-
 
 def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
     from tensordict import TensorDict, is_tensor_collection
@@ -162,62 +159,49 @@ def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
 
 def _plan(td: Any, at: str, way: Way, plan: _Plan) -> None:
     """Add a collection to a plan, in the folder `at`."""
-    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, is_tensorclass
+    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
 
+    meta: dict[str, Any]
+    kind = type(td)
     if isinstance(td, NonTensorStack):
-        meta = {"stack_dim": 0, "device": None, "data": _json_able(td.tolist(), way)}
-        plan.say(at, {"_type": str(type(td)), **_format("NonTensorStack"), **meta})
+        meta = {**_format("NonTensorStack"), "stack_dim": 0, "device": None, "data": _json_able(td.tolist(), way)}
     elif isinstance(td, NonTensorData):
-        said = {"data": _json_able(td.data, way), "_metadata": None, "_is_non_tensor": True}
-        plan.say(at, {"_type": str(type(td)), **said})
+        meta = {"data": _json_able(td.data, way), "_metadata": None, "_is_non_tensor": True}
     elif is_tensorclass(td):
-        plan.types.add(type(td))
-        plan.say(at, {"_type": str(type(td)), **_json_able(dict(td._non_tensordict), way)})
+        plan.types.add(kind)
+        meta = _json_able(dict(td._non_tensordict), way)
         _plan(td._tensordict, f"{at}{INNER}/", way, plan)
     elif isinstance(td, LazyStackedTensorDict):
-        dim, names = td.stack_dim, td.names
-        plan.say(
-            at,
-            {
-                "_type": str(LazyStackedTensorDict),
-                **_format("LazyStackedTensorDict"),
-                "stack_dim": dim,
-                "stack_dim_name": names[dim] if names else None,
-            },
-        )
+        kind, dim, names = LazyStackedTensorDict, td.stack_dim, td.names
+        name = names[dim] if names else None
+        meta = {**_format("LazyStackedTensorDict"), "stack_dim": dim, "stack_dim_name": name}
         for index, layer in enumerate(td.tensordicts):
             _plan(layer, f"{at}{index}/", (*way, str(index)), plan)
     else:
-        _plan_entries(td, at, way, plan)
+        kind, names = TensorDict, {"_names": list(td.names)} if any(td.names) else {}
+        entries = _plan_entries(td, at, way, plan)
+        meta = {**_format("TensorDict"), **names, **entries, "shape": list(td.batch_size), "device": "cpu"}
+    plan.texts[f"{at}{META}"] = json.dumps({**meta, "_type": str(kind)})
 
 
-def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> None:
-    from tensordict import TensorDict, is_tensor_collection
+def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> dict[str, Any]:
+    """Add the entries of a TensorDict to a plan; what `meta.json` is to say of them."""
+    from tensordict import is_tensor_collection
 
     meta: dict[str, Any] = {}
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
+        told = repr((*way, key)) if way else repr(key)
         if key in _TAKEN:
-            raise UnsupportedOpError(f"{_told(way, key)}: tensordict's format takes this key for itself, rename it")
+            raise UnsupportedOpError(f"{told}: tensordict's format takes this key for itself, rename it")
         if not is_unicode(key):
-            raise UnsupportedOpError(f"{_told(way, key)!r}: no file can be called half a character, rename this key")
+            raise UnsupportedOpError(f"{told!r}: no file can be called half a character, rename this key")
         value = td.get(key)
         if is_tensor_collection(value):
             meta[key] = {"type": type(value).__name__}
             _plan(value, f"{at}{escaped(key)}/", (*way, key), plan)
         else:
-            meta[key] = _plan_leaf(value, f"{at}{escaped(key)}", _told(way, key), plan)
-    names = list(td.names)
-    plan.say(
-        at,
-        {
-            **_format("TensorDict"),
-            **({"_names": names} if any(names) else {}),
-            **meta,
-            "shape": list(td.batch_size),
-            "device": "cpu",
-            "_type": str(TensorDict),
-        },
-    )
+            meta[key] = _plan_leaf(value, f"{at}{escaped(key)}", told, plan)
+    return meta
 
 
 def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]:
@@ -225,7 +209,8 @@ def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]
     if tensor.is_nested and tensor.layout == torch.strided:
         sizes = torch.tensor([list(part.shape) for part in tensor.unbind()], dtype=torch.int64)
         plan.files[f"{path}.shape.memmap"] = sizes
-        plan.files[f"{path}.memmap"] = _elements(tensor.detach().contiguous(), int(sizes.prod(-1).sum()))
+        whole, flat = tensor.detach().contiguous(), torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        plan.files[f"{path}.memmap"] = flat.set_(whole.untyped_storage(), 0, (int(sizes.prod(-1).sum()),), (1,))
         return _spec(sizes.shape, tensor.dtype, is_nested=True)
     if tensor.is_nested:
         raise UnsupportedOpError(
@@ -237,12 +222,6 @@ def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]
     if tensor.numel():  # what is empty has no file
         plan.files[f"{path}.memmap"] = tensor.detach()
     return _spec(tensor.shape, tensor.dtype, is_nested=False)
-
-
-def _elements(nested: torch.Tensor, count: int) -> torch.Tensor:
-    """The elements of a contiguous nested tensor in a row, over its memory."""
-    flat = torch.empty(0, dtype=nested.dtype, device=nested.device)
-    return flat.set_(nested.untyped_storage(), 0, (count,), (1,))
 
 
 def _refuse_leaf(tensor: torch.Tensor, name: str, plan: _Plan) -> None:
@@ -258,10 +237,6 @@ def _file_that_stays(tensor: torch.Tensor) -> str | None:
         handle = handle_of(tensor)
         return str(handle.path) if handle.folder is not None or not handle.owned else None
     return getattr(tensor, "filename", None)  # tensordict's MemoryMappedTensor
-
-
-def _told(way: Way, key: str) -> str:
-    return repr((*way, key)) if way else repr(key)
 
 
 def _spec(shape: Iterable[int], dtype: torch.dtype, *, is_nested: bool) -> dict[str, Any]:
