@@ -32,7 +32,7 @@ from offload.storage.replacing import TEMPORARY
 
 _PACKAGE = str(Path(offload.__file__).parent) + os.sep
 _LOOKS = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX"}
-_DELICATE = ("storage/modes", "storage/locks", "cache/lock", "prefetch")
+_DELICATE = ("storage/modes", "storage/locks", "prefetch")
 Place = tuple[CodeType, int]
 
 

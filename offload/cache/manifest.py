@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from offload.cache.schema import Column, schema_of
-from offload.errors import CacheError, CorruptFileError, MissingFileError
+from offload.errors import CacheError, CorruptFileError
 from offload.storage.reasons import short
-from offload.storage.replacing import put_file
-from offload.storage.state_file import read_json
+from offload.storage.state_file import Kind, read_state, write_state
 from offload.tensor.arguments import refuse_other
 
 FILE = "manifest.json"
-FORMAT = "offload.TensorCache"
-VERSION = 1
+_KIND = Kind(
+    what="the manifest of a cache of offload",
+    stamp={"format": "offload.TensorCache", "version": 1},
+    missing="no cache is here, or it was not made to its end: TensorCache.create makes one",
+    later=CacheError,
+    indent=1,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +53,9 @@ class Manifest:
             WriteError
             CacheError: JSON has no words for the metadata.
         """
-        said = {
-            "format": FORMAT,
-            "version": VERSION,
-            "num_rows": self.num_rows,
-            "columns": {name: column.to_json() for name, column in self.columns.items()},
-            "metadata": dict(self.metadata),
-        }
-        put_file(folder / FILE, json.dumps(said, indent=1, ensure_ascii=False).encode())
+        columns = {name: column.to_json() for name, column in self.columns.items()}
+        said = {"num_rows": self.num_rows, "columns": columns, "metadata": dict(self.metadata)}
+        write_state(folder / FILE, _KIND, said)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -68,18 +67,7 @@ class Manifest:
             CacheError: one of another version.
         """
         path = folder / FILE
-        try:
-            said = read_json(path, "the manifest of a cache")
-        except MissingFileError as error:
-            reason = "no cache is here, or it was not made to its end: TensorCache.create makes one"
-            raise MissingFileError(error.errno, reason, str(path)) from error
-        if not isinstance(said, dict) or said.get("format") != FORMAT:
-            raise CorruptFileError(f"{path} is not the manifest of a cache of offload")
-        if said.get("version") != VERSION:
-            raise CacheError(
-                f"{path} is of version {short(said.get('version'))}, and this offload reads version {VERSION}: "
-                "open it with the offload that wrote it"
-            )
+        said = read_state(path, _KIND)
         try:
             columns = schema_of({name: Column.from_json(name, column) for name, column in said["columns"].items()})
             rows, metadata = said["num_rows"], said["metadata"]

@@ -29,9 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.lock import lock, unlock
 from offload.cache.rowfile import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
+from offload.storage.locks import flock, unlock
 from offload.storage.reasons import explained as unread
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import as_file, is_there, open_regular
@@ -288,7 +288,7 @@ class States:
         inherited, self.fd = self.fd, own
         os.close(inherited)
         self._pid = os.getpid()
-        lock(self.fd, self.path, shared=True)
+        flock(self.fd, self.path, shared=True)
 
     def close(self) -> None:
         if self._pid == os.getpid():

@@ -29,11 +29,9 @@ import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each
-from offload.cache.lock import FILE as LOCK
-from offload.cache.lock import FolderLock, lock
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
-from offload.cache.rowfile import RowFile
+from offload.cache.rowfile import RowFile, opened
 from offload.cache.schema import TENSOR, Column
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
@@ -48,7 +46,7 @@ from offload.errors import (
 from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.locks import fork_safe_lock
+from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.modes import is_plain_world
 from offload.storage.reasons import writing
 from offload.storage.regular import is_there, open_regular
@@ -58,6 +56,7 @@ from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 log = logging.getLogger("offload.cache")
+LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
 _LEAST_BYTES = 16 << 20  # for which there is room after it has been made
 _MOST_BYTES = 256 << 20  # that are written between two flushes; under a cap on memory, fewer: they can't be dropped
@@ -97,7 +96,7 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
             fd = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
             try:
-                is_new = lock(fd, folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
+                is_new = flock(fd, folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
                 if is_new:
                     sweep(folder)
                     for column in manifest.columns.values():
@@ -139,7 +138,7 @@ class Store:
         self.schema = manifest.columns
         self._names = list(manifest.columns)
         self._places = {name: place for place, name in enumerate(self._names)}
-        self._lock = FolderLock(folder / LOCK)
+        self._lock = FolderLock(folder / LOCK, opened)
         self._flushing = fork_safe_lock()
         self._written: list[Written] = []
         self._written_bytes = 0
@@ -172,7 +171,7 @@ class Store:
         Raises:
             CorruptFileError: a file was cut.
         """
-        is_only = lock(self._states.fd, self._states.path, wait=False)
+        is_only = flock(self._states.fd, self._states.path, wait=False)
         if is_only:
             with self._lock.held():
                 self._forget_unfilled()
@@ -180,7 +179,7 @@ class Store:
                     if isinstance(file, HeapColumn):
                         file.settle(self._states.filled(self._places[name]))
                     file.fit(self._states.room, self._room_of(file))
-        lock(self._states.fd, self._states.path, shared=True)
+        flock(self._states.fd, self._states.path, shared=True)
         log.debug("%s: opened to be written, %s", self.folder, "alone" if is_only else "while others write")
         if not is_only:
             with self._lock.held():
@@ -476,7 +475,7 @@ class Store:
         try:
             if self.writes and self._pid == os.getpid():
                 self.flush_own()
-                if lock(self._states.fd, self._states.path, wait=False):
+                if flock(self._states.fd, self._states.path, wait=False):
                     with self._lock.held():
                         self._give_room_back()
         finally:

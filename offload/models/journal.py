@@ -9,7 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping
@@ -20,12 +19,11 @@ from typing import Any
 from offload.errors import JournalError, MissingFileError
 from offload.storage.file import TensorFile
 from offload.storage.reasons import short
-from offload.storage.replacing import put_file
-from offload.storage.state_file import read_json
+from offload.storage.state_file import Kind, read_state, write_state
 
 NAME = ".offload-journal"  # no value's file begins with a dot
 RUNS = "runs"  # the note in a value's file
-_VERSION = 1
+_KIND = Kind(what="a journal", stamp={"version": 1})
 _PATIENCE = 1.0  # seconds after which what was done is written down; what a killed process did not write, files tell
 
 
@@ -72,10 +70,7 @@ class Journal:
         """
         path = folder / NAME
         try:
-            raw = read_json(path, "a journal")
-            if raw["version"] != _VERSION:
-                raise ValueError(f"version {raw['version']}")
-            return cls(path, [_checked(run) for run in raw["runs"]])
+            return cls(path, [_checked(run) for run in read_state(path, _KIND)["runs"]])
         except MissingFileError:
             return cls(path, [])
         except (ValueError, KeyError, TypeError) as error:
@@ -90,7 +85,7 @@ class Journal:
         Raises:
             WriteError
         """
-        put_file(self.path, json.dumps({"version": _VERSION, "runs": [asdict(run) for run in self.runs]}).encode())
+        write_state(self.path, _KIND, {"runs": [asdict(run) for run in self.runs]})
         self._written = time.monotonic()
 
     def write_at_times(self) -> None:

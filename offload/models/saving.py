@@ -27,9 +27,7 @@ from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointError,
-    CorruptFileError,
     ForeignFileError,
-    MissingFileError,
     OffloadError,
     ReadError,
     UnknownSubclassError,
@@ -45,7 +43,7 @@ from offload.storage.layout import Layout, contiguous
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
-from offload.storage.state_file import read_json
+from offload.storage.state_file import Kind, state_if_ours
 from offload.storage.subclasses import is_subclass_value, refuse_lossy, with_inner
 from offload.storage.write import write_beside
 from offload.tensor.arguments import checked_dense, floating_dtype, refuse_unstorable
@@ -58,6 +56,7 @@ _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
 _LARGEST_STEP = 64  # bytes to which values are aligned where their sizes allow it
 _OWN_METADATA = ("format", MARK)
+_KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"version": VERSION})}})
 
 
 def save_checkpoint(
@@ -391,8 +390,7 @@ def _write_all(plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping
 def _write_index(target: Path, temporary: Path, plan: _Plan, files: Mapping[str, list[str]]) -> None:
     weight_map = {key: name for name, keys in files.items() for key in keys}
     numbers = {"total_parameters": plan.total_parameters, "total_size": plan.nbytes}
-    own = {MARK: json.dumps({"version": VERSION})}
-    index = {"metadata": {**plan.ties, **numbers, **own}, "weight_map": weight_map}
+    index = {"metadata": {**plan.ties, **numbers, **_KIND.stamp["metadata"]}, "weight_map": weight_map}
     data = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
     with writing(target, len(data)), new_file(temporary, len(data), like=target) as fd:
         write_all(fd, memoryview(data), 0)
@@ -418,14 +416,6 @@ def _earlier(folder: Path) -> list[Path]:
     with reading(folder):
         shards = [path for path in sorted(folder.glob("model-*.safetensors")) if _SHARD.fullmatch(path.name)]
     return found + [path for path in shards if _is_ours(path)]
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        found = read_json(path, "an index")
-    except (MissingFileError, CorruptFileError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _refuse_foreign(paths: Iterable[Path]) -> None:
@@ -462,8 +452,7 @@ def _is_ours(path: Path) -> bool:
     if is_link:
         return False
     if path.name == _INDEX:
-        metadata = _json(path).get("metadata")
-        return isinstance(metadata, dict) and MARK in metadata
+        return state_if_ours(path, _KIND) is not None
     try:
         return TensorFile.open(path).is_ours
     except ReadError:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 import os
 import random
 import re
@@ -32,7 +31,6 @@ from torch.optim import Optimizer
 from offload.errors import (
     ArgumentTypeError,
     CheckpointError,
-    CorruptFileError,
     DtypeMismatchError,
     ForeignFileError,
     MissingFileError,
@@ -45,8 +43,8 @@ from offload.storage.header import MARK, VERSION
 from offload.storage.nodes import Node
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, is_folder, is_there
-from offload.storage.replacing import made_folder, put_file, remove, replacing_folder
-from offload.storage.state_file import read_json
+from offload.storage.replacing import made_folder, remove, replacing_folder
+from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_state
 from offload.tensor.arguments import refuse_other, refuse_unstorable
 from offload.tensor.materialize import materialize
 from offload.tensor.saved import file_of, subclass_value
@@ -57,7 +55,7 @@ from offload.tree.structure import Named, Way, decode, encode
 _LATEST = "latest.json"
 _STATE = "state.json"
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
-_MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists
+_KIND = Kind(what="a file of save_training", stamp={MARK: {"version": VERSION}}, most=MOST_NESTED)
 
 
 def save_training(
@@ -100,7 +98,7 @@ def save_training(
     _refuse_others(model, optimizer)
     folder = absolute(folder)
     latest = folder / _LATEST
-    if is_there(latest) and _marked(latest) is None:
+    if is_there(latest) and state_if_ours(latest, _KIND) is None:
         raise ForeignFileError(f"{latest} was not written by offload: it is left as it is. Save to another folder.")
     named = Named()
     structure = encode(
@@ -114,9 +112,9 @@ def save_training(
     made = folder / f"checkpoint-{max(numbers, default=0) + 1}"
     with replacing_folder(made) as temporary:
         files = save_checkpoint({name: tensor.detach() for name, tensor in named.tensors.items()}, temporary)
-        _put_json(temporary / _STATE, {"files": [path.name for path in files], "structure": structure})
+        write_state(temporary / _STATE, _KIND, {"files": [path.name for path in files], "structure": structure})
     try:
-        _put_json(latest, {"checkpoint": made.name})
+        write_state(latest, _KIND, {"checkpoint": made.name})
     finally:
         with suppress(OSError):  # what can't be removed now is removed by the next save
             _sweep(folder, made, named.tensors.values())
@@ -282,7 +280,7 @@ def _read(checkpoint: Path) -> _Saved:
     Raises:
         CheckpointError, CorruptFileError, MissingFileError: it is not whole.
     """
-    state = _marked(checkpoint / _STATE)
+    state = state_if_ours(checkpoint / _STATE, _KIND)
     if state is None:
         raise CheckpointError(f"{checkpoint / _STATE} is missing, or not whole: the checkpoint can't be used")
     tensors = load_file(checkpoint)
@@ -389,7 +387,7 @@ def _latest(folder: Path) -> Path:
     if not is_there(folder / _LATEST):
         reason = "there is no checkpoint of training yet: save_training makes one"
         raise MissingFileError(errno.ENOENT, reason, str(folder))
-    pointer = _marked(folder / _LATEST) or {}
+    pointer = state_if_ours(folder / _LATEST, _KIND) or {}
     name = pointer.get("checkpoint")
     if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
         raise CheckpointError(f"{folder / _LATEST} names no checkpoint of training: it is not whole, or another's file")
@@ -404,33 +402,16 @@ def _sweep(folder: Path, made: Path, saved: Iterable[torch.Tensor]) -> None:
     Raises:
         ReadError: it can't be told now which is the latest; all of them stay.
     """
-    if (_marked(folder / _LATEST) or {}).get("checkpoint") != made.name:
+    if (state_if_ours(folder / _LATEST, _KIND) or {}).get("checkpoint") != made.name:
         shutil.rmtree(made, ignore_errors=True)
         return
     in_use = {file.parent for tensor in saved if (file := file_of(tensor))}
     for path in folder.iterdir():
         if not _CHECKPOINT.fullmatch(path.name) or path in {made, *in_use} or path.is_symlink():
             continue
-        files = (_marked(path / _STATE) or {}).get("files")
+        files = (state_if_ours(path / _STATE, _KIND) or {}).get("files")
         if isinstance(files, list) and all(isinstance(name, str) for name in files):
             for name in (*files, _STATE):
                 remove(path / Path(name).name)
             with suppress(OSError):  # somebody has put a file there
                 path.rmdir()
-
-
-def _put_json(path: Path, content: Mapping[str, Any]) -> None:
-    put_file(path, json.dumps({MARK: {"version": VERSION}, **content}).encode())
-
-
-def _marked(path: Path) -> dict[str, Any] | None:
-    """What is in a JSON file of ours; None for any other, or none.
-
-    Raises:
-        ReadError: it can't be read now.
-    """
-    try:
-        found = read_json(path, "a file of save_training", most=_MOST_JSON)
-    except (MissingFileError, CorruptFileError):
-        return None
-    return found if isinstance(found, dict) and MARK in found else None

@@ -12,7 +12,6 @@ Always true:
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -37,12 +36,13 @@ from offload.storage.dtypes import dtype_name
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
+from offload.storage.locks import flock
 from offload.storage.names import file_name
 from offload.storage.nodes import Node
 from offload.storage.reasons import short, writing
-from offload.storage.regular import absolute, is_there, read_regular
-from offload.storage.replacing import made_folder, put_file, remove_folder, replacing_folder
-from offload.storage.state_file import parse_json
+from offload.storage.regular import absolute, is_there
+from offload.storage.replacing import made_folder, remove_folder, replacing_folder
+from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import write_file
 from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
@@ -54,7 +54,14 @@ _VERSION = 1
 _NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
-_MOST_JSON = 1 << 30  # bytes: beside tensors there may be lists of numbers
+_KIND = Kind(
+    what="a tree that offload saved",
+    stamp={MARK: {"tree": _VERSION}},
+    missing="there is no tree here: save_tree writes this file. Is it another folder?",
+    foreign=ForeignFileError,
+    most=MOST_NESTED,
+    indent=1,
+)
 # What a tensor is beside its values: whether it requires grad, and whether it is a parameter.
 _DRESSES = {
     "tensor": (False, False),
@@ -103,12 +110,16 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
         files = {name: file for name, tensor in named.tensors.items() if (file := _file_in(folder, tensor, old))}
         new = {name: tensor for name, tensor in named.tensors.items() if name not in files}
         files |= {name: f"{number}/{file_name(name)}" for name in new}
+        tensors = {
+            name: {"file": files[name], "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            for name, tensor in named.tensors.items()
+        }
         _log.debug("%s: %s of %s tensors are written, the others keep their files", folder, len(new), len(files))
         try:
             if new:
                 with replacing_folder(folder / str(number)) as place:
                     _write_files(place, new)
-            put_file(folder / _MANIFEST, _text(named.tensors, files, structure).encode())
+            write_state(folder / _MANIFEST, _KIND, {"tensors": tensors, "structure": structure})
         finally:
             with suppress(OffloadError, OSError):  # what can't be removed now is removed by the next save
                 _sweep(folder, _files_that_stand(folder))
@@ -174,30 +185,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
     Raises:
         WriteError: another one does.
     """
-    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
-        yield
-        return
     with writing(folder):
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with writing(folder):
-            _lock(fd, folder)
+        if not flock(fd, folder, wait=False):
+            reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
+            raise WriteError(errno.EAGAIN, reason, str(folder))
         yield
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, folder: Path) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
-        raise WriteError(error.errno, reason, str(folder)) from error
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
 
 
 def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -205,14 +201,6 @@ def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             write_file(folder / file_name(name), name, tensor, _NOTES)
             advance(tensor.nbytes)
-
-
-def _text(tensors: Mapping[str, torch.Tensor], files: Mapping[str, str], structure: Node) -> str:
-    specs = {
-        name: {"file": files[name], "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        for name, tensor in tensors.items()
-    }
-    return json.dumps({MARK: {"tree": _VERSION}, "tensors": specs, "structure": structure}, indent=1) + "\n"
 
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
@@ -260,26 +248,10 @@ def _is_ours(path: Path) -> bool:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
-    try:
-        found = parse_json(read_regular(path, _MOST_JSON))
-    except MissingFileError as error:
-        reason = "there is no tree here: save_tree writes this file. Is it another folder?"
-        raise MissingFileError(error.errno, reason, str(path)) from error
-    except CorruptFileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}") from error
-    mark = found.get(MARK) if isinstance(found, dict) else None
-    if not isinstance(mark, dict) or "tree" not in mark:
-        raise ForeignFileError(f"{path} is not a tree that offload saved: {_LEFT}")
-    if mark["tree"] != _VERSION:
-        raise CorruptFileError(
-            f"{path} is of version {short(repr(mark['tree']))} of the format, and this offload reads {_VERSION}: "
-            "use a later one"
-        )
+    found = read_state(path, _KIND)
     if not isinstance(found.get("tensors"), dict) or "structure" not in found:
         raise CorruptFileError(f"{path} names no tensors, or no structure: save the tree again")
-    return dict(found)
+    return found
 
 
 def _files_that_stand(folder: Path) -> set[str]:
@@ -333,6 +305,3 @@ class _Loading:
         if said != [dtype_name(handle.layout.dtype), list(handle.layout.shape)]:
             raise CorruptFileError(f"it says that {name!r} is {short(said)}, but {file.path} holds {handle.layout}")
         return handle
-
-
-_LEFT = "it is left as it is. Take another folder."

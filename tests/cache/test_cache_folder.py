@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from offload import TensorCache
 from offload.cache import columns as columns_module
 from offload.cache import store as store_module
-from offload.cache.lock import lock
 from offload.cache.states import PAGE
 from offload.errors import (
     CacheError,
@@ -30,6 +29,7 @@ from offload.errors import (
     OffloadError,
     WriteError,
 )
+from offload.storage.locks import flock
 from tests.conftest import contents
 from tests.processes import ROOT, in_fork
 
@@ -434,7 +434,7 @@ def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, 
     assert torch.equal(values(100, 20)["x"], reader["x"][8:])
     with (folder / "rows.state").open("r+b") as states:
         if others:  # who came before the kill, and waited: nobody mends what is left
-            lock(states.fileno(), folder, shared=True)
+            flock(states.fileno(), folder, shared=True)
         cache = TensorCache.open(folder, "r+")
         assert torch.equal(values(100, 20)["x"], cache["x"][8:])
         assert range(28, 2028) == cache.append(values(200, 2000))

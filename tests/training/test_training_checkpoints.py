@@ -215,7 +215,8 @@ def test_somebody_elses_files_are_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", ["training.checkpoints.save_checkpoint", "training.checkpoints._put_json", "storage.replacing.sync_folder"]
+    "place",
+    ["training.checkpoints.save_checkpoint", "training.checkpoints.write_state", "storage.replacing.sync_folder"],
 )
 def test_after_a_failure_the_checkpoint_before_stands(place, tmp_path, monkeypatch):
     offload.training.save_training(network(), tmp_path, step=1)

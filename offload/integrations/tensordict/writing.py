@@ -22,7 +22,6 @@ from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
     ForeignFileError,
-    ReadError,
     UnknownTypeError,
     UnsupportedOpError,
 )
@@ -32,7 +31,7 @@ from offload.storage.header import MARK, is_unicode
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import new_file, replacing_folder, sync_folder, write_all
-from offload.storage.state_file import read_json
+from offload.storage.state_file import Kind, state_if_ours
 from offload.tensor.arguments import refuse_unstorable
 from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
@@ -40,6 +39,7 @@ from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 _FORMAT = 1
 _TAKEN = ("shape", "device", "_type")  # words of meta.json that a key would collide with
 _MARKER = "offload.json"
+_KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"memmap": _FORMAT}})
 
 
 def save_memmap(
@@ -281,7 +281,7 @@ def _write(folder: Path, plan: _Plan, threads: int) -> None:
     with progress_in_bytes(plan.nbytes, "saving") as advance:
         for nbytes in _written(folder, plan, threads):
             advance(nbytes)
-    marker = {MARK: {"memmap": _FORMAT}, "files": sorted([*plan.files, *plan.texts])}
+    marker = {**_KIND.stamp, "files": sorted([*plan.files, *plan.texts])}
     for path, text in {**plan.texts, _MARKER: json.dumps(marker) + "\n"}.items():
         with new_file(folder / path, len(text)) as fd:
             write_all(fd, memoryview(text.encode()), 0)
@@ -331,10 +331,5 @@ def _files_of(folder: Path) -> set[str]:
     """The files that `save_memmap` wrote into a folder."""
     if folder.is_symlink():
         return set()
-    try:
-        marker = read_json(folder / _MARKER, "the list of files of a folder of offload")
-        return {*marker["files"], _MARKER} if "memmap" in marker[MARK] else set()
-    except ReadError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError):
-        return set()
+    files = (state_if_ours(folder / _MARKER, _KIND) or {}).get("files")
+    return {_MARKER, *map(str, files)} if isinstance(files, list) else set()
