@@ -38,7 +38,6 @@ from offload.storage.handle import Handle
 from offload.storage.header import MARK
 from offload.storage.locks import flock
 from offload.storage.names import file_name
-from offload.storage.nodes import Node
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
