@@ -278,7 +278,8 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
 
 
 def _head(column: Column, room: int) -> bytes:
-    head, _ = build({column.name: contiguous(column.dtype, (room, *column.row_shape))}, {"name": column.name})
+    layouts = {column.name: contiguous(column.dtype, (room, *column.row_shape))}
+    head = build(layouts, {"name": column.name}).data
     length = _start(column) - 8
     return struct.pack("<Q", length) + head[8:].rstrip(b" ").ljust(length)
 
@@ -287,10 +288,8 @@ def _head(column: Column, room: int) -> bytes:
 def _start(column: Column) -> int:
     """Where the rows begin: where they would with the most room that torch can count."""
     each = math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize
-    _, [start] = build(
-        {column.name: contiguous(column.dtype, (_MOST // each, *column.row_shape))}, {"name": column.name}
-    )
-    return start
+    layouts = {column.name: contiguous(column.dtype, (_MOST // each, *column.row_shape))}
+    return build(layouts, {"name": column.name}).start(column.name)
 
 
 def _size(column: Column, room: int) -> int:

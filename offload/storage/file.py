@@ -34,7 +34,7 @@ from offload.storage.header import Header, header_length, parse
 from offload.storage.layout import Entry
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import mapped as map_bytes
-from offload.storage.reasons import not_regular, reading
+from offload.storage.reasons import explained, not_regular, reading
 from offload.storage.regular import absolute, as_file, open_regular
 
 
@@ -88,10 +88,9 @@ class TensorFile:
             return opened
 
     @classmethod
-    def written(cls, path: Path, head: bytes) -> TensorFile:
-        """The file at `path`, which has just been written, and begins with `head`: nothing is read."""
-        status = os.stat(path)
-        return cls(path, Identity.of(status), parse(head[8:], status.st_size))
+    def written(cls, path: Path, header: Header) -> TensorFile:
+        """The file at `path`, which has just been written, and begins with `header`: nothing is read."""
+        return cls(path, Identity.of(os.stat(path)), header)
 
     @classmethod
     def is_open(cls, path: str | os.PathLike[str]) -> bool:
@@ -152,6 +151,12 @@ class TensorFile:
             raise MissingKeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
         return self.entries[key]
 
+    def is_current(self) -> bool:
+        """Whether this is still the file at its path, and as it was."""
+        with suppress(OSError):
+            return Identity.of(os.stat(self.path)) == self.identity
+        return False
+
     def check(self) -> None:
         """Raises `ChangedFileError` if this is no longer the file that was opened."""
         if Identity.of(file_status(self.path)) != self.identity:
@@ -178,12 +183,13 @@ class TensorFile:
         """
         fd = open_regular(self.path, flags)
         try:
-            with reading(self.path):
-                now = Identity.of(os.fstat(fd))
+            now = Identity.of(os.fstat(fd))
             if (now if settled else replace(now, modified=self.identity.modified)) != self.identity:
                 raise self._changed()
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError):
+                raise explained(self.path, error) from error
             raise
         return fd
 

@@ -346,6 +346,8 @@ class Handle:
         if self.file.is_raw:
             self._refuse_another_raw()
             return
+        if self.file.is_current():
+            return
         file = TensorFile.open(self.file.path)
         if file is self.file:
             return

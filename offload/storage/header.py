@@ -93,6 +93,19 @@ def header_length(prefix: bytes, size: int) -> int:
     return int(length)
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first bytes of a file that is to be written, what they say, and the size of the whole file."""
+
+    data: bytes
+    header: Header
+    size: int
+
+    def start(self, key: str) -> int:
+        """The byte at which a value begins."""
+        return self.header.entries[key].start
+
+
 def parse(text: bytes, size: int) -> Header:
     """The checked header of a file of `size` bytes whose JSON is `text`.
 
@@ -132,10 +145,8 @@ def parse(text: bytes, size: int) -> Header:
     return Header(metadata, entries, unreadable, loose)
 
 
-def build(
-    layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[int]]:
-    """The first bytes of a file that holds values of these layouts, and the byte at which each value starts.
+def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> Head:
+    """The first bytes of a file that holds values of these layouts, one behind the other, and what they say.
 
     `notes` goes into the `offload` metadata, `metadata` beside it.
 
@@ -145,21 +156,21 @@ def build(
     """
     values: dict[str, dict[str, Any]] = {}
     specs: dict[str, Any] = {}
-    begin, begins = 0, []
+    end, begins = 0, {}
     for key, layout in layouts.items():
         _refuse_unstorable(key, layout)
         word, shape, note = _spec(layout)
-        specs[key] = {"dtype": word, "shape": shape, "data_offsets": [begin, begin + layout.nbytes]}
+        begins[key], end = end, end + layout.nbytes
+        specs[key] = {"dtype": word, "shape": shape, "data_offsets": [begins[key], end]}
         if note:
             values[key] = note
-        begins.append(begin)
-        begin += layout.nbytes
     own = {"version": VERSION, **({"values": values} if values else {}), **notes}
     said = {**(metadata or {}), "format": "pt", MARK: json.dumps(own)}
     text = json.dumps({"__metadata__": said, **specs}, ensure_ascii=False).encode()
     length = -(-(_LENGTH.size + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
-    head = _LENGTH.pack(length) + text.ljust(length)
-    return head, [len(head) + begin for begin in begins]
+    data = _LENGTH.pack(length) + text.ljust(length)
+    entries = {key: Entry(key, layout, len(data) + begins[key]) for key, layout in layouts.items()}
+    return Head(data, Header(said, entries, {}), len(data) + end)
 
 
 def is_standard(layout: Layout) -> bool:

@@ -73,12 +73,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
             ) from error
         raise explained(path, error) from error
     try:
-        with reading(path):
-            kind = os.fstat(fd).st_mode
+        kind = os.fstat(fd).st_mode
         if not stat.S_ISREG(kind):
             raise not_regular(path, kind)
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError):
+            raise explained(path, error) from error
         raise
     return fd
 

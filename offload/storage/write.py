@@ -25,7 +25,7 @@ from offload.errors import (
     ReadError,
 )
 from offload.storage.file import TensorFile
-from offload.storage.header import build
+from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.reasons import naming, reading, writing
 from offload.storage.regular import is_there
@@ -63,13 +63,13 @@ def write_values(
         ForeignFileError: a file that `offload` did not write stands there.
         WriteError: the disk is full, the folder is read-only...
     """
-    head, starts = build(layouts, notes)
-    with _new_values(path, head, _end(head, layouts), durable=durable, take=take) as fd:
-        for (key, value), start in zip(values.items(), starts, strict=True):
+    head = build(layouts, notes)
+    with _new_values(path, head, durable=durable, take=take) as fd:
+        for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                write_tensor(fd, start, value.permute(layouts[key].order))
+                write_tensor(fd, head.start(key), value.permute(layouts[key].order))
             else:
-                _write_blocks(fd, start, value)
+                _write_blocks(fd, head.start(key), value)
 
 
 def write_empty(
@@ -89,13 +89,12 @@ def write_empty(
 
     Raises: as `write_values`.
     """
-    head, starts = build({key: layout}, notes)
-    total = _end(head, {key: layout})
-    with _new_values(path, head, total, durable=durable, take=take) as fd:
-        if os.fstat(fd).st_blocks * 512 < total:  # a store into a hole of a full disk would end the process
-            _write_zeros(fd, starts[0], layout.nbytes)
+    head = build({key: layout}, notes)
+    with _new_values(path, head, durable=durable, take=take) as fd:
+        if os.fstat(fd).st_blocks * 512 < head.size:  # a store into a hole of a full disk would end the process
+            _write_zeros(fd, head.start(key), layout.nbytes)
         for begin, part in parts:
-            write_tensor(fd, starts[0] + begin, part)
+            write_tensor(fd, head.start(key) + begin, part)
 
 
 def copy_entries(
@@ -114,13 +113,12 @@ def copy_entries(
 
     Raises: as `write_values` and `TensorFile.descriptor`.
     """
-    layouts = {entry.key: entry.layout for entry in entries}
-    head, starts = build(layouts, notes)
+    head = build({entry.key: entry.layout for entry in entries}, notes)
     fd_from = source.descriptor(settled=settled)
     try:
-        with _new_values(path, head, _end(head, layouts), durable=durable, take=take) as fd:
-            for entry, start in zip(entries, starts, strict=True):
-                copy_range(fd_from, entry.start, fd, start, entry.layout.nbytes, source.path)
+        with _new_values(path, head, durable=durable, take=take) as fd:
+            for entry in entries:
+                copy_range(fd_from, entry.start, fd, head.start(entry.key), entry.layout.nbytes, source.path)
     finally:
         os.close(fd_from)
 
@@ -141,12 +139,11 @@ def write_beside(
     Raises:
         WriteError: the disk is full, the folder is read-only...
     """
-    head, starts = build(layouts, notes or {}, metadata)
-    size = _end(head, layouts)
-    with writing(path, size), new_file(temporary, size, like=path) as fd:
-        write_all(fd, memoryview(head), 0)
-        for key, start in zip(layouts, starts, strict=True):
-            fill(fd, key, start)
+    head = build(layouts, notes or {}, metadata)
+    with writing(path, head.size), new_file(temporary, head.size, like=path) as fd:
+        write_all(fd, memoryview(head.data), 0)
+        for key in layouts:
+            fill(fd, key, head.start(key))
 
 
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -201,8 +198,8 @@ def refuse_earlier(path: Path, name: str) -> None:
 
 
 @contextmanager
-def _new_values(path: Path, head: bytes, size: int, *, durable: bool, take: Take | None) -> Iterator[int]:
-    """A descriptor of a new file of `size` bytes with its header that becomes `path` if the block ends well."""
+def _new_values(path: Path, head: Head, *, durable: bool, take: Take | None) -> Iterator[int]:
+    """A descriptor of a new file with its header and room for its values that becomes `path` if the block ends well."""
 
     def placed() -> None:
         if take is not None:
@@ -210,10 +207,10 @@ def _new_values(path: Path, head: bytes, size: int, *, durable: bool, take: Take
             take(written)
 
     refuse_foreign(path)
-    with replacing(path, size, place="offload_dir", durable=durable, placed=placed) as new:
-        write_all(new.fd, memoryview(head), 0)
+    with replacing(path, head.size, place="offload_dir", durable=durable, placed=placed) as new:
+        write_all(new.fd, memoryview(head.data), 0)
         yield new.fd
-        written = TensorFile.written(new.path, head)
+        written = TensorFile.written(new.path, head.header)
 
 
 def fill_holes(fd: int, size: int) -> None:
@@ -296,7 +293,3 @@ def _send_range(source: int, start: int, target: int, at: int, count: int) -> in
         while done < count and (sent := os.sendfile(target, source, start + done, min(count - done, 1 << 30))):
             done += sent
     return done
-
-
-def _end(head: bytes, layouts: Mapping[str, Layout]) -> int:
-    return len(head) + sum(layout.nbytes for layout in layouts.values())

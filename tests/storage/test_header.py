@@ -108,9 +108,11 @@ def test_any_notes_on_a_value_give_one_that_fills_its_bytes_or_a_corrupt_file(no
 def test_every_dtype_and_shape_comes_back(dtype, shape):
     layout = Layout(dtype, shape, contiguous_stride(shape))
 
-    head, (start,) = build({"w": layout}, {"name": "w"})
-    header = read_back(head, len(head) + layout.nbytes)
+    head = build({"w": layout}, {"name": "w"})
+    start = head.start("w")
+    header = read_back(head.data, len(head.data) + layout.nbytes)
 
+    assert header == head.header
     assert layout == header.entries["w"].layout
     assert start == header.entries["w"].start
     assert 0 == start % ALIGNMENT
@@ -121,9 +123,10 @@ def test_every_dtype_and_shape_comes_back(dtype, shape):
 def test_strides_in_any_order_come_back(order, sizes, dtype):
     layout = layout_of(torch.empty(sizes, device="meta", dtype=dtype).permute(order))
 
-    head, _ = build({"w": layout}, {})
+    head = build({"w": layout}, {})
 
-    assert layout == read_back(head, len(head) + layout.nbytes).entries["w"].layout
+    assert head.header == read_back(head.data, head.size)
+    assert layout == head.header.entries["w"].layout
 
 
 def test_a_dtype_that_means_nothing_without_a_scale_has_no_header():
@@ -141,20 +144,22 @@ def test_a_shape_that_no_tensor_has_has_no_header(shape):
 def test_values_follow_each_other_without_a_hole():
     layouts = {key: Layout(torch.uint8, (size,), (1,)) for key, size in (("a", 3), ("b", 0), ("c", 5))}
 
-    head, starts = build(layouts, {})
-    header = read_back(head, len(head) + 8)
+    head = build(layouts, {})
+    header = read_back(head.data, head.size)
 
-    assert [len(head), len(head) + 3, len(head) + 3] == starts
+    first = len(head.data)
+    assert first + 8 == head.size
+    assert [first, first + 3, first + 3] == [head.start(key) for key in "abc"]
     assert layouts == {key: item.layout for key, item in header.entries.items()}
 
 
 def test_a_header_is_padded_with_spaces_up_to_the_data():
-    head, _ = build({"w": Layout(torch.float32, (4,), (1,))}, {})
+    head = build({"w": Layout(torch.float32, (4,), (1,))}, {})
 
-    assert ALIGNMENT == len(head)
-    assert struct.pack("<Q", ALIGNMENT - 8) == head[:8]
-    assert head.endswith(b" " * 100)
-    assert head.rstrip(b" ").endswith(b"}")
+    assert ALIGNMENT == len(head.data)
+    assert struct.pack("<Q", ALIGNMENT - 8) == head.data[:8]
+    assert head.data.endswith(b" " * 100)
+    assert head.data.rstrip(b" ").endswith(b"}")
 
 
 def test_an_offset_beyond_four_gigabytes_is_no_trouble():
