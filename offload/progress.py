@@ -33,7 +33,8 @@ def progress(items: Iterable[T], description: str, *, total: int | None = None) 
 
 
 @contextmanager
-def progress_in_bytes(total: int, description: str) -> Iterator[Callable[[int], object]]:
+def progress_in_bytes(total: int, description: str, *, shown: bool = True) -> Iterator[Callable[[int], object]]:
     """As `progress`, for work that is counted in bytes: gives what is to be called with each number of them."""
-    with Bar(desc=description, total=total, unit="B", unit_scale=True, delay=1, disable=None, leave=False) as bar:
+    hidden = None if shown else True  # None: where the output is no terminal
+    with Bar(desc=description, total=total, unit="B", unit_scale=True, delay=1, disable=hidden, leave=False) as bar:
         yield bar.update

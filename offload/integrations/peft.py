@@ -12,7 +12,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,7 @@ from torch import nn
 
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.memory import return_freed
-from offload.models.replacing import Replacing
-from offload.models.values import Book, MapReport, Value, book_for, values_of
+from offload.models.values import ANY_KIND, Book, MapReport, Replacing, Value, book_for, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
 from offload.storage.regular import as_file, is_folder, open_regular, text_of
@@ -35,7 +34,6 @@ from offload.torch_api import parameters_of, version_of
 
 _BLOCK = 1 << 20  # bytes that are read at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STRICT = {"strict_shape": False, "strict_dtype": False}
 
 
 def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = False, progress: bool = True) -> MapReport:
@@ -87,7 +85,10 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
         for value in values:
             merging.values.update((id(other), value) for other in value.others)
         layers = _layers_of(model)
-        with book.kept_up(), _bar(merging.nbytes_of(layers.values()), shown=progress) as merging.advance:
+        with (
+            book.kept_up(),
+            progress_in_bytes(merging.nbytes_of(layers.values()), "merging", shown=progress) as merging.advance,
+        ):
             with merging.of(layers):
                 _merged_by(tuner, kind, merging)
             merging.replaced.extend(places.finish(merging.marks_for_whole()))
@@ -137,7 +138,7 @@ class _Merging:
                 parameters_of(module)[key] = parameter
         for module, key, value in held:
             if mark not in value.marks and not _same_bits(value.tensor, new[module, key]):
-                value.replace(new[module, key], self._marks_for(value, mark), _STRICT)
+                value.replace(new[module, key], self._marks_for(value, mark), ANY_KIND)
                 self.replaced.append(value.name)
                 self.book.note(value.name, replaced=True)
             self.advance(value.nbytes)
@@ -320,7 +321,3 @@ def _unload(model: nn.Module) -> None:
         setattr(parent, attribute, own)
     if hasattr(model, "peft_config"):
         del model.peft_config
-
-
-def _bar(total: int, *, shown: bool) -> Any:
-    return progress_in_bytes(total, "merging") if shown else nullcontext(int)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
 from typing import Any, TypeAlias
@@ -24,8 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
 from offload.integrations.log import log
 from offload.models.pretrained import is_of_transformers, let_save
-from offload.models.replacing import Replacing
-from offload.models.values import Book, book_for, values_of
+from offload.models.values import Book, Replacing, book_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
 from offload.tensor.saved import subclass_value
@@ -97,7 +96,11 @@ def quantize_(
     by_name = isinstance(config, FqnToConfig)  # of which torchao wants no filter
     chosen = None if by_name else _not_yet(filter_fn or _torchaos_choice())
     total = sum(map(_nbytes, model.modules()))
-    with _bar(total, shown=progress) as advance, _quantizing(model, book, advance) as quantizing, torch.no_grad():
+    with (
+        progress_in_bytes(total, "quantizing", shown=progress) as advance,
+        _quantizing(model, book, advance) as quantizing,
+        torch.no_grad(),
+    ):
         quantizing.has_quantized = has_quantized
         try:
             with book.kept_up():
@@ -136,10 +139,6 @@ def _book_of(model: nn.Module, resume: bool | str) -> tuple[Book, bool]:
 
 def _nbytes(module: nn.Module) -> int:
     return sum(weight.numel() * weight.itemsize for weight in parameters_of(module).values() if weight is not None)
-
-
-def _bar(total: int, *, shown: bool) -> Any:
-    return progress_in_bytes(total, "quantizing") if shown else nullcontext(int)
 
 
 def _torchaos_choice() -> Filter:

@@ -16,7 +16,6 @@ Always true:
 | `deferred` `assembly` | a tensor that is still to be put together from stored ones, and doing that |
 | `pretrained` `hooks` | what transformers and accelerate have a say in: names, forms, and where weights are held |
 | `values` `journal` | many values, replaced one at a time: `map_values`, and what is noted of its runs |
-| `replacing` | what takes the place of values, where they were |
 | `saving` `conversion` | a checkpoint written: `save_checkpoint`, and another one in another form |
 | `verify` | whether a checkpoint is whole |
 """

@@ -251,7 +251,7 @@ def disk_offload(
 
 
 def load_file(
-    path: PathLike, device: torch.device | str | int = "cpu", offload_dir: PathLike | None = None
+    path: PathLike, device: torch.device | str | int = "cpu", *, offload_dir: PathLike | None = None
 ) -> dict[str, OffloadedTensor]:
     """The tensors of a file or folder by name, on disk: `safetensors.torch.load_file` without the reading.
 

@@ -10,9 +10,10 @@ Always true:
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,13 +26,14 @@ import torch
 from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
-from offload.memory import count_freed
+from offload.memory import count_freed, return_freed
 from offload.models.journal import RUNS, Journal, Run, marks_of, source_of
 from offload.models.slots import Slot, is_meta, tensor_slots
+from offload.prefetch.residency import books_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import named_folder
-from offload.storage.handle import Handle
+from offload.storage.handle import Handle, Notes
 from offload.storage.names import file_name
 from offload.storage.regular import is_there
 from offload.storage.subclasses import refuse_lossy
@@ -42,6 +44,7 @@ from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
     become,
+    dressed,
     guest_of,
     handle_of,
     is_offloaded,
@@ -57,6 +60,7 @@ Function: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
 Select: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]] | Predicate | None"
 
+ANY_KIND = {"strict_shape": False, "strict_dtype": False}
 _TEMPORARIES = 8  # times its own size: what a function makes of a value on the way, at most
 _MARKS = "_offload_runs"  # on a tensor in memory: the runs that it has gone through
 
@@ -135,7 +139,7 @@ def map_values(
     book = book_for(values, _name_of_run(fn, resume), resume=bool(resume))
     before = [value.name for value in values if book.has(value)]
     todo = [value for value in values if not book.has(value)]
-    with book.kept_up(), _bar(sum(value.nbytes for value in todo), shown=progress) as advance:
+    with book.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
         walk = _Walk(
             fn, book, len(before), len(values), advance, {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
         )
@@ -242,27 +246,19 @@ class Value:
     @property
     def marks(self) -> tuple[str, ...]:
         """The runs that it has gone through."""
-        tensor = self.tensor
-        if not is_offloaded(tensor):
-            return getattr(tensor, _MARKS, ())
-        handle = handle_of(tensor)
-        if not handle.owned:
-            return ()
-        handle.base()  # what stands in its place, also after a replacement that was interrupted once it was done
-        return marks_of(handle.file)
+        return marks_on(self.tensor)
 
     def replace(self, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
         """Give it a new value, in all its places."""
         tensor = self.tensor
-        notes = {RUNS: list(marks)} if marks else None
         if is_offloaded(tensor) and not self._is_cut_from_a_checkpoint(tensor):
-            replace_value(tensor, new, notes, **strict)
+            replace_value(tensor, new, _notes(marks), **strict)
             self._follow(tensor)
             return
         refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
         if is_offloaded(tensor):
             refuse_lossy(new, self.name)
-            handle = Handle.create(guest_of(new.detach()), self.name, self.folder, notes)
+            handle = Handle.create(guest_of(new.detach()), self.name, self.folder, _notes(marks))
             become(tensor, wrap_handle(handle, target_of(tensor)))
             self._follow(tensor)
         else:
@@ -328,6 +324,22 @@ def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Va
     return list(values.values())
 
 
+def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The runs that a value has gone through."""
+    if not is_offloaded(tensor):
+        return getattr(tensor, _MARKS, ())
+    handle = handle_of(tensor)
+    if not handle.owned:
+        return ()
+    handle.base()  # what stands in its place, also after a replacement that was interrupted once it was done
+    return marks_of(handle.file)
+
+
+def _notes(marks: Sequence[str]) -> Notes:
+    """What a value's file says of these runs."""
+    return {RUNS: list(marks)} if marks else None
+
+
 def _own(new: torch.Tensor) -> torch.Tensor:
     """A tensor of its own: what a function returned may be the function's, or another value."""
     detached = new.detach()
@@ -346,6 +358,71 @@ def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             yield Slot(tensor, isinstance(tensor, nn.Parameter), [name], [name], [(tensors, name)])  # type: ignore[list-item]
+
+
+# What takes the place of values, and is to be where they were
+
+
+class Replacing:
+    """A model's values as they were, for those that come in their places.
+
+    Args:
+        model: the model.
+        suffix: is added to the name of a new file where another value has the name.
+    """
+
+    def __init__(self, model: nn.Module, suffix: str) -> None:
+        self._model = model
+        self._suffix = suffix
+        self._slots = tensor_slots(model)  # also keeps the tensors, whose identity tells them apart
+        tensors = [slot.tensor for slot in self._slots]
+        self._handles = {handle_of(tensor) for tensor in tensors if is_offloaded(tensor)}
+        self._holders = Counter({id(slot.tensor): len(slot.owners) for slot in self._slots})
+
+    def stored(
+        self, old: torch.Tensor, new: torch.Tensor, name: str, marks: Sequence[str] = ()
+    ) -> OffloadedTensor | None:
+        """The parameter over what is stored of `new` in the place of `old`; None if it stays what it is.
+
+        Args:
+            old: one of the model's values.
+            new: what a module has in its place.
+            name: of the new one, if it gets a file of its own.
+            marks: what the file is to say of runs. One that says all of it already is left as it is.
+        """
+        if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
+            return None
+        return_freed()  # what the new one was computed with
+        if self._holders[id(old)] > 1:
+            self._holders[id(old)] -= 1
+            stored = self._beside(old, new, name, marks)
+        else:
+            before = marks_on(old)
+            if not marks or not set(marks) <= set(before):
+                replace_value(old, new.detach(), _notes((*before, *marks) if marks else ()), **ANY_KIND)
+            stored = old.detach()  # type: ignore[assignment]
+        return dressed(stored, requires_grad=new.requires_grad, is_parameter=isinstance(new, nn.Parameter))
+
+    def finish(self, marks: Sequence[str] = ()) -> list[str]:
+        """Bring to disk what took a value's place by way of a module that took another's; gives the names."""
+        before = {name: slot.tensor for slot in self._slots for name in slot.names}
+        names = []
+        new = [slot for slot in tensor_slots(self._model) if before.get(slot.name, slot.tensor) is not slot.tensor]
+        for slot in sorted(new, key=lambda slot: slot.name == getattr(before[slot.name], "name", None)):
+            stored = self.stored(before[slot.name], slot.tensor, slot.name, marks)
+            if stored is not None:
+                slot.fill(stored)
+                names.append(slot.name)
+        return names
+
+    def _beside(self, old: OffloadedTensor, new: torch.Tensor, name: str, marks: Sequence[str]) -> OffloadedTensor:
+        """`new` in a file of its own, in the folder and under the memory budget of `old`."""
+        handle, value = handle_of(old), guest_of(new.detach())
+        own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
+        made = Handle.create(value, own_name, handle.folder, _notes(marks), exist_ok=True)
+        books_of(made).pool = books_of(handle).pool
+        self._handles.add(made)
+        return wrap_handle(made, new.device)
 
 
 # Which of them
@@ -529,7 +606,3 @@ def _for_each(values: list[Value], see: Callable[[Value], None], workers: int) -
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _bar(total: int, *, shown: bool) -> Any:
-    return progress_in_bytes(total, "values") if shown else nullcontext(int)
