@@ -15,6 +15,7 @@ import gc
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -106,9 +107,6 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 def let_save(model: Any) -> None:
     """Have `save_pretrained` of a model, and of the models in it, look before it writes, and hold nothing in memory."""
-    for module in model.modules():
-        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
-            module.save_pretrained = _Looking(module)
     if is_of_transformers(model):
         conversions = _conversions(model)
         if conversions and not isinstance(conversions, _Streaming):
@@ -117,21 +115,28 @@ def let_save(model: Any) -> None:
             is_torchao = getattr(model, "quantization_method", None) == "torchao"
             saved = _in_torchaos_form if is_torchao else partial(_saved_by, model.hf_quantizer)
             model.hf_quantizer.get_state_dict_and_metadata = saved
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
+            module.save_pretrained = _Looking(module)
 
 
 class _Looking:
     """A model's `save_pretrained`, behind a look at the folder for files that live tensors refer to.
 
-    It holds the model, which may have no other name: `offload.from_pretrained(a).save_pretrained(b)`. In a pickle it is
-    the usual one.
+    It holds the model weakly, which goes with its last name. For one that has none, as in
+    `offload.from_pretrained(a).save_pretrained(b)`, it has a twin: a model of the same parts. In a pickle it is the
+    usual `save_pretrained`.
 
     Raises:
         ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
-        UnsupportedOpError: the model is a shallow copy, or has one.
+        UnsupportedOpError: the model is a shallow copy, or has one; or it has gone, and was changed before.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model = weakref.ref(model)
+        self._twin = object.__new__(type(model))
+        vars(self._twin).update((name, part) for name, part in vars(model).items() if name != "save_pretrained")
+        self._parts = self._twin_parts()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         model = self._only_holder()
@@ -148,7 +153,11 @@ class _Looking:
 
     def _only_holder(self) -> Any:
         """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
-        model = self._model
+        model = self._model()
+        if model is None:
+            if self._parts != self._twin_parts():
+                raise UnsupportedOpError("the model was changed, and has gone: keep it in a variable until it is saved")
+            return self._twin
         holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or is_of_a_module(one)]
         if any(one is not model and one is not vars(model) for one in holders):
             raise UnsupportedOpError(
@@ -157,11 +166,21 @@ class _Looking:
             )
         return model
 
+    def _twin_parts(self) -> list[int]:
+        return [id(module) for module in self._twin.modules()]
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "save_pretrained")
+        model = self._model()
+        return getattr, (self._twin if model is None else model, "save_pretrained")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
-        return _Looking(memo.get(id(self._model), self._model))
+        if id(self._model()) not in memo:
+            return self
+        copied = object.__new__(_Looking)
+        copied._model = weakref.ref(memo[id(self._model())])
+        copied._twin = copy.deepcopy(self._twin, memo)
+        copied._parts = copied._twin_parts()
+        return copied
 
 
 def _conversions(model: Any) -> Any:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM
 
 import offload
-from offload.errors import CheckpointError, ForeignFileError, MissingFileError
+from offload.errors import CheckpointError, ForeignFileError, MissingFileError, UnsupportedOpError
 from tests.processes import run_script
 
 
@@ -207,6 +207,45 @@ def test_a_model_without_a_name_saves_itself(llama_folder: Path, tmp_path: Path)
     found = offload.load_file(tmp_path)
     for name, value in offload.load_file(llama_folder).items():
         assert torch.equal(value, found[name])
+
+
+def test_a_model_and_its_files_go_with_its_last_name(llama_folder: Path) -> None:
+    """Nothing in it refers to it: no garbage has to be collected."""
+    for make in (lambda model: model, copy.deepcopy):
+        model = make(offload.from_pretrained(llama_folder, dtype=torch.float16))
+        gone = weakref.ref(model)
+        paths = {weight.offload_path for weight in model.parameters()}
+        gc.disable()
+        try:
+            del model
+        finally:
+            gc.enable()
+
+        assert gone() is None
+        assert not [path for path in paths if path.exists()]
+
+
+def test_a_copy_without_a_name_saves_itself(llama_folder: Path, tmp_path: Path) -> None:
+    model = offload.from_pretrained(llama_folder)
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    expected = model.model.embed_tokens.weight.materialize()
+
+    copy.deepcopy(model).save_pretrained(tmp_path)
+
+    found = offload.load_file(tmp_path)
+    assert not found["model.norm.weight"].any()
+    assert torch.equal(expected, found["model.embed_tokens.weight"])
+
+
+def test_a_model_that_was_changed_and_has_gone_is_not_saved_as_it_was(llama_folder: Path, tmp_path: Path) -> None:
+    model = offload.from_pretrained(llama_folder)
+    model.lm_head = torch.nn.Linear(2, 2)
+    save = model.save_pretrained
+    del model
+
+    with pytest.raises(UnsupportedOpError, match="keep it in a variable"):
+        save(tmp_path)
 
 
 def test_a_model_that_is_gone_leaves_its_names_to_the_next(llama_folder: Path, tmp_path: Path) -> None:
