@@ -8,7 +8,6 @@ Always true:
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
+from offload.integrations.log import log
 from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
@@ -33,7 +33,6 @@ from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_
 
 _LEAST_ROOM = 256  # tokens
 _STEP = 64  # tokens to a multiple of which there is room: heads then begin at whole cache lines, as plain tensors do
-_log = logging.getLogger("offload")
 
 
 def kv_cache(
@@ -116,7 +115,7 @@ def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int |
     """A layer as this new one, with keys and values on disk; itself if it does not keep them as most do."""
     kind = _kind_on_disk(layer.__class__)
     if kind is None:
-        _log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
+        log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
         return layer
     on_disk = kind.__new__(kind)
     on_disk.__dict__.update(layer.__dict__)
@@ -190,12 +189,9 @@ class _Rows:
     def _takes(self, states: torch.Tensor, end: int) -> bool:
         """Whether `states` fit in the file after so many tokens."""
         file = self._file
-        return (
-            file is not None
-            and file.dtype == states.dtype
-            and (*file.shape[:2], file.shape[3]) == (*states.shape[:2], states.shape[3])
-            and end + states.shape[2] <= file.shape[2]
-        )
+        if file is None or file.dtype != states.dtype or _shape_of_a_token(file) != _shape_of_a_token(states):
+            return False
+        return end + states.shape[2] <= file.shape[2]
 
     def _make_room(self, kept: torch.Tensor | None, states: torch.Tensor) -> int:
         """Have room for `states` after the tokens of `kept`, which begin the file then; how many they are."""
@@ -219,7 +215,7 @@ class _Rows:
         return count
 
     def _refuse_others(self, kept: torch.Tensor, states: torch.Tensor) -> None:
-        if (*kept.shape[:2], kept.shape[3]) != (*states.shape[:2], states.shape[3]):
+        if _shape_of_a_token(kept) != _shape_of_a_token(states):
             raise ShapeMismatchError(
                 f"{self._name!r} holds tokens of shape {tuple(kept.shape)}, those to add have {tuple(states.shape)}: "
                 "reset() the cache, or take another one for another batch"
@@ -229,6 +225,10 @@ class _Rows:
                 f"{self._name!r} holds {kept.dtype}, the tokens to add are {states.dtype}: "
                 "reset() the cache, or run the model in one dtype"
             )
+
+
+def _shape_of_a_token(states: torch.Tensor) -> tuple[int, ...]:
+    return (*states.shape[:2], states.shape[3])
 
 
 class _LayerOnDisk:

@@ -316,6 +316,19 @@ def test_only_what_is_large_goes_to_disk():
     assert [False, True, False, True, True] == [is_offloaded(one) for one in found]
 
 
+def test_the_log_tells_which_way_a_large_result_took(tmp_path, caplog):
+    x, path = torch.ones(64), tmp_path / "x.safetensors"
+    save_file({"w": x}, path)
+    with caplog.at_level("DEBUG", "offload.offloading"), offload.offloading(tmp_path / "results", min_bytes=64):
+        x + 1, x.cumsum(0), torch.ones(8, 8).triu().to_sparse(), x.expand(2, 64) is x, torch.ones(2)
+        load_file(path)
+
+    said = [record.getMessage() for record in caplog.records]
+    for words in ("add: computed in ", "cumsum: written to ", "_to_sparse: a result stays in memory, as it is sparse"):
+        assert any(line.startswith(words) for line in said), (words, said)
+    assert f"w is referenced in {path}" in said
+
+
 def test_after_the_context_all_is_as_before():
     with pytest.raises(ZeroDivisionError), offload.offloading(min_bytes=SMALL):
         torch.ones(64, 64).div_(0 // 0)

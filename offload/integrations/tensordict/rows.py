@@ -8,7 +8,6 @@ Always true:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -18,11 +17,11 @@ import torch
 
 from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
+from offload.integrations.log import log
 from offload.integrations.numpy import chosen
 from offload.integrations.tensordict.reading import INNER, META, load_memmap
 from offload.tensor.materialize import materialize
 
-_log = logging.getLogger("offload")
 _GUESS = 1024  # bytes of what is no tensor
 
 
@@ -40,7 +39,7 @@ def rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
     """
     inner = path / INNER
     if inner.is_dir():
-        _log.info("%s: fields of the class that are no tensors are left out", path)
+        log.info("%s: fields of the class that are no tensors are left out", path)
     return rows_of_tensordict(load_memmap(inner if inner.is_dir() else path, device="cpu"), columns, str(path))
 
 
@@ -75,7 +74,7 @@ def _parts(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]
         elif is_tensor_collection(value):
             yield from _parts(value.to_tensordict() if is_tensorclass(value) else value, here)
         elif value.is_nested:
-            _log.info("%r is a nested tensor, and is left out: store its rows with TensorCache.create", ".".join(here))
+            log.info("%r is a nested tensor, and is left out: store its rows with TensorCache.create", ".".join(here))
         else:
             yield ".".join(here), here
 
