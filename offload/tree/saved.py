@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def load_tree(
     while True:
         manifest = _manifest(folder)
         try:
-            return _Loading(folder, manifest, target, offload_dir).tree(types)
+            return _tree_of(folder, manifest, types, target, offload_dir)
         except MissingFileError:
             if _manifest(folder) == manifest:  # else another process has just replaced the tree
                 raise
@@ -226,7 +226,8 @@ def _sweep(folder: Path, files: Collection[str]) -> None:
             continue  # what a link leads to is somebody else's
         there = list(place.iterdir())
         unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
-        _log.debug("%s: %s files of earlier trees are removed", place, len(unused))
+        if unused:
+            _log.debug("%s: %s files of earlier trees are removed", place, len(unused))
         if unused and len(unused) == len(there):
             remove_folder(place)  # an empty one, left by a process that was killed here, would look like a user's
         else:
@@ -264,43 +265,35 @@ def _is_spec(spec: Any) -> bool:
     return isinstance(spec, dict) and isinstance(spec.get("file"), str) and _FILE.fullmatch(spec["file"]) is not None
 
 
-@dataclass
-class _Loading:
-    """A tree on its way out of its folder; tensors that were one are one."""
+def _tree_of(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    types: Iterable[type],
+    target: torch.device,
+    offload_dir: str | os.PathLike[str] | None,
+) -> Any:
+    """The tree of a manifest; tensors that were one are one."""
 
-    folder: Path
-    manifest: dict[str, Any]
-    target: torch.device
-    offload_dir: str | os.PathLike[str] | None
-    handles: dict[str, Handle] = field(default_factory=dict)
-    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-
-    def tree(self, types: Iterable[type]) -> Any:
-        try:
-            return decode(self.manifest["structure"], self.tensor, types)
-        except UnknownTypeError as error:
-            raise UnknownTypeError(f"{self.folder / _MANIFEST}: {error}") from error
-        except CorruptFileError as error:
-            raise CorruptFileError(f"{self.folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error
-
-    def tensor(self, kind: str, name: str) -> torch.Tensor:
-        requires_grad, is_parameter = _DRESSES[kind]
-        if (kind, name) not in self.tensors:
-            stored = wrap_handle(self._handle(name), self.target)
-            self.tensors[kind, name] = dressed(stored, requires_grad=requires_grad, is_parameter=is_parameter)
-        return self.tensors[kind, name]
-
-    def _handle(self, name: str) -> Handle:
-        if name not in self.handles:
-            self.handles[name] = self._opened(name, self.manifest["tensors"][name])
-        return self.handles[name]
-
-    def _opened(self, name: str, spec: Any) -> Handle:
+    @cache
+    def handle(name: str) -> Handle:
+        spec = manifest["tensors"][name]
         if not _is_spec(spec):
             raise CorruptFileError(f"it names no file of its own for {told((name,))}")
-        file = TensorFile.open(self.folder / spec["file"])
-        handle = Handle.reference(file, str(file.notes.get("name", name)), self.offload_dir)
+        file = TensorFile.open(folder / spec["file"])
+        found = Handle.reference(file, str(file.notes.get("name", name)), offload_dir)
         said = [spec.get("dtype"), spec.get("shape")]
-        if said != [dtype_name(handle.layout.dtype), list(handle.layout.shape)]:
-            raise CorruptFileError(f"it says that {name!r} is {short(said)}, but {file.path} holds {handle.layout}")
-        return handle
+        if said != [dtype_name(found.layout.dtype), list(found.layout.shape)]:
+            raise CorruptFileError(f"it says that {name!r} is {short(said)}, but {file.path} holds {found.layout}")
+        return found
+
+    @cache
+    def tensor(kind: str, name: str) -> torch.Tensor:
+        requires_grad, is_parameter = _DRESSES[kind]
+        return dressed(wrap_handle(handle(name), target), requires_grad=requires_grad, is_parameter=is_parameter)
+
+    try:
+        return decode(manifest["structure"], tensor, types)
+    except UnknownTypeError as error:
+        raise UnknownTypeError(f"{folder / _MANIFEST}: {error}") from error
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{folder / _MANIFEST} can't be used: {error}. Save the tree again.") from error

@@ -532,9 +532,9 @@ def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
     ways = [way for way in places(state["structure"]) if way]
     odd = (None, -1, 10**40, 1e300, "x", [], {"list": []}, {"dict": {}}, {"items": [[[], 1]]}, {"tensor": "model"})
     trials = [(way, odd[(number + more) % len(odd)]) for number, way in enumerate(ways) for more in range(0, 10, 3)]
+    before = everything(*objects)
     for way, new in trials:
         path.write_text(json.dumps({**state, "structure": changed(state["structure"], way, new)}))
-        before = everything(*objects)
         error = loaded(folder, objects)
         if error is not None:
             refused += 1
@@ -543,6 +543,7 @@ def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
         else:
             path.write_text(json.dumps(state))
             assert loaded(folder, objects) is None
+            before = everything(*objects)
 
     assert refused > len(trials) // 2
 
