@@ -12,7 +12,6 @@ import gc
 import operator
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
 _MUCH = 32 << 20  # bytes that may be freed until the system gets them back
 _freed = 0
 _LEAST_BUDGET = 1 << 20

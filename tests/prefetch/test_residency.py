@@ -132,3 +132,14 @@ def test_available_memory_is_not_asked_for_at_each_read(monkeypatch: pytest.Monk
         pool.reconsider()
 
     assert 1 == len(asked)
+
+
+def test_a_plan_is_told_in_the_log(caplog: pytest.LogCaptureFixture):
+    pool = Pool(3 * MIB)
+    values = values_of(pool, [MIB] * 8)  # kept alive: a pool knows the live ones
+
+    with caplog.at_level("DEBUG", "offload.prefetch"):
+        pool.reconsider(anew=True)
+
+    assert 8 == len(values)
+    assert [f"{3 * MIB} bytes may stay: 3 of 8 values, {8 * MIB} bytes in all"] == caplog.messages

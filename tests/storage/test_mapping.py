@@ -1,0 +1,67 @@
+"""Bytes of files as memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.errors import CorruptFileError, MissingFileError, ReadError
+from offload.storage.mapping import mapped, mapped_alone
+
+DATA = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, len(DATA)), (4096, 1), (5, 300), (4097, 8192), (7, 0)], ids=str)
+def test_any_part_of_a_file_is_mapped(path, start, nbytes):
+    assert DATA[start : start + nbytes] == bytes(mapped_alone(path, start, nbytes))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "private"])
+def test_a_store_reaches_the_file_through_a_shared_mapping_alone(path, shared):
+    fd = os.open(path, os.O_RDWR)
+    storage = mapped(fd, path, 0, len(DATA), shared=shared)
+    os.close(fd)
+
+    torch.empty(0, dtype=torch.uint8).set_(storage)[5] = 99
+
+    assert 99 == storage[5]
+    assert (99 if shared else DATA[5]) == path.read_bytes()[5]
+
+
+def test_a_mapping_keeps_no_descriptor_and_outlives_the_file(path):
+    before = os.listdir("/proc/self/fd")
+    storage = mapped_alone(path, 0, len(DATA))
+    after = os.listdir("/proc/self/fd")
+    path.unlink()
+
+    assert len(before) == len(after)
+    assert DATA == bytes(storage)
+
+
+def test_a_file_that_is_too_short_is_not_mapped(path):
+    with pytest.raises(CorruptFileError, match=f"{path} has {len(DATA)} bytes, and {len(DATA) + 1} are needed"):
+        mapped_alone(path, 1, len(DATA))
+
+
+def test_a_missing_file_is_not_made(tmp_path):
+    with pytest.raises(MissingFileError):
+        mapped_alone(tmp_path / "none", 0, 1)
+
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_what_can_not_be_mapped_is_an_error_with_its_path(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(ReadError, match=str(tmp_path)):
+        mapped(fd, tmp_path, 0, 1, shared=False)
+    os.close(fd)
