@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -328,7 +328,7 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     yield "# Architectures of transformers, from disk"
     yield ""
     yield (
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__.split('+')[0]}, transformers "
+        f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__.split('+')[0]}, transformers "
         f"{transformers.__version__}, CPU, float32; `python -m bench.architectures`."
     )
     yield ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def rates(folder: Path) -> dict[str, object]:
 
 
 def today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
+    return datetime.now(UTC).date().isoformat()
 
 
 def name() -> str:

@@ -42,6 +42,11 @@ In modules, which `import offload` brings along:
 `offload.testing`, which is to be imported, compares values and holds tensor subclasses against plain tensors.
 """
 
+import sys as _sys
+
+if _sys.platform != "linux":
+    raise ImportError(f"offload works on Linux, whose mappings, locks and hints it builds on; this is {_sys.platform}")
+
 from offload import budget, errors, integrations, report, training  # noqa: F401
 from offload.batches.mapping import map_batches
 from offload.budget import memory_summary, set_max_memory

@@ -30,7 +30,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
-_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+_malloc_trim = ctypes.CDLL(None).malloc_trim
 _MUCH = 32 << 20  # bytes that may be freed until the system gets them back
 _freed = 0
 _LEAST_BUDGET = 1 << 20
@@ -181,8 +181,7 @@ def return_freed() -> None:
     """Give freed memory back to the system now. Elsewhere than with glibc nothing happens."""
     global _freed
     _freed = 0
-    if _malloc_trim is not None:
-        _malloc_trim(0)
+    _malloc_trim(0)
 
 
 @contextmanager

@@ -172,14 +172,21 @@ _ACTIVATIONS = "offload_activations"
 storage_uses = _for(_ACTIVATIONS, lambda: torch._C._storage_Use_Count)  # how many hold a storage
 _not_compiled: Any = _for(_ACTIVATIONS, lambda: torch._disable_dynamo)  # imports the compiler at the first call only
 
+_MODES = "offloading, or map_batches,"
+_BATCHES = "map_batches"  # a thread begins without what these give and set
+push_dispatch_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_dispatch_stack)
+push_function_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_function_stack)
+push_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._push_saved_tensors_default_hooks)
+top_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._top_saved_tensors_default_hooks)
+
 _OFFLOADING = "offloading"
 get_dispatch_mode = _for(_OFFLOADING, lambda: torch._C._get_dispatch_mode)
 TRACING_MODES: Any = _for(
     _OFFLOADING, lambda: attrgetter("FAKE", "PROXY", "FUNCTIONAL")(torch._C._TorchDispatchModeKey)
 )
-dispatch_modes: Any = _for(_OFFLOADING, lambda: torch.utils._python_dispatch._get_current_dispatch_mode_stack)
+dispatch_modes: Any = _for(_MODES, lambda: torch.utils._python_dispatch._get_current_dispatch_mode_stack)
 one_mode_less: Any = _for(_OFFLOADING, lambda: torch.utils._python_dispatch._pop_mode_temporarily)
-function_modes: Any = _for(_OFFLOADING, lambda: torch.overrides._get_current_function_mode_stack)
+function_modes: Any = _for(_MODES, lambda: torch.overrides._get_current_function_mode_stack)
 
 _PICKLED = "opening a pickled checkpoint"
 CLASSES_OF_TENSORS = _for(_PICKLED, lambda: torch._tensor_classes)  # torch.FloatTensor...

@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
+import fcntl
 import functools
 import gc
 import io
@@ -35,12 +36,6 @@ from unittest import mock
 
 import offload
 from offload.storage.mapping import libc
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None
 
 T = TypeVar("T")
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR, errno.ENOMEM)
@@ -283,14 +278,12 @@ def _patched(before: Before, *, all_threads: bool = False) -> Iterator[None]:
 
 def _patches(count: Callable[..., None]) -> Iterator[Any]:
     for name in sorted(_OS):
-        if hasattr(os, name):
-            yield mock.patch.object(os, name, _counting(getattr(os, name), f"os.{name}", count))
+        yield mock.patch.object(os, name, _counting(getattr(os, name), f"os.{name}", count))
     opening = _opening(io.open, count)
     for module in (builtins, io):
         yield mock.patch.object(module, "open", opening)
     yield mock.patch.object(mmap, "mmap", _mapping(count))
-    if fcntl is not None:
-        yield mock.patch.object(fcntl, "flock", _counting(fcntl.flock, "fcntl.flock", count))
+    yield mock.patch.object(fcntl, "flock", _counting(fcntl.flock, "fcntl.flock", count))
     for name, failed in (("mmap", ctypes.c_void_p(-1).value), ("madvise", -1), ("sync_file_range", -1)):
         yield mock.patch.object(libc, name, _libc_call(getattr(libc, name), name, failed, count))
 

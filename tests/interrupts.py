@@ -170,7 +170,7 @@ def _stopped_at(
         assert [] == list(folder.rglob(TEMPORARY + "*"))
         check(given)
     except BaseException as failure:
-        failure.add_note(f"interrupted at {stop}") if hasattr(failure, "add_note") else None
+        failure.add_note(f"interrupted at {stop}")
         raise
     return tracer.has_stopped
 

@@ -326,6 +326,22 @@ def test_importing_offload_imports_no_neighbour():
     assert "[]\n" == run_script(script, *sorted(NEIGHBOURS))
 
 
+def test_importing_offload_on_another_system_says_where_it_works():
+    script = """
+        import sys
+        sys.platform = "darwin"
+        try:
+            import offload
+        except ImportError as error:
+            print(error, "torch" in sys.modules)
+    """
+
+    said = run_script(script)
+
+    assert said.startswith("offload works on Linux")
+    assert said.endswith("this is darwin False\n")
+
+
 def test_importing_a_part_of_offload_works_by_itself():
     """Without the package's own `__init__`, which imports the parts in an order that works."""
     script = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 
@@ -15,7 +14,6 @@ _STEP = 1 if os.environ.get("OFFLOAD_INTERRUPTS") == "all" else 6
 _TRIED: set[Place] = set()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="the places are found in the tables of Python 3.11 and later")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_interrupted(name, tmp_path):
     call = CALLS[name]

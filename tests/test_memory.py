@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload import memory
-from offload.memory import anonymous_bytes, available_bytes, cgroup_room, uncollected
+from offload.memory import anonymous_bytes, available_bytes, cgroup_room, mapped_bytes, uncollected
 from tests.page_cache import needs_page_cache
 from tests.processes import run_script
 
@@ -278,3 +278,10 @@ def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, nam
     if not written:
         pytest.skip("what goes to this file system is not counted")
     assert rows <= written <= 4 * rows
+
+
+def test_where_the_system_does_not_tell_memory_apart_all_of_it_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.memory._STATUS", tmp_path / "status")
+
+    assert anonymous_bytes() > 1 << 20
+    assert mapped_bytes() == 0

@@ -6,7 +6,6 @@ import errno
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -127,8 +126,8 @@ EXPECTED = [
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that is loaded before libc."""
-    if sys.platform != "linux" or shutil.which("cc") is None:
-        pytest.skip("no compiler, or another system than Linux")
+    if shutil.which("cc") is None:
+        pytest.skip("no compiler")
     folder = tmp_path_factory.mktemp("shim")
     (folder / "shim.c").write_text(SHIM)
     command = ["cc", "-shared", "-fPIC", "-o", str(folder / "shim.so"), str(folder / "shim.c"), "-ldl"]

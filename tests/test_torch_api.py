@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 
 import pytest
-import tomllib
 import torch
 from torch import nn
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError
 from offload.models.loader import blocks_of
+from offload.torch_api import buffers_of, parameters_of
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -46,7 +47,7 @@ def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
 
 
 def _has_values(module: nn.Module) -> bool:
-    return any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
+    return any(one is not None for one in (*parameters_of(module).values(), *buffers_of(module).values()))
 
 
 def _named(models: Sequence[nn.Module], block: object) -> nn.Module:

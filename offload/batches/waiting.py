@@ -20,6 +20,7 @@ from offload.errors import ReadError, WriteError
 from offload.storage.folders import private_folder
 from offload.storage.mapping import view_memory
 from offload.storage.modes import no_functions, no_modes
+from offload.torch_api import storage_id
 
 _LEAST = 64 << 10  # bytes that are worth a file
 _DEPTH = 4  # of objects in objects that tensors are looked for in
@@ -102,7 +103,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
     """Those in main memory, by their identity."""
     with no_functions(), no_modes():
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
-    return {storage._cdata: storage for storage in storages}
+    return {storage_id(storage): storage for storage in storages}
 
 
 def _write(file: IO[bytes], storage: torch.UntypedStorage) -> None:

@@ -15,19 +15,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
-
-dispatch_modes = _get_current_dispatch_mode_stack
-function_modes = _get_current_function_mode_stack
-peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
-push_dispatch_mode = torch._C._push_on_torch_dispatch_stack
-push_function_mode = torch._C._push_on_torch_function_stack
-push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from offload.torch_api import (
+    dispatch_modes,
+    function_modes,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+    transform_on_top,
+)
 
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ class World:
         Raises:
             UnsupportedOpError: this is inside a transform of torch.func, which has one thread.
         """
-        if peek_interpreter_stack() is not None:
+        if transform_on_top() is not None:
             raise UnsupportedOpError("map_batches runs batches in threads, and a transform of torch.func has only one")
         self._context = contextvars.copy_context()
         self._inference = torch.is_inference_mode_enabled()
@@ -50,7 +49,7 @@ class World:
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _device_types()
         ]
         self._caches = torch.is_autocast_cache_enabled()
-        self._functions = function_modes()  # type: ignore[no-untyped-call]
+        self._functions = function_modes()
         self._dispatches = dispatch_modes()
         self._saved = top_saved_tensors_hooks(True)
 

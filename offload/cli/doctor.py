@@ -41,7 +41,7 @@ class Disk:
         folder: the folder.
         free: bytes that can still be written there.
         writes: rate of writing, synced.
-        reads: rate of reading from the page cache's disk, cold; None where the cache could not be dropped.
+        reads: rate of reading it back, past what the system keeps in memory.
         reads_direct: the same past the page cache (O_DIRECT); None where the file system refuses it.
     """
 
@@ -136,8 +136,9 @@ def _measured(folder: Path, nbytes: int) -> Disk:
     try:
         with writing(path, size):
             writes = _rate(size, lambda: _write(path, size))
-        reads = _rate(size, lambda: _read(path, 0)) if _forget(path) else None
-        with suppress(OSError, AttributeError):  # there is no O_DIRECT
+        _forget(path)
+        reads = _rate(size, lambda: _read(path, 0))
+        with suppress(OSError):  # the file system has no O_DIRECT
             return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT)))
         return Disk(folder, free, writes, reads, reads_direct=None)
     finally:
@@ -170,13 +171,10 @@ def _read(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def _forget(path: Path) -> bool:
-    """Drop a file from the page cache; whether that can be done here."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
+def _forget(path: Path) -> None:
+    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-    return True

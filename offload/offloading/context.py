@@ -62,7 +62,7 @@ def offloading(
     - Views, in-place ops and `out=` give what they always give: a view shares memory, and so does an argument.
     - A tensor of a safetensors file, or of a zip file of torch.save, is referenced in its file, and nothing is written;
       at its first write it goes to a private file. `torch.load` reads one record at a time, or none with `mmap=True`.
-      This is seen on Linux, and on the CPU. What is loaded from an open file object, from a file in the form of before
+      This is seen on the CPU. What is loaded from an open file object, from a file in the form of before
       torch 1.6, or by other threads, stays in memory: transformers' `from_pretrained` has some, so use that of offload.
     - A parameter of a tensor subclass that offload can store, such as a weight that torchao has quantized, goes to
       disk when it is set on a module.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
 from transformers import Qwen3MoeConfig
 
 from tests.models.test_loader_memory import hollow_checkpoint
@@ -85,7 +83,6 @@ def experts(folder: Path, layers: int, width: int) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_experts_are_joined_and_taken_apart_in_the_memory_of_some_blocks(tmp_path: Path) -> None:
     """400 MB of experts; each matrix has 8 MiB, each fused tensor 64 or 128."""
     large = experts(tmp_path / "large", LAYERS, WIDTH)

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -538,7 +537,6 @@ print(json.dumps([quantizing, saving]))
 '''
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
     """What torchao computes with for one of 8 MiB, four times that in 32 bits, and what was freed and not given back;
     not the results of all 24, of 4 MiB each.

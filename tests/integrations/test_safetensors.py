@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,6 @@ MEASURED = """
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("what", ["save_model", "save_torch_model", "load_model"])
 def test_they_do_it_in_little_memory(tmp_path: Path, what: str) -> None:
     """A model of 250 MB, in 8 values."""

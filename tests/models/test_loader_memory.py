@@ -61,7 +61,6 @@ def hollow_checkpoint(path: Path, shapes: Mapping[str, Sequence[int]], dtype: st
     return path
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writing(tmp_path: Path) -> None:
     """2 GiB on disk; under 32 MB of anonymous memory, also after every weight was used."""
     large = checkpoint_of_zeros(tmp_path / "large.safetensors", LAYERS, WIDTH)
@@ -124,7 +123,6 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards: Path, tmp_path: Path) -> None:
     """The size of one weight is 16 MiB."""
     said = json.loads(run_script(PICKLED, shards, tmp_path / "values", "float32", 16, 2048))
@@ -135,7 +133,6 @@ def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(sh
     assert said["took"] < 6 << 20
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("form", ["torch.save", "safetensors"])
 def test_another_dtype_is_converted_in_the_memory_of_a_block(shards: Path, tmp_path: Path, form: str) -> None:
     """Weights have 8 MiB in bfloat16, all of them 128 MiB."""

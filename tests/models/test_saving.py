@@ -6,7 +6,6 @@ import copy
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -678,7 +677,6 @@ BOUNDED = """
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     ("size", "dtype", "kind"),
     [
