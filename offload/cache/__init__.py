@@ -10,5 +10,5 @@
 | `held` `archive` | tensors that are there already, in memory or in a file, as a cache; and such a file |
 | `incoming` | rows on their way in, from records and from elsewhere |
 | `schema` `manifest` | what a column is, and where that is written down |
-| `indexing` | which rows are meant |
+| `indexing` `claims` | which rows are meant, and who computes those that are missing |
 """

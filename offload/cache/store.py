@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
-from offload.cache.indexing import Numbers, Rows, last_of_each
+from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
 from offload.cache.manifest import FILE as MANIFEST
 from offload.cache.manifest import Manifest
 from offload.cache.rowfile import RowFile, opened
@@ -241,6 +242,12 @@ class Store:
     def missing(self, columns: Iterable[str] | None) -> Numbers:
         self.flush_own()
         return self._states.missing(self.places(columns))
+
+    def are_missing(self, columns: Iterable[str] | None, rows: Numbers) -> npt.NDArray[np.bool_]:
+        """Which of these rows are not filled; those that were written here and not flushed are missing."""
+        cells = self._states.of(rows_of(rows, self.num_rows), self.places(columns))
+        filled: npt.NDArray[np.bool_] = np.logical_and.reduce(cells_filled(cells), axis=1)
+        return ~filled
 
     def count(self, columns: Iterable[str] | None) -> int:
         self.flush_own()

@@ -11,18 +11,21 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import util
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from offload.batches.mapping import map_batches
 from offload.cache.batches import RowDataset, read_ahead, rows_of_each
+from offload.cache.claims import Claims
 from offload.cache.columns import Ragged
 from offload.cache.held import HeldStore, Tensors, read_file, write_file
 from offload.cache.incoming import Field, Incoming, rows_in_batch
@@ -34,6 +37,7 @@ from offload.cache.states import FILE as STATES
 from offload.cache.store import Store, log
 from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError
 from offload.memory import count_freed
+from offload.progress import Bar
 from offload.progress import progress as progress_of
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
@@ -50,6 +54,8 @@ from offload.tensor.arguments import (
 )
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import guest_of
+
+_FLUSH_EVERY = 2.0  # seconds of work that a kill may cost
 
 
 class TensorCache:
@@ -440,12 +446,15 @@ class TensorCache:
         batch_size: int = 32,
         columns: Iterable[str] | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+        in_flight: int | None = None,
         progress: bool = True,
     ) -> None:
         """Compute the rows that are missing, batch by batch, and write them. A job that was stopped goes on with it.
 
-        What has been computed is kept whatever stops it: an error, an interrupt; of a process that is killed, what was
-        flushed.
+        What has been computed is kept whatever stops it: an error, an interrupt; of a process that is killed, all but
+        the work of the last seconds. Several processes may call this on one folder: each row is computed by one of
+        them, and this comes back when all rows are filled.
 
         Args:
             fn: makes rows, a dict as for `cache[rows] = ...`, of the inputs of a batch.
@@ -454,6 +463,8 @@ class TensorCache:
             batch_size: rows that are computed at a time.
             columns: those that `fn` makes; all if None.
             collate: makes a batch of a list of items; torch's, as in a `DataLoader`. With `list` it is that list.
+            model: what `fn` calls, if that is larger than memory: it is read once for many batches, by `map_batches`.
+            in_flight: how many batches that is; see there.
             progress: whether a bar shows how far it is, on a terminal.
 
         Raises:
@@ -477,16 +488,45 @@ class TensorCache:
             raise ArgumentTypeError(f"inputs: a tensor, a list or a dataset with a length, not {repr(inputs)[:80]}")
         if count != len(self):
             raise ShapeMismatchError(f"there are {count} inputs, and the cache in {self.folder} has {len(self)} rows")
-        rows = self.missing_rows(columns)
-        log.info("%s: %d of %d rows are missing and are computed", self.folder, len(rows), len(self))
         size = checked_count(batch_size, "batch_size")
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        columns = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, str) else columns
+        total = len(self.missing_rows(columns))
+        log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
+        is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
+
+        def computed(part: torch.Tensor) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            return part, fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
+
+        store = self._open()
+        if not total or not isinstance(store, Store):
+            return
+        claims = Claims(store, columns)
+
+        def carried_out(parts: Iterator[torch.Tensor]) -> Generator[tuple[torch.Tensor, Mapping[str, Any]], None, None]:
+            if model is None:
+                yield from map(computed, parts)
+            else:
+                yield from map_batches(computed, parts, model, in_flight=in_flight, progress=False)
+
         try:
-            for part in progress_of(batches, "batches") if progress else batches:
-                is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)
-                self[part] = fn(inputs[part] if is_taken_whole else collate([inputs[row] for row in part.tolist()]))
+            with Bar(desc="rows", total=total, delay=1, disable=None if progress else True, leave=False) as bar:
+                is_more = True
+                while is_more:
+                    due = monotonic() + _FLUSH_EVERY
+                    with closing(carried_out(claims.parts(size))) as made:
+                        for part, values in made:
+                            self[part] = values
+                            bar.update(len(part))
+                            if monotonic() > due:
+                                self.flush()
+                                due = monotonic() + _FLUSH_EVERY
+                    self.flush()
+                    is_more = claims.has_more()
         finally:
-            self.flush()
+            try:
+                self.flush()
+            finally:
+                claims.close()
 
     def flush(self) -> None:
         """Wait until what was written is on the disk: the rows are filled then, also after a power cut.

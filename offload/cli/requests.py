@@ -12,7 +12,6 @@ The form is that of https://platform.openai.com/docs/api-reference/batch: `custo
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
+from offload.storage.locks import flock
 
 _SILENT = {"model", "user", "metadata", "store", "messages", "prompt", "max_tokens", "max_completion_tokens"}
 _HEEDED = {"temperature", "top_p", "seed", "stop"}
@@ -216,11 +216,9 @@ class Answers:
         except OSError as error:
             raise WriteError(error.errno, f"answers can't be written ({error.strerror})", str(path)) from error
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not flock(self._fd, path, wait=False):
+                raise ArgumentError(f"another process is writing answers to {path}")
             self._look()
-        except BlockingIOError as error:
-            os.close(self._fd)
-            raise ArgumentError(f"another process is writing answers to {path}") from error
         except BaseException:
             os.close(self._fd)
             raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -117,6 +118,32 @@ def unlock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return error.errno in _UNKNOWN
+    return True
+
+
+def lock_range(fd: int, path: Path, start: int, count: int, *, wait: bool = False) -> bool:
+    """Take bytes of an open file for this descriptor; False if another one has some of them, and `wait` is not.
+
+    Raises:
+        ReadError
+    """
+    return _set_range(fd, path, fcntl.F_WRLCK, start, count, wait=wait)
+
+
+def unlock_range(fd: int, path: Path, start: int, count: int) -> None:
+    """Give bytes back; 0 are all that follow."""
+    _set_range(fd, path, fcntl.F_UNLCK, start, count, wait=False)
+
+
+def _set_range(fd: int, path: Path, how: int, start: int, count: int, *, wait: bool) -> bool:
+    asked = struct.pack("hhqqi4x", how, os.SEEK_SET, start, count, 0)  # struct flock
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, asked)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise explained(path, error) from error
     return True
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, StackDataset
 
-from offload import TensorCache
+from offload import TensorCache, progress
 from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, ShapeMismatchError
+from tests.processes import run_script
 
 ROWS = 10
 
@@ -133,12 +137,118 @@ def test_rows_that_do_not_fit_are_an_error(cache):
         cache.fill(lambda batch: {"x": batch[:1]}, torch.arange(ROWS))
 
 
-def test_a_bar_is_shown_unless_it_is_not_wanted(cache, monkeypatch):
+def test_a_bar_is_shown_unless_it_is_not_wanted(cache, tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr("offload.cache.table.progress_of", lambda items, what: shown.append(what) or items)
+
+    class Bar(progress.Bar):
+        def __init__(self, **options):
+            shown.append(options["disable"])
+            super().__init__(**{**options, "disable": True})
+
+    monkeypatch.setattr("offload.cache.table.Bar", Bar)
 
     cache.fill(doubled, torch.arange(ROWS), progress=False)
-    assert [] == shown
-    cache[0] = {"x": torch.tensor(0)}
-    cache.fill(doubled, torch.arange(ROWS))
-    assert ["batches"] == shown
+    other = TensorCache.create(tmp_path / "other", {"x": (torch.int64, ())}, ROWS)
+    other.fill(doubled, torch.arange(ROWS))
+
+    assert [True, None] == shown
+
+
+# With a model, and by many
+
+
+def test_a_model_is_read_in_lockstep_for_the_batches(cache):
+    layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+    order = []
+    layers[1].register_forward_pre_hook(lambda *_: order.append("second"))
+    layers[0].register_forward_pre_hook(lambda *_: order.append("first"))
+
+    def fn(batch):
+        layers(batch[:, None].float())
+        return doubled(batch)
+
+    cache.fill(fn, torch.arange(ROWS), batch_size=3, model=layers, in_flight=4)
+
+    assert ["first"] * 4 + ["second"] * 4 == order
+    assert list(range(0, 2 * ROWS, 2)) == cache[:]["x"].tolist()
+
+
+def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path):
+    """Each row is computed once, but for those that a killed process had not put on the disk."""
+    count, kills = 60, int(os.environ.get("OFFLOAD_FILL_KILLS", "3"))
+    TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, count).close()
+    script = """
+        import os, random, signal, sys, time
+        import torch
+        import offload.cache.table
+        from offload import TensorCache
+        folder, log, count, kills = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+        offload.cache.table._FLUSH_EVERY = 0.0
+        layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+
+        def fn(batch):
+            fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(fd, "".join(f"{os.getpid()} {row}\\n" for row in batch.tolist()).encode())
+            os.close(fd)
+            layers(batch[:, None].float())
+            time.sleep(0.01)
+            return {"x": batch * 2}
+
+        def work():
+            with TensorCache.open(folder, "r+") as cache:
+                cache.fill(fn, torch.arange(count), batch_size=2, model=layers, in_flight=3)
+                assert len(cache.missing_rows()) == 0
+
+        def fork():
+            pid = os.fork()
+            if not pid:
+                try:
+                    work()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            return pid
+
+        rng = random.Random(0)
+        others = [fork() for _ in range(2)]
+        for _ in range(kills):
+            pid = fork()
+            time.sleep(rng.uniform(0.02, 0.15))
+            os.kill(pid, signal.SIGKILL)
+            print(pid)
+            os.waitpid(pid, 0)
+        for pid in others:
+            assert os.waitpid(pid, 0)[1] == 0
+    """
+
+    killed = set(run_script(script, str(tmp_path / "cache"), str(tmp_path / "log"), str(count), str(kills)).split())
+
+    with TensorCache.open(tmp_path / "cache") as cache:
+        assert list(range(0, 2 * count, 2)) == cache[:]["x"].tolist()
+    done = [line.split() for line in (tmp_path / "log").read_text(encoding="utf-8").splitlines()]
+    alive = [row for pid, row in done if pid not in killed]
+    assert len(set(alive)) == len(alive)
+    assert count <= len(done) <= count + 6 * kills
+
+
+def test_two_threads_that_fill_one_cache_do_not_wait_for_each_other_for_ever(cache):
+    barrier = threading.Barrier(2, timeout=20)
+    seen = []
+
+    def fn(batch):
+        if not seen:
+            seen.append(0)
+            barrier.wait()
+        return doubled(batch)
+
+    def other():
+        barrier.wait()
+        cache.fill(doubled, torch.arange(ROWS), batch_size=1)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    cache.fill(fn, torch.arange(ROWS), batch_size=4)
+    thread.join(20)
+
+    assert not thread.is_alive()
+    assert list(range(0, 2 * ROWS, 2)) == cache[:]["x"].tolist()
