@@ -13,13 +13,11 @@ import json
 import mmap
 import os
 import random
-import signal
 import struct
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +28,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.replacing import TEMPORARY, sweep
 from offload.tensor.wrapper import OffloadedTensor
+from tests.processes import ended, forked, in_fork, kill
 
 SIZES = tuple(4096 << shift for shift in range(0, 15, 2))  # bytes: 4 KiB to 64 MiB
 _LARGE = 8 << 20  # bytes: of larger values fewer are written between kills, and what is left goes at once
@@ -52,7 +51,7 @@ def campaign(folder: Path, sizes: Sequence[int], kills: int, seed: int = 0) -> d
     for size in sizes:
         _kill_writers(folder, size, kills // len(sizes), chance, found)
     found["left"] += _temporary_files(folder)
-    _require_ends_well(_forked(lambda: OffloadedTensor.from_original_tensor(torch.ones(2), "later", folder)))
+    assert in_fork(lambda: OffloadedTensor.from_original_tensor(torch.ones(2), "later", folder)), "it failed: see above"
     found["left after use"] = _temporary_files(folder)
     return found
 
@@ -63,13 +62,12 @@ def _kill_writers(folder: Path, size: int, kills: int, chance: random.Random, fo
     weight = OffloadedTensor.from_original_tensor(torch.zeros(count), name, folder)
     took = sorted(_seconds(weight, count) for _ in range(3))[1]
     longest = took * (2 if size > _LARGE else 4)
-    reader = _forked(lambda: _read_for_ever(weight.offload_path, name, board))
+    reader = forked(lambda: _read_for_ever(weight.offload_path, name, board))
     try:
         for _ in range(kills):
-            pid = _forked(lambda: _update_for_ever(weight, count, board))
+            pid = forked(lambda: _update_for_ever(weight, count, board))
             time.sleep(chance.uniform(0, longest) + 0.003)
-            os.kill(pid, signal.SIGKILL)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+            kill(pid)
             tried, done, *_ = _BOARD.unpack(board[:])
             value = _the_number(load_file(weight.offload_path)[name])
             assert value in (tried, done), f"{value} was found; {done} was written, and {tried} was on its way"
@@ -83,7 +81,7 @@ def _kill_writers(folder: Path, size: int, kills: int, chance: random.Random, fo
                 sweep(folder)
     finally:
         _note(board, 2, 1)
-        _require_ends_well(reader)
+        assert ended(reader) == 0, "the reader failed: see above"
     _, updates, _, reads = _BOARD.unpack(board[:])
     found["updates"] += updates
     found["reads"] += reads
@@ -127,22 +125,6 @@ def _the_number(values: torch.Tensor) -> int:
 
 def _temporary_files(folder: Path) -> int:
     return sum(name.startswith(TEMPORARY) for name in os.listdir(folder))
-
-
-def _forked(act: Callable[[], object]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        act()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _require_ends_well(pid: int) -> None:
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "a forked process failed: see above"
 
 
 def main() -> int:

@@ -36,6 +36,7 @@ from unittest import mock
 
 import offload
 from offload.storage.mapping import libc
+from tests.processes import ended, forked
 
 T = TypeVar("T")
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR, errno.ENOMEM)
@@ -186,7 +187,7 @@ def killed_at_each(
     chosen = sampled(calls)
     for index in chosen:
         given = begin()
-        status = _in_child(functools.partial(_act_killed, act, given, index))
+        status = ended(forked(functools.partial(_act_killed, act, given, index)))
         assert status == -signal.SIGKILL, f"{calls[index]}: it ended with {status}"
         try:
             check(given, calls[index])
@@ -410,11 +411,11 @@ def _calls_in_child(act: Callable[[T], object], given: T) -> list[Call]:
         with open(out, "wb") as pipe:
             pickle.dump(calls, pipe)
 
-    pid = _forked(tell)
+    pid = forked(tell)
     os.close(out)
     with open(into, "rb") as pipe:
         told = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = ended(pid)
     assert status == 0, f"without a fault it ended with {status}"
     calls: list[Call] = pickle.loads(told)
     return calls
@@ -423,19 +424,3 @@ def _calls_in_child(act: Callable[[T], object], given: T) -> list[Call]:
 def _act_killed(act: Callable[[T], object], given: T, index: int) -> None:
     with killed(index):
         act(given)
-
-
-def _in_child(act: Callable[[], object]) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(_forked(act), 0)[1])
-
-
-def _forked(act: Callable[[], object]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        act()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)

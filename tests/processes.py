@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -46,14 +47,31 @@ def run_script(
     return done.stdout
 
 
-def in_fork(act: Callable[[], object]) -> bool:
-    """Whether `act` ends well in a forked child, which then leaves without any cleaning up."""
+def forked(act: Callable[[], object]) -> int:
+    """The number of a forked child that does `act`, and leaves with 0, or 1 if that failed, without any cleaning up."""
     pid = os.fork()
     if pid:
-        return os.waitpid(pid, 0)[1] == 0
+        return pid
     try:
         act()
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
+
+
+def ended(pid: int) -> int:
+    """The exit code of a child, once it has ended; minus the signal of a killed one."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill(pid: int) -> None:
+    """Kill a child, which must not have ended by itself."""
+    os.kill(pid, signal.SIGKILL)
+    code = ended(pid)
+    assert code == -signal.SIGKILL, f"it ended with {code} before it was killed: see above"
+
+
+def in_fork(act: Callable[[], object]) -> bool:
+    """Whether `act` ends well in a forked child."""
+    return ended(forked(act)) == 0

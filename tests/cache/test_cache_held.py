@@ -569,8 +569,9 @@ def test_reading_some_rows_of_a_file_takes_little_memory(tmp_path: Path) -> None
 
 
 KILLED = """
-    import os, random, signal, sys, time, torch
+    import os, random, sys, time, torch
     from offload import TensorCache
+    from tests.processes import kill
 
     torch.set_num_threads(1)
     path, kills = sys.argv[1], int(sys.argv[2])
@@ -580,16 +581,15 @@ KILLED = """
     for _ in range(3):
         TensorCache(tensors={"x": torch.zeros(20_000), "y": torch.zeros(20_000, dtype=torch.int64)}).to_disk(path)
     one = (time.monotonic() - began) / 3
-    for kill in range(kills):
+    for turn in range(kills):
         pid = os.fork()
         if not pid:
-            for number in range(kill * 1000, kill * 1000 + 1000):
+            for number in range(turn * 1000, turn * 1000 + 1000):
                 x, y = torch.full((20_000,), float(number)), torch.full((20_000,), number)
                 TensorCache(tensors={"x": x, "y": y}, metadata={"number": number}).to_disk(path)
             os._exit(1)
         time.sleep(random.uniform(0, 4 * one) + 0.003)
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        kill(pid)
         cache = TensorCache.from_disk(path)
         batch = cache[:]
         [number] = set(batch["x"].tolist())

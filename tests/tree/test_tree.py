@@ -535,8 +535,9 @@ def test_a_manifest_that_is_not_json_is_not_a_tree(tmp_path, text):
 # Crashes, readers, memory
 
 DRIVER = """
-    import json, mmap, os, random, signal, struct, sys, time, torch
+    import json, mmap, os, random, struct, sys, time, torch
     from offload import load_tree, save_tree
+    from tests.processes import forked, kill
 
     torch.set_num_threads(1)
     folder, kills = sys.argv[1], int(sys.argv[2])
@@ -555,17 +556,6 @@ DRIVER = """
             save_tree(tree_of(number, tree), folder)
             board[8:] = struct.pack("q", number)
 
-    def forked(act):
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            act()
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        os._exit(1)
-
     board[:] = struct.pack("qq", 0, 0)
     save_tree(tree_of(0, {"kept": [torch.full((50_000,), -1.0)]}), folder)
     began = time.monotonic()
@@ -579,8 +569,7 @@ DRIVER = """
             assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it failed"
             time.sleep(0.001)
         time.sleep(random.uniform(0, 1.5 * one))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        kill(pid)
         tried, done = struct.unpack("qq", board[:])
         tree = load_tree(folder)
         number = tree["number"]
