@@ -131,16 +131,16 @@ def tiny_llama() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_walk_on_disk_gives_the_weights_of_one_in_memory(inside, tmp_path):
+def test_a_walk_on_disk_gives_the_weights_of_one_in_memory(inside, quick_folder):
     batches = [torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(n)) for n in range(6)]
     before = tiny_llama()
     expected = copy.deepcopy(before)
     walk(expected, batches, lambda _, shape: torch.zeros(shape), lambda weight, value: weight.copy_(value))
 
-    model = offload.disk_offload(copy.deepcopy(before), tmp_path / "model")
+    model = offload.disk_offload(copy.deepcopy(before), Path(quick_folder) / "model")
 
     def zeros(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return OffloadedTensor.zeros(shape, name=name, offload_dir=tmp_path / "state")
+        return OffloadedTensor.zeros(shape, name=name, offload_dir=Path(quick_folder) / "state")
 
     with offload.offloading(min_bytes=1024 if inside else "1TiB"):
         walk(model, batches, zeros, lambda weight, value: weight.update_values(value))
