@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -23,21 +23,22 @@ class Layout:
     """How one value lies in memory: dtype, shape and strides, in elements.
 
     The strides are dense, or those of an expanded value, or another whose elements overlap.
+
+    Attributes:
+        nbytes: bytes that it takes; of elements that overlap, those from the first one to the last.
+        overlaps: whether it has more elements than its bytes can hold apart.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    nbytes: int = field(init=False, repr=False, compare=False)
+    overlaps: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes; of elements that overlap, those from the first one to the last."""
-        return min(math.prod(self.shape) * self.dtype.itemsize, span_of(self.dtype, self.shape, self.stride))
-
-    @property
-    def overlaps(self) -> bool:
-        """True if it has more elements than its bytes can hold apart."""
-        return self.nbytes < math.prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        apart, span = math.prod(self.shape) * self.dtype.itemsize, span_of(self.dtype, self.shape, self.stride)
+        object.__setattr__(self, "nbytes", min(apart, span))
+        object.__setattr__(self, "overlaps", span < apart)
 
     @property
     def order(self) -> tuple[int, ...]:
