@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
+from offload.integrations.log import log
 from offload.memory import return_freed
 from offload.models.values import ANY_KIND, Book, MapReport, Replacing, Value, book_for, values_of
 from offload.progress import progress_in_bytes
@@ -92,6 +93,7 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
             with merging.of(layers):
                 _merged_by(tuner, kind, merging)
             merging.replaced.extend(places.finish(merging.marks_for_whole()))
+    log.info("merged %s: %d layers, %d values replaced", adapter, merging.done, len(merging.replaced))
     return MapReport(tuple(name for name in dict.fromkeys(merging.replaced) if name not in before), (), tuple(before))
 
 

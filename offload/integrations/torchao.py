@@ -102,6 +102,7 @@ def quantize_(
         torch.no_grad(),
     ):
         quantizing.has_quantized = has_quantized
+        log.info("torchao quantizes %s by %s", type(model).__name__, type(config).__name__)
         try:
             with book.kept_up():
                 quantizing.run(model, config, chosen, device)

@@ -502,7 +502,7 @@ def _tell(model: nn.Module) -> None:
     handles = [handle_of(tensor) for tensor in tensors if is_offloaded(tensor)]
     written = sum(handle.owned for handle in handles)
     log.info(
-        "%s is ready: %d values are referenced in their checkpoint, %d are in files of their own, %d are in memory",
+        "%s is ready; values referenced in their checkpoint: %d, in files of their own: %d, in memory: %d",
         type(model).__name__,
         len(handles) - written,
         written,

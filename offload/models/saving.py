@@ -35,6 +35,7 @@ from offload.errors import (
     WriteError,
 )
 from offload.memory import as_bytes
+from offload.models import log
 from offload.models.checkpoint import Checkpoint
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
@@ -111,6 +112,7 @@ def save_checkpoint(
     for path in earlier:
         if path not in targets:
             _remove_earlier(path)
+    log.info("saved %d values, %d bytes, in %d files in %s", len(plan.parts), plan.nbytes, len(files), folder)
     return targets
 
 
@@ -380,6 +382,7 @@ def _write_all(plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping
             advance(part.layout.nbytes)
 
         for target, temporary in temporaries.items():
+            log.debug("writing %s", target)
             if target.name == _INDEX:
                 _write_index(target, temporary, plan, files)
             else:

@@ -241,6 +241,8 @@ def at_place(
         if same not in brought_over:
             brought_over[same] = _brought_over(tensor, name, offload_dir)
         tensor = brought_over[same].detach()
+    elif is_offloaded(tensor):
+        log.debug("%s: stays in %s", name, tensor.offload_path)
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)
 
 
@@ -252,7 +254,7 @@ def _put_together(tensor: DeferredTensor, name: str, place: Place, offload_dir: 
         log.debug("%s: read into memory, for %s: %s", name, place.device, steps)
         return tensor.materialize(place.device)
     stored = tensor.stored(name, offload_dir, place.device)
-    log.debug("%s: %s %s: %s", name, "in" if tensor.is_stored else "written to", stored.offload_path, steps)
+    log.debug("%s: %s %s: %s", name, "stays in" if tensor.is_stored else "written to", stored.offload_path, steps)
     return stored
 
 

@@ -27,6 +27,7 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
 from offload.memory import count_freed, return_freed
+from offload.models import log
 from offload.models.journal import RUNS, Journal, Run, marks_of, source_of
 from offload.models.slots import Slot, is_meta, tensor_slots
 from offload.prefetch.residency import books_of
@@ -144,6 +145,7 @@ def map_values(
             fn, book, len(before), len(values), advance, {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
         )
         _for_each(todo, walk.see, workers)
+    log.info("%d values replaced, %d kept, %d done before", len(walk.replaced), len(walk.kept), len(before))
     return MapReport(tuple(walk.replaced), tuple(walk.kept), tuple(before))
 
 
@@ -522,6 +524,7 @@ def book_for(values: Iterable[Value], name: str, *, resume: bool, goes_on: bool 
     run = journal.resumed(name, sources)
     for value in values:
         value.adopt(run.key)
+    log.info("%s goes on, in %s", run, folder)
     return Book(journal, run)
 
 
@@ -565,6 +568,7 @@ class _Walk:
         version = version_of(given)
         new = self._called(value.name, given)
         is_new = new is not given or version_of(given) != version
+        log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
         if is_new:
             value.replace(new, (*value.marks, *self.book.key), self.strict)
         with self.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,30 @@ def test_a_parameter_that_nobody_else_holds_stays_the_same_object() -> None:
     assert layer.weight is before
     assert isinstance(before, nn.Parameter)
     assert isinstance(before, offload.OffloadedTensor)
+
+
+def test_the_log_says_what_was_written_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line for each value, and one for the model."""
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.float16)}, tmp_path / "model.safetensors")
+    model = nn.Linear(3, 2, device="meta", dtype=torch.float16)
+
+    with caplog.at_level(logging.DEBUG, "offload"):
+        offload.load_checkpoint_and_dispatch(model, tmp_path / "model.safetensors", {"": "disk", "bias": "cpu"})
+
+    said = {record.getMessage() for record in caplog.records if record.name == "offload.models"}
+    path = model.weight.offload_path
+    assert said == {
+        f"weight: written to {path}: cast from torch.float32 to torch.float16",
+        "bias: read into memory, for cpu",
+        "Linear is ready; values referenced in their checkpoint: 0, in files of their own: 1, in memory: 1",
+    }
+
+
+def test_the_log_says_what_is_referenced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+
+    with caplog.at_level(logging.DEBUG, "offload"):
+        offload.load_checkpoint_and_dispatch(nn.Linear(3, 2, bias=False), tmp_path)
+
+    assert f"weight: stays in {tmp_path / 'model.safetensors'}" in caplog.messages
+    assert "values referenced in their checkpoint: 1" in caplog.text
