@@ -200,22 +200,19 @@ def _is_device(word: str) -> bool:
     return True
 
 
-def _prefixes(module: str) -> Iterable[str]:
-    """A module's name and those of all that it is in."""
-    while module:
-        yield module
-        module = module.rpartition(".")[0]
+def _prefixes(name: str) -> Iterable[str]:
+    """The name of a module or tensor, and those of all that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
     yield ""
 
 
 def _longest(name: str, known: Mapping[str, Place]) -> Place:
-    prefix = name
-    while True:
+    for prefix in _prefixes(name):
         if prefix in known:
             return known[prefix]
-        if not prefix:
-            raise DeviceMapError(f"the device map has no place for {name!r}: add its module, or '' for all the rest")
-        prefix = prefix.rpartition(".")[0]
+    raise DeviceMapError(f"the device map has no place for {name!r}: add its module, or '' for all the rest")
 
 
 def _first_accelerator(said: Iterable[Place]) -> torch.device:

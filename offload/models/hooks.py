@@ -62,7 +62,7 @@ def held_values(model: nn.Module) -> dict[str, Held]:
     _refuse_strangers(model)
     held: dict[str, Held] = {}
     for prefix, module in model.named_modules():
-        for hook in _hooks_of(module):
+        for hook in _hooks_of(getattr(module, "_hf_hook", None)):
             if getattr(hook, "offload", False) and getattr(hook, "weights_map", None) is not None:
                 held.update(_held_by(hook, module, prefix))
     return held
@@ -153,7 +153,7 @@ def release(model: nn.Module, *, keep_moves: bool) -> None:
     from accelerate.hooks import AlignDevicesHook, remove_hook_from_module
 
     for module in hooked:
-        moving = [hook for hook in _hooks_of(module) if isinstance(hook, AlignDevicesHook)]
+        moving = [hook for hook in _hooks_of(module._hf_hook) if isinstance(hook, AlignDevicesHook)]
         for hook in moving:  # without weights of its own it touches none, neither in forward nor when it is detached
             hook.offload, hook.weights_map, hook.tied_params_map = False, None, None
         if not moving or keep_moves:
@@ -192,17 +192,12 @@ def _refuse_strangers(model: nn.Module) -> None:
 # What hooks there are
 
 
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The hooks on a module, one by one."""
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None:
-        yield from _flat(hook)
-
-
-def _flat(hook: Any) -> Iterator[Any]:
-    for part in getattr(hook, "hooks", ()):
-        yield from _flat(part)
-    if not hasattr(hook, "hooks"):
+def _hooks_of(hook: Any) -> Iterator[Any]:
+    """A module's hook, or those that it is made of, one by one."""
+    if hasattr(hook, "hooks"):
+        for part in hook.hooks:
+            yield from _hooks_of(part)
+    elif hook is not None:
         yield hook
 
 

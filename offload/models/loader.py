@@ -51,7 +51,7 @@ from offload.storage.handle import Handle
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
-from offload.torch_api import buffers_of, parameters_of
+from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -321,7 +321,9 @@ def _fill(
     )
     for key, (slot, place) in progress(wanted.items(), "loading", total=len(wanted)):
         tensor = tensors[key]
-        if slot.tensor.is_floating_point() and tensor.is_floating_point():
+        with DisableTorchFunctionSubclass():  # it is asked of the wrapper: no rule is needed
+            is_floating = slot.tensor.is_floating_point() and tensor.is_floating_point()
+        if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
         slot.fill(at_place(tensor, key, place, offload_dir))
     for slot, filled in ties:

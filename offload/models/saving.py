@@ -435,13 +435,15 @@ def _refuse_offload_folder(folder: Path) -> None:
     with reading(folder):
         found = list(folder.glob("*.safetensors"))
     for path in found:
-        if _value_name(path) is not None:
+        file = _opened(path)
+        if file is not None and file.notes.get("name") is not None:
             raise ForeignFileError(f"{folder} is an offload folder ({path.name}...): save to another one")
 
 
-def _value_name(path: Path) -> str | None:
+def _opened(path: Path) -> TensorFile | None:
+    """A file of tensors; None for what is none."""
     try:
-        return TensorFile.open(path).notes.get("name")
+        return TensorFile.open(path)
     except ReadError:
         raise
     except OffloadError:
@@ -456,9 +458,5 @@ def _is_ours(path: Path) -> bool:
         return False
     if path.name == _INDEX:
         return state_if_ours(path, _KIND) is not None
-    try:
-        return TensorFile.open(path).is_ours
-    except ReadError:
-        raise
-    except OffloadError:
-        return False
+    file = _opened(path)
+    return file is not None and file.is_ours

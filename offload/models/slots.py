@@ -242,7 +242,7 @@ def at_place(
             brought_over[same] = _brought_over(tensor, name, offload_dir)
         tensor = brought_over[same].detach()
     elif is_offloaded(tensor):
-        log.debug("%s: stays in %s", name, tensor.offload_path)
+        log.debug("%s: stays in %s", name, handle_of(tensor).path)
     return tensor if tensor.device == place.device else tensor.detach().to(place.device)
 
 
