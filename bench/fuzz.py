@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file as their_load_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import offload
 from bench.mutations import (
@@ -427,13 +428,14 @@ def _their_pickle(folder: Path) -> Mapping[str, torch.Tensor]:
 
 def _tensor_samples(folder: Path) -> list[Files]:
     """Files of ours with all that their notes can say; and none, for a new one."""
+    offload.register_subclass(TwoTensor)
     weight = torch.arange(24.0).reshape(2, 3, 4)
     values = {
         "plain": weight,
         "turned": weight.permute(2, 0, 1),
         "wide": torch.arange(6.0).to(torch.complex128),
         "half": torch.ones(2, 3, dtype=torch.complex32),
-        "packed": offload.quantize_int4(torch.randn(8, 64), 32),
+        "packed": TwoTensor(torch.randn(8, 64), torch.randn(8, 64)),
         "many": torch.ones(3, 1).expand(3, 4),
     }
     torch.save({"many": values.pop("many")}, folder / "many.bin")
@@ -483,7 +485,12 @@ def _packed_samples() -> list[Files]:
 
 def _folder_sample(folder: Path) -> Files:
     place = folder / "values"
-    values = {"a.weight": torch.ones(3, 4), "b": torch.arange(5), "c": offload.quantize_int4(torch.randn(8, 64), 32)}
+    offload.register_subclass(TwoTensor)
+    values = {
+        "a.weight": torch.ones(3, 4),
+        "b": torch.arange(5),
+        "c": TwoTensor(torch.randn(8, 64), torch.randn(8, 64)),
+    }
     offload.save_checkpoint({"x": torch.ones(2)}, folder / "other")
     kept = [offload.OffloadedTensor.from_original_tensor(value, name, place) for name, value in values.items()]
     assert len(kept) == len(list(place.iterdir()))

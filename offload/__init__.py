@@ -20,7 +20,6 @@
 | write a checkpoint, in little memory | `save_checkpoint` |
 | quantize a model with torchao, on disk | `quantize_` |
 | merge an adapter into its base, on disk | `merge_lora` |
-| round a tensor to 4 bits | `quantize_int4` |
 | keep nested data: dicts, lists, dataclasses | `save_tree`, `load_tree` |
 | store a tensor subclass of your own | `register_subclass` |
 | catch what can go wrong | `OffloadError` |
@@ -67,7 +66,6 @@ from offload.models.loader import (
 from offload.models.saving import save_checkpoint
 from offload.models.values import MapReport, map_values, offloaded_like
 from offload.offloading.context import offloading
-from offload.quantizer import quantize_int4
 from offload.storage.subclasses import register_subclass
 from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
@@ -98,7 +96,6 @@ __all__ = [
     "offloaded_like",
     "offloading",
     "quantize_",
-    "quantize_int4",
     "register_subclass",
     "save_checkpoint",
     "save_tree",

@@ -19,16 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import offload
 from offload import OffloadedTensor
 from offload.errors import ArgumentTypeError, UnknownSubclassError, UnsupportedOpError
+from offload.testing import assert_equal
 from tests.processes import in_fork, run_script
 
 
 def offloaded(tensor: torch.Tensor, name: str = "w") -> OffloadedTensor:
     return OffloadedTensor.from_original_tensor(tensor, name)
-
-
-def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
-    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
-    torch.testing.assert_close(plain, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from offload.cli import batch, files, machine, models, rows
-from offload.cli.output import complain, escaping
+from offload.cli.output import complain, escaping, logging_to_stderr
 from offload.errors import OffloadError
 
 _CODES = "exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives the exit code."""
     options = parser().parse_args(argv)
     try:
-        with escaping():
+        with escaping(), logging_to_stderr(options.verbose):
             code: int | None = options.run(options)
             if sys.stdout is not None:  # it is, where the shell closed it
                 sys.stdout.flush()
@@ -47,11 +48,14 @@ def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
     made = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.", epilog=_CODES)
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    made.add_argument(
+        "-v", "--verbose", action="count", default=0, help="tell what is done, on standard error; -vv tells more"
+    )
     _add_completion(made)
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for room in (models, batch, files, rows, machine):
         room.add_to(commands)
-    _allow_traceback_everywhere(commands)
+    _allow_everywhere(commands)
     return made
 
 
@@ -62,10 +66,12 @@ def _add_completion(made: argparse.ArgumentParser) -> None:
     shtab.add_argument_to(made, ["--print-completion"], help=about)
 
 
-def _allow_traceback_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Whoever meets an error adds it at the end of the line."""
+def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Whoever meets an error, or wonders, adds it at the end of the line."""
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for command in commands.choices.values():
-        command.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        command.add_argument("--traceback", action="store_true", **hidden)
+        command.add_argument("-v", "--verbose", action="count", **hidden)
         for action in command._actions:
             if isinstance(action, argparse._SubParsersAction):
-                _allow_traceback_everywhere(action)
+                _allow_everywhere(action)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,24 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
+
+
+@contextmanager
+def logging_to_stderr(verbose: int) -> Iterator[None]:
+    """What the package notes of its work, shown while the block runs: with 1 its decisions, with 2 all."""
+    log, handler = logging.getLogger("offload"), logging.StreamHandler()
+    if not verbose:
+        yield
+        return
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        log.removeHandler(handler)
 
 
 def console() -> Console:

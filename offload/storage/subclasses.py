@@ -30,7 +30,6 @@ _AO = "torchao.quantization"
 _WORKFLOWS = f"{_AO}.quantize_.workflows"
 _FORMATS, _PROTOTYPES = "torchao.prototype.mx_formats", "torchao.prototype.quantization"
 _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
-    "offload": {"GroupedInt4Tensor": ("offload.quantizer",)},
     "torchao": {
         **dict.fromkeys(("Float8Tensor", "Int8Tensor", "IntxOpaqueTensor", "IntxUnpackedToInt8Tensor"), (_AO,)),
         **dict.fromkeys(("Int4PlainInt32Tensor", "Int4PreshuffledTensor", "Int4Tensor"), (_AO,)),

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch can copy these, whatever they mean
+
 
 def assert_equal(
     expected: Any, found: Any, *, strides: bool = True, nan_bits: bool = True, signed_zeros: bool = True
@@ -25,7 +27,7 @@ def assert_equal(
             these is compared with `==`, and has to be of the same type.
         found: the same. A tensor with a method `materialize`, as those on disk have, counts as what that gives. A
             wrapper subclass has to be of one class on both sides; the tensors inside are compared.
-        strides: whether the strides of dense tensors count, but for dimensions of one element.
+        strides: whether strides count, but for those of dimensions of one element.
         nan_bits: whether NaNs have to be the same NaN; else any equals any other.
         signed_zeros: whether 0.0 differs from -0.0.
 
@@ -71,11 +73,13 @@ def assert_same(
     if isinstance(expected, torch.Tensor):
         assert_same_tensor(expected, found, at)
     elif isinstance(expected, Mapping) and isinstance(found, Mapping):
-        _require(set(expected) == set(found), at, f"keys {list(expected)} != {list(found)}")
+        if set(expected) != set(found):
+            raise _told(at, f"keys {list(expected)} != {list(found)}")
         for key, value in expected.items():
             assert_same(value, found[key], assert_same_tensor, f"{at}[{key!r}]")
     elif isinstance(expected, list | tuple) and type(expected) is type(found):
-        _require(len(expected) == len(found), at, f"{len(expected)} entries != {len(found)}")
+        if len(expected) != len(found):
+            raise _told(at, f"{len(expected)} entries != {len(found)}")
         for number, (one, other) in enumerate(zip(expected, found, strict=True)):
             assert_same(one, other, assert_same_tensor, f"{at}[{number}]")
     elif dataclasses.is_dataclass(expected) and type(expected) is type(found):
@@ -83,12 +87,12 @@ def assert_same(
             assert_same(getattr(expected, name), getattr(found, name), assert_same_tensor, f"{at}.{name}")
     else:
         equal = expected == found or (expected != expected and found != found)
-        _require(type(expected) is type(found) and bool(equal), at, f"{expected!r} != {found!r}")
+        if type(expected) is not type(found) or not equal:
+            raise _told(at, f"{expected!r} != {found!r}")
 
 
-def _require(holds: bool, at: str, message: str) -> None:
-    if not holds:
-        raise AssertionError(f"{at}: {message}" if at else message)
+def _told(at: str, message: str) -> AssertionError:
+    return AssertionError(f"{at}: {message}" if at else message)
 
 
 def assert_same_tensor(
@@ -98,42 +102,55 @@ def assert_same_tensor(
     *,
     difference: Callable[[torch.Tensor, torch.Tensor], str] | None,
     strides: bool = True,
+    of_dense_alone: bool = False,
     held_by: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """The same form and values.
 
     Args:
         difference: says in what the values of two plain tensors differ; None where they are arbitrary.
+        of_dense_alone: whether strides are only those of dense tensors: of what overlaps or has gaps, torch itself may
+            give a copy.
         held_by: gives what a tensor holds.
     """
-    _require(isinstance(found, torch.Tensor), at, f"a tensor != {found!r}")
+    if not isinstance(found, torch.Tensor):
+        raise _told(at, f"a tensor != {found!r}")
     for what in ("shape", "dtype", "layout"):
         one, other = getattr(expected, what), getattr(found, what)
-        _require(one == other, at, f"{what}s {one} != {other}")
-    if strides and _is_dense(expected):
-        one, other = expected.stride(), found.stride()
-        counts = [size > 1 for size in expected.shape]
-        same = all(a == b for a, b, count in zip(one, other, counts, strict=True) if count)
-        _require(same, at, f"strides {one} != {other}")
+        if one != other:
+            raise _told(at, f"{what}s {one} != {other}")
+    if strides and _has_strides(expected, of_dense_alone):
+        _assert_same_strides(expected, found, at)
     if difference is None:
         return
     here, there = map(held_by or in_memory, (expected, found))
+    if strides and _has_strides(expected, of_dense_alone=True):
+        _assert_same_strides(expected, there, at)
     if not _is_wrapper(here) and not _is_wrapper(there):
         if text := difference(here, there):
-            _require(False, at, text)
+            raise _told(at, text)
         return
-    _require(type(here) is type(there), at, f"{type(here).__name__} != {type(there).__name__}")
+    if type(here) is not type(there):
+        raise _told(at, f"{type(here).__name__} != {type(there).__name__}")
     (names, context), (others, another) = (tensor.__tensor_flatten__() for tensor in (here, there))  # type: ignore[attr-defined]
-    _require((list(names), str(context)) == (list(others), str(another)), at, f"{context} != {another}")
+    if (list(names), str(context)) != (list(others), str(another)):
+        raise _told(at, f"{context} != {another}")
     for name in names:
         inner = getattr(here, name), getattr(there, name)
         assert_same_tensor(*inner, f"{at}.{name}", difference=difference, strides=strides)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its strides say anything: of what overlaps, or is cut, torch itself may give a copy."""
-    is_strided = tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 1
-    return is_strided and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+def _assert_same_strides(expected: torch.Tensor, found: torch.Tensor, at: str) -> None:
+    both = zip(expected.shape, expected.stride(), found.stride(), strict=True)
+    if any(one != other for size, one, other in both if size > 1):
+        raise _told(at, f"strides {expected.stride()} != {found.stride()}")
+
+
+def _has_strides(tensor: torch.Tensor, of_dense_alone: bool) -> bool:
+    """Whether they say anything."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() <= 1:
+        return False
+    return not of_dense_alone or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
@@ -171,8 +188,9 @@ def difference_between(
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a plain tensor, in the order of its elements."""
-    tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1).view(torch.uint8)
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.itemsize]).contiguous().view(-1).view(torch.uint8)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -189,8 +189,8 @@ class Kind:
         """Equal structure, shapes, strides, dtypes, and bits."""
         assert tree_flatten(expected)[1] == tree_flatten(actual)[1]
         difference = difference_between if values else None
-        leaves = partial(assert_same_tensor, difference=difference, strides=strides, held_by=self.in_memory)
-        assert_same(expected, actual, leaves)
+        options = {"difference": difference, "strides": strides, "of_dense_alone": True, "held_by": self.in_memory}
+        assert_same(expected, actual, partial(assert_same_tensor, **options))  # type: ignore[arg-type]
 
 
 class Sample(NamedTuple):

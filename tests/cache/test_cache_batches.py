@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from offload import TensorCache
 from offload.cache.batches import read_ahead
 from offload.errors import CacheError, MissingRowsError, RowIndexError
+from offload.testing import is_equal
 
 N = 23
 
@@ -36,17 +37,13 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TensorCach
             yield made
 
 
-def same(expected: dict[str, Any], found: dict[str, Any]) -> bool:
-    return list(expected) == list(found) and all(torch.equal(expected[name], found[name]) for name in expected)
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
 @pytest.mark.parametrize("size", [1, 5, N, 100])
 def test_a_number_gives_all_rows_in_order(cache: TensorCache, size: int, prefetch: int) -> None:
     batches = list(cache.batches(size, prefetch=prefetch))
 
     assert [min(size, N - start) for start in range(0, N, size)] == [len(batch["id"]) for batch in batches]
-    assert same(cache[:], {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+    assert is_equal(cache[:], {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -67,7 +64,7 @@ def test_every_form_of_rows_may_come_from_a_sampler(cache: TensorCache) -> None:
 
     found = list(cache.batches(forms))
 
-    assert all(same(cache[rows], batch) for rows, batch in zip(forms, found, strict=True))
+    assert all(is_equal(cache[rows], batch) for rows, batch in zip(forms, found, strict=True))
 
 
 def test_batches_land_on_the_device(cache: TensorCache) -> None:
@@ -201,7 +198,7 @@ def test_a_data_loader_gives_the_rows(cache: TensorCache, workers: int, context:
 
     assert list(range(N)) == sorted(row for batch in found for row in batch["id"].tolist())
     for batch in found:
-        assert same(cache.get(batch["id"].tolist(), columns=["x", "id"]), batch)
+        assert is_equal(cache.get(batch["id"].tolist(), columns=["x", "id"]), batch)
 
 
 def test_batches_come_as_they_are_read_without_being_collated(cache: TensorCache) -> None:
@@ -211,7 +208,7 @@ def test_batches_come_as_they_are_read_without_being_collated(cache: TensorCache
     found = list(DataLoader(data, batch_size=None, sampler=sampler))
 
     assert [10, 10, 3] == [len(batch["id"]) for batch in found]
-    assert same(cache[:10], found[0])
+    assert is_equal(cache[:10], found[0])
 
 
 def test_rows_that_are_asked_for_together_are_read_together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -572,3 +573,27 @@ def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pyt
         cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--max-shard-size", "much"])
 
     assert "'much' is no size" in capsys.readouterr().err
+
+
+FLAGS = [("-v", ["told"]), ("-vv", ["told", "more"]), ("--verbose", ["told"]), (None, [])]
+
+
+@pytest.mark.parametrize(("flag", "words"), FLAGS)
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_what_is_done_is_told_on_standard_error_if_asked(capsys, monkeypatch, tmp_path, flag, words, where):
+    """Before the command or after it; the logger is then as it was, and standard output what it always is."""
+    log = logging.getLogger("offload")
+    before = log.level, list(log.handlers)
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+
+    def told(options):
+        logging.getLogger("offload.storage").info("told")
+        logging.getLogger("offload.storage").debug("more")
+
+    monkeypatch.setattr("offload.cli.files.inspect", told)
+    command = ["inspect", str(tmp_path / "w.safetensors")]
+    flags = [flag] if flag else []
+
+    assert 0 == cli.main([*flags, *command] if where == "before" else [*command, *flags])
+    assert "".join(f"offload.storage: {word}\n" for word in words) == capsys.readouterr().err
+    assert (log.level, list(log.handlers)) == before

@@ -30,6 +30,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.prefetch.residency import books_of
+from offload.testing import is_equal
 from tests.processes import run_script
 
 SIZES: dict[str, Any] = {
@@ -96,10 +97,6 @@ def generated(model: Any, tokens: torch.Tensor, past: Any, count: int = 20, **op
     return [out.sequences, *out.scores]
 
 
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
 def is_on_disk(past: Any) -> bool:
     return all(offload.is_offloaded(states) for layer in past.layers for states in (layer.keys, layer.values))
 
@@ -117,7 +114,7 @@ def test_a_padded_batch_generates_as_with_a_cache_in_memory(
     past = offload.integrations.kv_cache(model)
 
     expected = generated(model, ids(2, 13), DynamicCache(config=config), attention_mask=PADDED, **options)
-    assert same(expected, generated(model, ids(2, 13), past, attention_mask=PADDED, **options))
+    assert is_equal(expected, generated(model, ids(2, 13), past, attention_mask=PADDED, **options))
     assert is_on_disk(past)
 
 
@@ -128,7 +125,7 @@ def test_guesses_that_are_taken_back_leave_the_cache_as_in_memory(model: Any, op
         options["assistant_model"] = model_of(model.config, seed=3)
     past, plain = offload.integrations.kv_cache(model), DynamicCache(config=model.config)
 
-    assert same(generated(model, ids(1, 13), plain, **options), generated(model, ids(1, 13), past, **options))
+    assert is_equal(generated(model, ids(1, 13), plain, **options), generated(model, ids(1, 13), past, **options))
     assert is_on_disk(past)
     for mine, other in zip(past.layers, plain.layers, strict=True):
         assert torch.equal(other.keys, mine.keys.materialize())
@@ -144,7 +141,7 @@ def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
     expected, got = (generated(model, asked, past) for past in caches)
 
     assert torch.equal(*said)
-    assert same(expected, got)
+    assert is_equal(expected, got)
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
@@ -156,7 +153,7 @@ def test_a_cache_that_was_reset_begins_anew(model: Any) -> None:
     past.reset()
 
     assert 0 == past.get_seq_length()
-    assert same(first, generated(model, ids(2, 13), past))
+    assert is_equal(first, generated(model, ids(2, 13), past))
     assert file == past.layers[0]._rows_of_keys._file.offload_path
 
 
@@ -167,7 +164,7 @@ def test_a_cache_that_was_reset_takes_a_batch_of_another_size(model: Any) -> Non
     past.reset()
 
     expected = generated(model, ids(5, 6), DynamicCache(config=model.config))
-    assert same(expected, generated(model, ids(5, 6), past))
+    assert is_equal(expected, generated(model, ids(5, 6), past))
 
 
 def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
@@ -178,7 +175,7 @@ def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
 
     model.bfloat16()
     expected = generated(model, ids(2, 13), DynamicCache(config=model.config))
-    assert same(expected, generated(model, ids(2, 13), past))
+    assert is_equal(expected, generated(model, ids(2, 13), past))
     assert torch.bfloat16 == past.layers[0].keys.dtype
 
 
@@ -326,7 +323,7 @@ def test_an_encoder_with_a_decoder() -> None:
     options = {"forced_eos_token_id": None, "num_beams": 2}
 
     expected = generated(model, ids(2, 9), None, **options)
-    assert same(expected, generated(model, ids(2, 9), past, **options))
+    assert is_equal(expected, generated(model, ids(2, 9), past, **options))
     assert is_on_disk(past.self_attention_cache)
     assert is_on_disk(past.cross_attention_cache)
 
@@ -345,7 +342,7 @@ def test_states_of_linear_attention_stay_in_memory() -> None:
     past = offload.integrations.kv_cache(model)
 
     expected = generated(model, ids(1, 9), DynamicCache(config=config))
-    assert same(expected, generated(model, ids(1, 9), past))
+    assert is_equal(expected, generated(model, ids(1, 9), past))
     assert offload.is_offloaded(past.layers[1].keys)
     assert not offload.is_offloaded(past.layers[0].conv_states[0])
 
@@ -354,7 +351,7 @@ def test_a_model_and_its_cache_on_disk(llama_folder: Path, tokens: torch.Tensor)
     plain, model = AutoModelForCausalLM.from_pretrained(llama_folder), offload.from_pretrained(llama_folder)
 
     expected = generated(plain, tokens, DynamicCache(config=plain.config))
-    assert same(expected, generated(model, tokens, offload.integrations.kv_cache(model)))
+    assert is_equal(expected, generated(model, tokens, offload.integrations.kv_cache(model)))
 
 
 def test_a_layer_type_keeps_the_class_that_transformers_has_for_it(llama: Any) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 import offload
 from offload.memory import anonymous_bytes
+from offload.testing import assert_equal
 from tests.models.test_loader_memory import checkpoint_of_zeros
 from tests.processes import run_script
 
@@ -74,12 +75,6 @@ def both(folder: Path, wrap: Callable[[Any], Any], **options: Any) -> tuple[Any,
         torch.manual_seed(3)
         wrapped.append(wrap(model))
     return wrapped[0], wrapped[1]
-
-
-def assert_same_state(expected: Any, actual: Any) -> None:
-    left, right = dict(expected.state_dict()), offload.materialize(dict(actual.state_dict()))
-    assert list(left) == list(right)
-    torch.testing.assert_close(right, left, rtol=0, atol=0)
 
 
 def all_on_disk(model: Any) -> bool:
@@ -152,7 +147,7 @@ def test_an_adapter_trains_on_disk_as_in_memory(kind: str, folder: Path, tokens:
     expected, losses = train(plain, tokens), train(on_disk, tokens)
 
     assert expected == losses
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert any(not torch.equal(value, plain.get_parameter(name)) for name, value in start.items())
     assert before == contents(folder)
 
@@ -175,13 +170,13 @@ def test_a_saved_adapter_merges_into_files_and_out_again(
         assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
     for act in ("merge_adapter", "unmerge_adapter"):
         getattr(plain, act)(), getattr(on_disk, act)()
-        assert_same_state(plain, on_disk)
+        assert_equal(plain, on_disk)
     plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert all_on_disk(on_disk)
     assert before == contents(folder)
     on_disk.save_pretrained(tmp_path / "merged")
-    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), on_disk)
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), on_disk)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
@@ -212,7 +207,7 @@ def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path, tokens: to
     assert train(plain, tokens) == train(on_disk, tokens)
 
     plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert all_on_disk(on_disk)
     assert not torch.equal(before, plain.model.layers[0].mlp.experts.gate_up_proj)
 
@@ -228,7 +223,7 @@ def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(
 
     plain, on_disk = plain.merge_and_unload(safe_merge=safe), on_disk.merge_and_unload(safe_merge=safe)
 
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert on_disk.lm_head.weight is on_disk.model.embed_tokens.weight
     merged = {name: p for name, p in plain.named_parameters() if name.split(".")[-2] in config.target_modules}
     written = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
@@ -249,7 +244,7 @@ def test_two_adapters_are_combined_and_merged(folder: Path) -> None:
 
     plain, on_disk = both(folder, wrap)
 
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert all_on_disk(on_disk)
 
 

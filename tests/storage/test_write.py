@@ -24,6 +24,7 @@ from offload.storage.layout import Layout, contiguous_stride
 from offload.storage.process import process_tag
 from offload.storage.replacing import put_file, sweep
 from offload.storage.write import copy_entries, layout_of, write_empty, write_values
+from offload.testing import is_equal
 from tests import faults
 from tests.processes import run_script
 
@@ -65,14 +66,6 @@ def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
-def same(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    return (
-        (expected.dtype, expected.shape) == (found.dtype, found.shape)
-        and expected.stride() == found.stride()
-        and data(expected) == data(found)
-    )
-
-
 # What comes back
 
 
@@ -83,7 +76,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path, dtype, shape):
 
     path = write(tmp_path / "w.safetensors", value)
 
-    assert same(value, read(path))
+    assert is_equal(value, read(path))
     assert 0 == TensorFile.open(path).entry("w").start % ALIGNMENT
 
 
@@ -97,7 +90,7 @@ def test_the_safetensors_library_reads_the_same_value(tmp_path, dtype, shape):
     found = load_file(path)["w"]
     assert data(value) == data(found)
     if dtype in WORDS or (dtype == FLOAT4 and shape):
-        assert same(value, found)
+        assert is_equal(value, found)
     else:  # what the format has no word for: bytes, with one more dimension
         assert (torch.uint8, (*shape, dtype.itemsize)) == (found.dtype, tuple(found.shape))
 
@@ -227,7 +220,7 @@ def test_a_value_is_copied_from_file_to_file(tmp_path, monkeypatch, kernel):
             source, [source.entry(key)], tmp_path / "copy.safetensors", {"name": key}, settled=True, durable=True
         )
 
-        assert same(value, load_file(tmp_path / "copy.safetensors")[key])
+        assert is_equal(value, load_file(tmp_path / "copy.safetensors")[key])
         (tmp_path / "copy.safetensors").unlink()
 
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import offload
 from offload import OffloadedTensor
+from offload.testing import assert_equal
 
 BACKENDS = ["eager", "aot_eager"]
 
@@ -65,11 +66,6 @@ def _offloaded(module: Any) -> Any:
                         memo[tensor] = OffloadedTensor.from_original_tensor(tensor, name)
                     slots[name] = memo[tensor]
     return module
-
-
-def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
-    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
-    torch.testing.assert_close(plain, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

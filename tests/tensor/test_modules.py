@@ -18,11 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import OffloadedTensor
-
-
-def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
-    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual.detach()
-    torch.testing.assert_close(plain, expected.detach(), rtol=0, atol=0)
+from offload.testing import assert_equal
 
 
 def to_disk(module: Any) -> Any:
@@ -70,13 +66,6 @@ def parameters_on_disk(module: nn.Module) -> bool:
     return all(isinstance(p, nn.Parameter) and offload.is_offloaded(p) for p in module.parameters())
 
 
-def assert_same_state(expected: nn.Module, actual: nn.Module) -> None:
-    left, right = expected.state_dict(), actual.state_dict()
-    assert list(left) == list(right)
-    for name in left:
-        assert_equal(left[name], right[name])
-
-
 # Parameters
 
 
@@ -96,7 +85,7 @@ def test_a_module_runs_and_trains_its_buffers(plain: Model, on_disk: Model) -> N
     """Batch norm updates its running mean in the file."""
     assert_equal(plain(TOKENS), on_disk(TOKENS))
 
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     mean = on_disk.norm.running_mean
     assert_equal(plain.norm.running_mean, safetensors.torch.load_file(mean.offload_path)[mean.name])
     assert on_disk.norm.num_batches_tracked.item() == 1
@@ -124,7 +113,7 @@ def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, 
     convert(on_disk)
 
     assert parameters_on_disk(on_disk)
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert on_disk.head.weight is on_disk.embed.weight
     assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
 
@@ -153,7 +142,7 @@ def test_a_module_is_converted_while_its_graph_is_alive(convert: Any, plain: Mod
         output.backward()
 
     assert parameters_on_disk(on_disk)
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
     for one, other in zip(plain.parameters(), on_disk.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
@@ -216,7 +205,7 @@ def test_loading_a_state_copies_into_the_files(source_on_disk: bool, on_disk: Mo
     paths = [p.offload_path for p in on_disk.parameters()]
     on_disk.load_state_dict((to_disk(other) if source_on_disk else other).state_dict())
 
-    assert_same_state(expected, on_disk)
+    assert_equal(expected, on_disk)
     assert paths == [p.offload_path for p in on_disk.parameters()]
     weight = on_disk.layer.weight
     assert_equal(expected.layer.weight, safetensors.torch.load_file(weight.offload_path)[weight.name])
@@ -230,7 +219,7 @@ def test_loading_a_state_with_assign_takes_the_tensors(plain: Model) -> None:
     model.load_state_dict(state, assign=True)
 
     assert parameters_on_disk(model)
-    assert_same_state(plain, model)
+    assert_equal(plain, model)
     assert state["layer.weight"].offload_path == model.layer.weight.offload_path
     assert model.layer.weight.requires_grad
 
@@ -243,7 +232,7 @@ def test_deepcopy_of_a_module_keeps_its_ties(plain: Model, on_disk: Model) -> No
 
     assert parameters_on_disk(copied)
     assert copied.embed.weight is copied.head.weight
-    assert_same_state(plain, copied)
+    assert_equal(plain, copied)
 
 
 def test_parameters_swap(plain: Model) -> None:
@@ -268,7 +257,7 @@ def test_a_conversion_by_swapping(plain: Model, on_disk: Model) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
-    assert_same_state(plain.half(), on_disk)
+    assert_equal(plain.half(), on_disk)
     assert all(one is other for one, other in zip(before, on_disk.parameters(), strict=True))
 
 
@@ -302,7 +291,7 @@ def test_optimizer_steps_write_through(
         results.append(losses)
 
     assert results[0] == results[1]
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
     assert parameters_on_disk(on_disk)
     for parameter in on_disk.parameters():
         assert_equal(parameter, safetensors.torch.load_file(parameter.offload_path)[parameter.name])
@@ -315,7 +304,7 @@ def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Mod
         F.cross_entropy(model(TOKENS), TOKENS).backward()
         fused(model.parameters(), lr=0.1, fused=True).step()
 
-    assert_same_state(plain, on_disk)
+    assert_equal(plain, on_disk)
 
 
 def test_an_optimizers_state_is_plain_and_can_be_saved(on_disk: Model) -> None:

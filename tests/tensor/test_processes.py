@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import offload
 from offload import OffloadedTensor
 from offload.errors import ChangedFileError, MissingFileError
+from offload.testing import assert_equal
 from tests.processes import in_fork
 
 WAYS = ["fork", "spawn"]
@@ -27,11 +28,6 @@ WAYS = ["fork", "spawn"]
 
 def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = None) -> OffloadedTensor:
     return OffloadedTensor.from_original_tensor(tensor, name, offload_dir)
-
-
-def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
-    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
-    torch.testing.assert_close(plain, expected, rtol=0, atol=0)
 
 
 def passed(value: Any) -> Any:

@@ -35,6 +35,7 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.tensor.wrapper import FUNCTIONS, wrap
+from offload.testing import assert_equal
 from tests.processes import in_fork, run_script
 
 
@@ -45,12 +46,6 @@ def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = 
 def stored_in(w: OffloadedTensor) -> torch.Tensor:
     """The value as a stranger reads it from the file."""
     return safetensors.torch.load_file(w.offload_path)[w.name]
-
-
-def assert_equal(expected: torch.Tensor, actual: torch.Tensor) -> None:
-    plain = actual.materialize() if isinstance(actual, OffloadedTensor) else actual
-    assert expected.stride() == plain.stride()
-    torch.testing.assert_close(plain, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.fixture
