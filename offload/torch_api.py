@@ -206,9 +206,6 @@ nested_view_from_buffer = _for(_TENSORDICT, lambda: torch._nested_view_from_buff
 
 tensor_text: Any = _for("printing an offloaded tensor", lambda: torch._tensor_str._str)  # as repr
 
-_INT4 = "quantize_int4"
-no_function = _for(_INT4, lambda: torch._C._disabled_torch_function_impl)
-return_and_correct_aliasing: Any = _for(_INT4, lambda: torch.utils._python_dispatch.return_and_correct_aliasing)
 
 if TYPE_CHECKING:
     from torch._weights_only_unpickler import Unpickler as Unpickler
