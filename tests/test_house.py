@@ -266,6 +266,19 @@ def test_a_module_has_at_most_some_700_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG.get(dotted(path), 700)
 
 
+@pytest.mark.parametrize("path", [path for path in MODULES if room(dotted(path)) != "tensor"], ids=dotted)
+def test_a_tensor_is_asked_by_functions_of_its_wing(path):
+    """`is_offloaded(x)`, `handle_of(x)`, `target_of(x)`: the class writes them out where an op waits for the answer."""
+    tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    calls = [ast.unparse(node) for node in tree if isinstance(node, ast.Call | ast.Compare)]
+    kept = [node for node in tree if isinstance(node, ast.Attribute) and node.attr in ("_handle", "_target", "_range")]
+
+    assert [] == [
+        call for call in calls if re.match(r"isinstance\(.*\bOffloadedTensor\)|type\(.* OffloadedTensor$", call)
+    ]
+    assert {"self"} >= {ast.unparse(node.value) for node in kept}
+
+
 @pytest.mark.parametrize(
     "wing", [path for path in MODULES if "| module |" in path.read_text(encoding="utf-8")], ids=dotted
 )

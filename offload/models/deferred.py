@@ -343,7 +343,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 def _stored_as_it_is(tensor: torch.Tensor) -> DeferredTensor:
     """One that is deferred or on disk; else it goes to disk."""
-    if isinstance(tensor, DeferredTensor | OffloadedTensor):
+    if is_offloaded(tensor) or isinstance(tensor, DeferredTensor):
         return _deferred(tensor)
     return deferred(OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
