@@ -157,20 +157,24 @@ def each_failure(
     with watched(all_threads=all_threads) as calls:
         act(given)
     del given
-    for code in codes:
-        only = functools.partial(may_fail, code=code)
-        for index in sampled(list(filter(only, calls))):
-            given, error, result = begin(), None, None
-            before = _descriptors()
-            with failing(index, code, lasting=lasting, only=only, all_threads=all_threads) as fault:
-                try:
-                    result = act(given)
-                except Exception as caught:
-                    error = caught
-            if fault.call is not None:
-                forget_frames(error)
-                yield Failure(fault.call, code, given, error, result, _left_open(before))
-            del given, error, result
+    gc.freeze()  # what is there already need not be looked through each time
+    try:
+        for code in codes:
+            only = functools.partial(may_fail, code=code)
+            for index in sampled(list(filter(only, calls))):
+                given, error, result = begin(), None, None
+                before = _descriptors()
+                with failing(index, code, lasting=lasting, only=only, all_threads=all_threads) as fault:
+                    try:
+                        result = act(given)
+                    except Exception as caught:
+                        error = caught
+                if fault.call is not None:
+                    forget_frames(error)
+                    yield Failure(fault.call, code, given, error, result, _left_open(before))
+                del given, error, result
+    finally:
+        gc.unfreeze()
 
 
 def killed_at_each(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,15 +43,14 @@ NEW = [row_of(values(range(MOST), new=True), at) for at in range(MOST)]
 
 
 @pytest.fixture
-def fresh(tmp_path):
-    """Makes a folder of a cache of its own each time, all rows filled."""
-    numbers = itertools.count()
+def fresh(quick_folder):
+    """Makes a folder of a cache of its own each time, all rows filled: a copy of one."""
+    numbers, place = itertools.count(), Path(quick_folder)
+    with TensorCache.create(place / "first", COLUMNS, ROWS) as cache:
+        cache[:] = values(range(ROWS))
 
     def make():
-        folder = tmp_path / str(next(numbers)) / "cache"
-        with TensorCache.create(folder, COLUMNS, ROWS) as cache:
-            cache[:] = values(range(ROWS))
-        return folder
+        return shutil.copytree(place / "first", place / str(next(numbers)))
 
     return make
 
@@ -130,14 +131,14 @@ def test_opening_that_fails_leaves_the_folder_as_it_is(fresh, mode):
     assert_whole(folder, None, missing=False)
 
 
-def test_making_a_cache_that_fails_can_be_done_again(tmp_path):
-    numbers = itertools.count()
+def test_making_a_cache_that_fails_can_be_done_again(quick_folder):
+    numbers, place = itertools.count(), Path(quick_folder)
 
     def act(folder):
         TensorCache.create(folder, COLUMNS, ROWS).close()
 
     seen = 0
-    for failure in faults.each_failure(lambda: tmp_path / str(next(numbers)), act, WRITING):
+    for failure in faults.each_failure(lambda: place / str(next(numbers)), act, WRITING):
         seen += 1
         assert_told(failure)
         if (failure.given / "manifest.json").exists():
@@ -205,7 +206,8 @@ def test_a_write_that_fails_leaves_each_row_old_or_new_or_missing_and_the_cache_
         cache[written] = values(written, new=True)
         assert range(before, before + 2) == cache.append(values(range(before, before + 2)))
         cache.flush()
-        assert [NEW[row] for row in written] == [row_of(cache[written], at) for at in range(len(written))], str(failure)
+        found = cache[written]
+        assert [NEW[row] for row in written] == [row_of(found, at) for at in range(len(written))], str(failure)
         cache.close()
         assert_whole(cache.folder, failure, missing=False)
     assert seen > 5
@@ -227,6 +229,7 @@ def test_a_close_that_fails_has_let_go_of_the_files_and_lost_nothing_that_was_fl
         failure.given.close()
         with TensorCache.open(failure.given.folder) as cache:
             assert set(cache.missing_rows().tolist()) <= {0}, str(failure)
-            assert OLD[1:ROWS] + NEW[ROWS : ROWS + 5] == [row_of(cache[1:], at) for at in range(ROWS + 4)], str(failure)
+            found = cache[1:]
+            assert OLD[1:ROWS] + NEW[ROWS : ROWS + 5] == [row_of(found, at) for at in range(ROWS + 4)], str(failure)
         assert_whole(failure.given.folder, failure)
     assert seen > 10

@@ -65,6 +65,7 @@ def at_lines(act, look, only=None):
 def caches(request, tmp_path, monkeypatch):
     """A reader and a writer of rows that are all filled, with their numbers as stamps."""
     monkeypatch.setattr(rowfile, "_STILL", 3600.0)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)  # which no reader can tell
     writer = TensorCache.create(tmp_path / "cache", request.param, ROWS)
     writer[:] = values(range(ROWS), request.param)
     writer.flush()
@@ -74,11 +75,26 @@ def caches(request, tmp_path, monkeypatch):
     return reader, writer
 
 
+def in_files(folder):
+    """What a reader may see of a folder: the size of each file, and what it begins with."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            found.append((path.name, path.stat().st_size, file.read(1 << 16)))
+    return found
+
+
 def test_between_any_two_lines_of_a_writer_rows_are_whole_or_missing(caches):
+    """Looked at where the line before has changed a file: else a reader sees what it has seen there."""
     reader, writer = caches
     seen = {row: {row} for row in range(ROWS)}
+    before, looks = None, 0
 
     def look():
+        nonlocal before, looks
+        if (found := in_files(reader.folder)) == before:
+            return
+        before, looks = found, looks + 1
         assert [0, 5, 7] == stamps_of(reader[torch.tensor([0, 5, 7])])  # nobody writes these
         last = len(reader)
         for index in (slice(1, 5), torch.tensor([6]), torch.tensor([3, 1]), torch.arange(last - 3, last), slice(None)):
@@ -101,6 +117,7 @@ def test_between_any_two_lines_of_a_writer_rows_are_whole_or_missing(caches):
         writer.close()
 
     assert at_lines(write, look) > 300
+    assert looks > 30
     look()
     assert {1: {1, 1001}, 2: {2, 2002}, 3: {3, 1003, 3003}, 4: {4, 2004}, 6: {6}} == {
         row: seen[row] for row in (1, 2, 3, 4, 6)
