@@ -35,7 +35,14 @@ from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import RowFile, opened, read_parts, size_of
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.states import Length
-from offload.errors import CorruptFileError, DtypeMismatchError, ForeignFileError, OffloadError, ShapeMismatchError
+from offload.errors import (
+    CacheError,
+    CorruptFileError,
+    DtypeMismatchError,
+    ForeignFileError,
+    OffloadError,
+    ShapeMismatchError,
+)
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
@@ -534,8 +541,17 @@ class Ragged:
     values: torch.Tensor
     counts: Numbers
 
-    def as_list(self) -> list[torch.Tensor]:
-        return list(self.values.split(self.counts.tolist()))
+    def formed(self, form: str, padding: complex) -> list[torch.Tensor] | torch.Tensor:
+        """As a list, padded, or jagged.
+
+        Raises:
+            CacheError: `form` is none of these.
+        """
+        if form == "list":
+            return list(self.values.split(self.counts.tolist()))
+        if form not in ("padded", "jagged"):
+            raise CacheError(f"ragged={form!r} is not known: 'list', 'padded' or 'jagged'")
+        return self.as_padded(padding) if form == "padded" else self.as_jagged()
 
     def as_padded(self, padding: complex) -> torch.Tensor:
         """(rows, longest, ...)"""

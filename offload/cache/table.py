@@ -348,7 +348,9 @@ class TensorCache:
             target = self.device if device is None else checked_device(device)
             found = {name: _sent(value, target, pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
-        found = {name: _formed(value, form, padding) for name, value in found.items()}
+        found = {
+            name: value.formed(form, padding) if isinstance(value, Ragged) else value for name, value in found.items()
+        }
         return {name: value[0] for name, value in found.items()} if wanted.is_one else found
 
     def lengths(self, column: str, rows: Any = slice(None)) -> torch.Tensor:
@@ -642,16 +644,6 @@ class TensorCache:
         if self._store.is_closed:
             raise CacheError(f"the cache in {self.folder} is closed: open it again")
         return self._store
-
-
-def _formed(value: Any, ragged: str, padding: complex) -> Any:
-    if not isinstance(value, Ragged):
-        return value
-    if ragged not in ("list", "padded", "jagged"):
-        raise CacheError(f"ragged={ragged!r} is not known: 'list', 'padded' or 'jagged'")
-    if ragged == "padded":
-        return value.as_padded(padding)
-    return value.as_list() if ragged == "list" else value.as_jagged()
 
 
 def _sent(value: Any, device: torch.device, pinned: bool) -> Any:
