@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import NameInUseError, WriteError
+from offload.storage import log
 from offload.storage.locks import fork_safe_lock
 from offload.storage.names import file_name
 from offload.storage.reasons import naming
@@ -76,6 +77,7 @@ def _new_private_folder(root: Path | None) -> Path:
             sweep(root, _PRIVATE)
         folder = Path(os.path.realpath(root), temporary_name(_PRIVATE))
         folder.mkdir(mode=0o700)
+        log.debug("values without a folder go to %s", folder)
         return folder
     except OSError as error:
         message = f"no temporary folder can be made ({error.strerror}): set TMPDIR, or give an offload_dir"

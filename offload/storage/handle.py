@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, UnsupportedOpError, WriteError
+from offload.storage import log
 from offload.storage.file import TensorFile
 from offload.storage.folders import claim, discard, named_folder, release
 from offload.storage.layout import Layout, Loose, extent_of
@@ -399,6 +400,7 @@ class Handle:
             if self.owned:
                 return
             with self._claimed() as path:
+                log.debug("%r is to be written: it is copied from %s to %s", self.name, self.file.path, path)
                 self._copy_to(path, durable=self.folder is not None, take=self._take)
 
     def _copy_to(self, path: Path, *, durable: bool, take: Take) -> None:

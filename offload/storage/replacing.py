@@ -97,7 +97,7 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
                 sync_folder(last.parent)
             os.replace(temporaries[last], last)
         except BaseException:
-            if is_there(temporaries[last]):
+            if os.path.lexists(temporaries[last]):
                 for path in others:
                     remove(path)
             for temporary in temporaries.values():
@@ -106,8 +106,29 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
     sync_folder(last.parent)
 
 
+def refuse_there(path: Path, what: str = "file") -> None:
+    """
+    Raises:
+        ForeignFileError: something stands there, if only a link that leads nowhere.
+        ReadError
+    """
+    if is_there(path):
+        raise ForeignFileError(f"{path} is there already, and is left as it is: name another {what}")
+
+
+def refuse_filled(path: Path) -> None:
+    """
+    Raises:
+        ForeignFileError: something stands there that is no empty folder.
+        ReadError
+    """
+    with reading(path):
+        if is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+            raise ForeignFileError(f"{path} is there, and is no empty folder: take another one, or remove it first")
+
+
 @contextmanager
-def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] | None = None) -> Iterator[Path]:
+def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] = refuse_filled) -> Iterator[Path]:
     """A new folder beside `path` that takes its place if the block ends well, and goes if it does not.
 
     Args:
@@ -119,7 +140,6 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
         ForeignFileError: what stands there is not to be replaced.
         WriteError
     """
-    refuse = refuse or refuse_filled
     refuse(path)
     made_folder(path.parent, size)
     with writing(path, size):
@@ -131,8 +151,7 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
             refuse(path)
             _exchange(temporary, path)
         finally:
-            with suppress(OSError):  # of `fstat`, which `rmtree` ignores none of (Python 3.11)
-                shutil.rmtree(temporary, ignore_errors=True)  # what came to nothing, or the old one
+            _remove_whole(temporary)  # what came to nothing, or the old one
     sync_folder(path.parent)
 
 
@@ -219,30 +238,6 @@ def write_all(fd: int, data: memoryview, at: int) -> int:
     return done
 
 
-# What stands there
-
-
-def refuse_there(path: Path, what: str = "file") -> None:
-    """
-    Raises:
-        ForeignFileError: something stands there, if only a link that leads nowhere.
-        ReadError
-    """
-    if is_there(path):
-        raise ForeignFileError(f"{path} is there already, and is left as it is: name another {what}")
-
-
-def refuse_filled(path: Path) -> None:
-    """
-    Raises:
-        ForeignFileError: something stands there that is no empty folder.
-        ReadError
-    """
-    with reading(path):
-        if is_there(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-            raise ForeignFileError(f"{path} is there, and is no empty folder: take another one, or remove it first")
-
-
 def made_folder(folder: Path, size: int = 0) -> None:
     """Have a folder to write in: made if it is not there, with what killed processes left in it removed.
 
@@ -289,7 +284,7 @@ def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
         if is_dead(path.name.removeprefix(prefix).rpartition("-")[0]):
             log.info("%s was left by a process that has ended, and is removed", path)
             remove(path)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_whole(path)
 
 
 def remove(path: Path) -> None:
@@ -308,7 +303,13 @@ def remove_folder(path: Path) -> None:
     try:
         os.rename(path, aside)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove_whole(aside)
+
+
+def _remove_whole(temporary: Path) -> None:
+    """Remove a temporary folder, as `remove` does a file."""
+    with suppress(OSError):  # of `fstat`, which `rmtree` does not ignore (Python 3.11)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
