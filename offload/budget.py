@@ -231,10 +231,10 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
 def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]]:
     """The budget in main memory, in bytes, and those on accelerators."""
     shares: Mapping[int | str, Any] = max_memory if isinstance(max_memory, Mapping) else {"cpu": max_memory}
+    amounts = {_accelerator(device): amount for device, amount in shares.items() if device != "cpu"}
     on_devices = {
-        _accelerator(device): Pool(as_budget(amount, _device_bytes(_accelerator(device))), 0, available=_no_limit)
-        for device, amount in shares.items()
-        if device != "cpu"
+        device: Pool(as_budget(amount, _device_bytes(device)), 0, available=lambda: sys.maxsize)
+        for device, amount in amounts.items()
     }
     share = shares.get("cpu")
     return None if share is None else as_budget(share, available_bytes()), on_devices
@@ -244,7 +244,8 @@ def _accelerator(device: int | str) -> torch.device:
     """The device that a key of `max_memory` names."""
     try:
         found = torch.device(device)
-        here = torch.accelerator.device_count() if found.type == _accelerator_type() else 0
+        current = torch.accelerator.current_accelerator()
+        here = torch.accelerator.device_count() if current is not None and found.type == current.type else 0
     except (RuntimeError, TypeError):  # no name of a device, and no number
         here = 0
     if not here or (found.index or 0) >= here:
@@ -252,18 +253,9 @@ def _accelerator(device: int | str) -> torch.device:
     return torch.device(found.type, found.index or 0)
 
 
-def _accelerator_type() -> str | None:
-    current = torch.accelerator.current_accelerator()
-    return None if current is None else current.type
-
-
 def _device_bytes(device: torch.device) -> int:
     """What is free on an accelerator, for fractions of it."""
     return int(torch.accelerator.get_memory_info(device)[0])
-
-
-def _no_limit() -> int:
-    return sys.maxsize
 
 
 def _window_of(window: Amount | bool) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.storage.scratch import scratch
+from offload.storage.mapping import scratch
 from offload.storage.write import layout_of
 from offload.tensor.guests import CPU, sent_to
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, value_on_cpu, wrap_handle

@@ -135,8 +135,8 @@ class Engine:
         if not expected:
             found = value.is_cached()
             with lock:
-                if not found and _should_be_here(value):  # something else needed the memory
-                    value.pool.doubt()
+                if not found and value.kept and value.calm_until > 0 and value.may_ask:
+                    value.pool.doubt()  # it should be here: something else needed the memory
                 if not (found and (value.kept or value.is_held)):
                     stream.move_to(value)
         if not self.reader.brings(value):
@@ -170,10 +170,6 @@ class Engine:
             reader.counts.missed += 1
             reader.counts.bytes_read += missing
             reader.count_waited(value, started)
-
-
-def _should_be_here(value: Value) -> bool:
-    return value.kept and value.calm_until > 0 and value.may_ask
 
 
 def tracked(handle: Handle, start: int, nbytes: int) -> Value:

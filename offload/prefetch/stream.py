@@ -146,11 +146,9 @@ class Stream:
         else:
             self.in_flight += value.nbytes
         self._used.append(value)
-        while len(self._used) > 1 and self._used_bytes() > self._streams.share(value) // 4:
+        most = self._streams.share(value) // 4
+        while len(self._used) > 1 and sum(value.nbytes for value in self._used) > most:
             self._drop(self._used.popleft())
-
-    def _used_bytes(self) -> int:
-        return sum(value.nbytes for value in self._used)
 
     def _forget(self, count: int) -> None:
         """The next `count` values were not asked for after all."""

@@ -4,7 +4,7 @@
 | --- | --- |
 | `handle` | a stored value, shared by the tensors that are views of it |
 | `file` | a safetensors file, checked and mapped |
-| `mapping` | bytes of files as memory |
+| `mapping` | bytes of files as memory, and memory for a value on its way |
 | `pages` | which parts of a mapped file are in memory |
 | `replacing` | how a file or a folder gets in its place: whole, or not at all; and what the dead left |
 | `write` | values on their way into a file |
@@ -15,7 +15,7 @@
 | `layout` | how values lie in memory and in files |
 | `nodes` | plain data as JSON, and back |
 | `header` `dtypes` `subclasses` `names` | the format, and what files are called |
-| `pickled` `loose` `scratch` | what torch.save wrote, its values that are copied out, and memory for that |
+| `pickled` `loose` | what torch.save wrote, and its values that are copied out |
 | `process` `locks` `modes` | whose files these are, who waits, and what torch is in the middle of |
 | `background` | a thread that works while there is something to do |
 """

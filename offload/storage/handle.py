@@ -317,15 +317,12 @@ class Handle:
 
     def _map(self) -> torch.Tensor:
         with self._lock, naming(self.name), no_functions(), no_modes():
-            base = self._map_owned() if self.owned else self._map_referenced()
-            self._base = base
+            if not self.owned:
+                self.file.check()
+            self._base = base = self._map_owned() if self.owned else self._mapped()
         if self.owned:
             _keep_mapped(self)
         return base
-
-    def _map_referenced(self) -> torch.Tensor:
-        self.file.check()
-        return self._mapped()
 
     def _map_owned(self) -> torch.Tensor:
         """Whatever value stands at the path now: another process may replace it again before it is mapped."""
@@ -344,8 +341,10 @@ class Handle:
 
     def _follow(self) -> None:
         """Another process may have put a new value at our path: take it, if it has the same layout."""
-        if self.file.is_raw:
-            self._refuse_another_raw()
+        if self.file.is_raw:  # without a header it does not tell what it holds: another one may be of anything
+            now, known = TensorFile.raw(self.path, self.file.entry(self.name)).identity, self.file.identity
+            if (now.inode, now.size) != (known.inode, known.size):
+                raise ChangedFileError(f"{self.path} is another file than the one that was opened: open it again")
             return
         if self.file.is_current():
             return
@@ -362,12 +361,6 @@ class Handle:
         if self.layout != old:
             self.generation += 1
             raise ChangedFileError(f"{self.path} now holds {self.layout}, not {old}: open it again")
-
-    def _refuse_another_raw(self) -> None:
-        """A file without a header does not tell what it holds: another one may be of anything."""
-        now, known = TensorFile.raw(self.file.path, self.file.entry(self.name)).identity, self.file.identity
-        if (now.inode, now.size) != (known.inode, known.size):
-            raise ChangedFileError(f"{self.path} is another file than the one that was opened: open it again")
 
     def another_base(self) -> torch.Tensor:
         """As `base`, but a tensor of one's own over the file."""

@@ -114,7 +114,7 @@ def parse(text: bytes, size: int) -> Header:
     """
     raw = _json_object(text)
     metadata = raw.pop("__metadata__", {})
-    if not _is_text_mapping(metadata):
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CorruptFileError("its header's __metadata__ does not map text to text")
     notes = _notes(metadata) or {}
     noted = notes.get("values", {})
@@ -207,10 +207,6 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_text_mapping(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
 
 
 def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:

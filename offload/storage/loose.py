@@ -16,8 +16,8 @@ import torch
 from offload.errors import CorruptFileError
 from offload.storage.file import TensorFile
 from offload.storage.layout import Loose, Record, contiguous
+from offload.storage.mapping import scratch, scratch_bytes
 from offload.storage.reasons import reading
-from offload.storage.scratch import scratch, scratch_bytes
 from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes that are read at a time

@@ -1,9 +1,11 @@
-"""Bytes of files as memory, and the calls of libc that Python lacks.
+"""Memory that is mapped: bytes of files, and room for one value on its way; and the calls of libc that Python lacks.
 
 Always true:
 - what is mapped can be written to; a store reaches the file only through a shared mapping
 - mapping never creates a file or extends it, keeps no descriptor of it, and reserves no memory: a file may be larger
 - a mapping goes with the last storage over it, and not at exit, when others may still read it
+- room for a value goes back to the system when it is dropped: what torch frees below 32 MB may stay in glibc's heap,
+  where small things take its place, so that a model's worth of it gathers
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from offload.errors import CorruptFileError
+from offload.errors import CorruptFileError, ReadError
+from offload.storage.layout import Layout
 from offload.storage.reasons import explained, reading
 from offload.storage.regular import open_regular
 
@@ -65,6 +68,26 @@ def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
         return mapped(fd, path, start, nbytes, shared=False)
     finally:
         os.close(fd)
+
+
+def scratch_bytes(count: int) -> mmap.mmap:
+    """At least `count` writable bytes, all zero.
+
+    Raises:
+        ReadError: the system does not give them.
+    """
+    try:
+        return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        reason = f"there are no {count} bytes of memory for a value on its way ({error.strerror}): free some memory"
+        raise ReadError(error.errno, reason) from error
+
+
+def scratch(layout: Layout) -> torch.Tensor:
+    """A plain tensor of that layout, all zero."""
+    flat = torch.frombuffer(scratch_bytes(layout.nbytes), dtype=torch.uint8, requires_grad=False)
+    empty = torch.empty(0, dtype=layout.dtype, device="cpu")
+    return empty.set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
 
 
 def view_memory(address: int, size: int) -> memoryview:

@@ -248,7 +248,8 @@ def bring_in_exactly(address: int, nbytes: int) -> None:
 
 def let_go(address: int, nbytes: int) -> None:
     """Drop the clean pages that lie in a mapped range as a whole and that nobody else has mapped."""
-    first, length = _inner_pages(address, nbytes)
+    first = -(-address // PAGE) * PAGE
+    length = (address + nbytes) // PAGE * PAGE - first
     if length > 0:
         libc.madvise(first, length, _MADV_PAGEOUT)
 
@@ -267,12 +268,6 @@ def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
     """The pages that a range touches: address and length."""
     first = address // PAGE * PAGE
     return first, -(-(address + nbytes - first) // PAGE) * PAGE
-
-
-def _inner_pages(address: int, nbytes: int) -> tuple[int, int]:
-    """The pages that lie in a range as a whole: address and length."""
-    first = -(-address // PAGE) * PAGE
-    return first, (address + nbytes) // PAGE * PAGE - first
 
 
 def _count(first: int, length: int) -> int:

@@ -49,6 +49,7 @@ MAGIC_SIZE = 512  # bytes that tell how a file is to be read
 NESTS = ("state_dict", "model", "module", "model_state_dict")
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
+_BARE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # protocols 2 to 5
 _TAR = b"ustar"
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip record: mark, length of its name, length of its extra field
 _NUMEL = struct.Struct("<q")
@@ -72,7 +73,7 @@ def is_pickled(start: bytes) -> bool:
     """Whether a file that begins like this is, or pretends to be, for torch.load."""
     if start[8:9] == b"{":  # behind the length of a safetensors header, which may be any bytes
         return False
-    return start.startswith((_ZIP, _LEGACY)) or _is_bare_pickle(start) or start[257:262] == _TAR
+    return start.startswith((_ZIP, _LEGACY, *_BARE)) or start[257:262] == _TAR
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
@@ -97,11 +98,6 @@ def read_header(file: BinaryIO, size: int) -> Header:
         else:
             raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
         return _header(_tensors_in(saved), pieces, records)
-
-
-def _is_bare_pickle(start: bytes) -> bool:
-    """A pickle of protocol 2 to 5."""
-    return start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 # The two forms

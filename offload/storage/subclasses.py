@@ -85,7 +85,7 @@ def _refuse_unfit(cls: Any) -> None:
     if not isinstance(cls, type):
         raise UnknownSubclassError(f"{cls!r} is not a class: register the class of the tensor")
     if issubclass(cls, torch.Tensor):
-        if not _can_be_taken_apart(cls):
+        if not (hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")):
             raise UnknownSubclassError(
                 f"{cls.__name__} (of {cls.__module__}) lacks __tensor_flatten__ and __tensor_unflatten__: without "
                 "them a file would hold its numbers alone. Give it both, or store its parts"
@@ -95,10 +95,6 @@ def _refuse_unfit(cls: Any) -> None:
             f"{cls.__name__} (of {cls.__module__}) is no tensor subclass, enum, dataclass or named tuple: "
             "it can't be rebuilt from plain data"
         )
-
-
-def _can_be_taken_apart(cls: type) -> bool:
-    return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
 def _is_named_tuple(cls: type) -> bool:
@@ -193,7 +189,8 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
         "stride": list(tensor.stride()),
         "dtype": dtype_name(tensor.dtype),
     }
-    return dict(sorted(values.items(), key=_by_alignment)), recipe
+    wide_first = sorted(values, key=lambda key: -values[key].itemsize)  # none begins in the middle of an element
+    return {key: values[key] for key in wide_first}, recipe
 
 
 def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -253,11 +250,6 @@ def _rebuilt(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> t
 
 def _malformed(recipe: Any) -> CorruptFileError:
     return CorruptFileError(f"its recipe for a tensor subclass is malformed: {str(recipe)[:200]}")
-
-
-def _by_alignment(item: tuple[str, torch.Tensor]) -> int:
-    """Wide elements first, so that none starts in the middle of another's bytes."""
-    return -item[1].itemsize
 
 
 def _word(cls: type) -> str:

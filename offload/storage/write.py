@@ -27,10 +27,10 @@ from offload.errors import (
 from offload.storage.file import TensorFile
 from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
+from offload.storage.mapping import scratch
 from offload.storage.reasons import naming, reading, writing
 from offload.storage.regular import is_there
 from offload.storage.replacing import new_file, replacing, write_all
-from offload.storage.scratch import scratch
 
 Take: TypeAlias = Callable[[TensorFile], object]
 
