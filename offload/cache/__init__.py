@@ -9,6 +9,6 @@
 | `columns` `rowfile` | columns of rows of one size and of any; rows of a file by their numbers |
 | `held` `archive` | tensors that are there already, in memory or in a file, as a cache; and such a file |
 | `incoming` | rows on their way in, from records and from elsewhere |
-| `schema` `manifest` | what a column is, and where that is written down |
+| `schema` | what a column is, and what a folder says of itself |
 | `indexing` `claims` | which rows are meant, and who computes those that are missing |
 """

@@ -20,9 +20,8 @@ import torch
 
 from offload.cache.archive import SUFFIXES, notes_in, write_archive
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.manifest import Manifest
 from offload.cache.rowfile import Descriptors, RowFile
-from offload.cache.schema import schema_of
+from offload.cache.schema import Manifest, schema_of
 from offload.errors import (
     CacheError,
     ChangedFileError,

@@ -69,9 +69,8 @@ class Descriptors:
             ReadError
         """
         try:
-            again = f"/proc/self/fd/{fd}"
             with reading(path):
-                return cls(fd, os.open(again, os.O_RDONLY | os.O_CLOEXEC) if os.path.exists(again) else os.dup(fd))
+                return cls(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
             os.close(fd)
             raise

@@ -30,10 +30,8 @@ import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
-from offload.cache.manifest import FILE as MANIFEST
-from offload.cache.manifest import Manifest
 from offload.cache.rowfile import RowFile, opened
-from offload.cache.schema import TENSOR, Column
+from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
     CacheError,

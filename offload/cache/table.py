@@ -31,8 +31,7 @@ from offload.cache.held import HeldStore, Tensors, read_file, write_file
 from offload.cache.incoming import Field, Incoming, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import rows_of
-from offload.cache.manifest import Manifest, as_json
-from offload.cache.schema import TENSOR, Column, schema_of
+from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
 from offload.cache.store import Store, log
 from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError
