@@ -30,7 +30,6 @@ from offload.tensor.wrapper import (
     guest_of,
     implements,
     is_part,
-    log,
     mapped_value,
     overrides,
     redress,
@@ -397,10 +396,7 @@ def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     if type(handle) is Traced:
         return handle.inner  # itself: a compiler finds out what is written by that
     if not handle.owned or handle.has_holes:
-        before = handle.path
         handle.writable_base()
-        if handle.path != before:
-            log.info("%s: copied from %s to %s, for its first write", handle.name, before, handle.path)
     guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not brought in
     return guest.detach() if handle.recipe is None else guest.clone()
 
