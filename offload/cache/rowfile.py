@@ -167,12 +167,12 @@ class RowFile:
         Raises:
             IndexError
         """
-        if isinstance(rows, torch.Tensor):
-            return self._values(torch.index_select(words, 0, rows))
         if isinstance(rows, slice):
             found = words[rows]
             return self._values(self._fresh(len(found), pinned=False).copy_(found))
-        return self._values(words[rows].clone())
+        if isinstance(rows, int):
+            return self._values(words[rows].clone())
+        return self._values(torch.index_select(words, 0, rows))
 
     def look(self, rows: Iterable[int]) -> None:
         """See that these rows are in memory; for a moment, others are taken to be so too.
@@ -277,6 +277,8 @@ class RowFile:
         try:
             mapping = mapped(self.fd, self.path, 0, size, shared=False)
         except ReadError:  # there are too many mappings
+            return None
+        if os.fstat(self.fd).st_size < size:  # a writer has cut off room meanwhile
             return None
         count = (size - self._start) // self._size
         whole = torch.empty(0, dtype=torch.uint8).set_(mapping, self._start, (count * self._size,), (1,))

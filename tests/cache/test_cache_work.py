@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from offload import TensorCache
 from offload.cache import rowfile
 from offload.cache.indexing import Rows
 from offload.cache.states import FILE, PAGE
-from offload.errors import CorruptFileError
+from offload.errors import CorruptFileError, ReadError
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
@@ -214,15 +215,23 @@ def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_mapped_too(t
     file.close()
 
 
-def test_a_file_that_is_cut_while_it_is_mapped_is_read_by_calls(tmp_path, monkeypatch):
-    cache = filled_cache(tmp_path)
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "too many mappings"])
+def test_a_file_that_is_cut_while_it_is_mapped_or_can_not_be_is_read_by_calls(tmp_path, monkeypatch, is_cut):
+    cache, mapped = filled_cache(tmp_path), rowfile.mapped
 
-    def mmap(*_, **__):
-        raise ValueError("mmap length is greater than file size")
+    def refused(fd, path, *args, **kwargs):
+        asked.append(path)
+        if not is_cut:
+            raise ReadError(errno.ENOMEM, "no more mappings", str(path))
+        os.truncate(path, path.stat().st_size - 1)
+        return mapped(fd, path, *args, **kwargs)
 
-    monkeypatch.setattr(rowfile.mmap, "mmap", mmap)
+    asked = []
+    monkeypatch.setattr(rowfile, "mapped", refused)
 
     assert torch.equal(torch.arange(10, 20), cache[10:20]["x"][:, 7])
+    assert asked
+    assert all(column._file._mapped is None for column in cache._store._files.values())
 
 
 def test_tensors_of_a_column_share_their_file_until_it_changes(tmp_path):
