@@ -17,7 +17,6 @@ import weakref
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
 
 from offload.errors import NameInUseError, WriteError
 from offload.storage import log
@@ -29,7 +28,7 @@ from offload.storage.replacing import sweep, temporary_name
 
 _PRIVATE = "offload-"
 _LOCK = fork_safe_lock()
-_CLAIMS: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
+_CLAIMS: weakref.WeakValueDictionary[Path, object] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
 _PRIVATE_FOLDERS: dict[tuple[int, Path | None], Path] = {}
 _NUMBERS = itertools.count(1)
@@ -84,7 +83,7 @@ def _new_private_folder(root: Path | None) -> Path:
         raise WriteError(error.errno, message, str(root or "TMPDIR")) from error
 
 
-def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) -> Path:
+def claim(name: str, folder: Path | None, owner: object, root: Path | None = None) -> Path:
     """The path for the value `name` of `owner`, in `folder` or in a private one, which is below `root`.
 
     Raises:
@@ -105,7 +104,7 @@ def claim(name: str, folder: Path | None, owner: Any, root: Path | None = None) 
         return path
 
 
-def release(path: Path, owner: Any) -> None:
+def release(path: Path, owner: object) -> None:
     """Take back a claim that came to nothing."""
     with _LOCK:
         if _CLAIMS.get(_true(path)) is owner:
