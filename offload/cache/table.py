@@ -382,8 +382,7 @@ class TensorCache:
             prefetch: how many batches are read ahead; 0 for no thread.
 
         Raises:
-            CacheError: a batch of no rows.
-            As `get`, where the batch would have come.
+            CacheError: a batch of no rows. The rest as `get`, where the batch would have come.
 
         Example:
             >>> from offload import TensorCache
@@ -469,8 +468,7 @@ class TensorCache:
             progress: whether a bar shows how far it is, on a terminal.
 
         Raises:
-            ShapeMismatchError: there is not an input for each row.
-            As `cache[rows] = values`, and what `fn` and `inputs` raise.
+            ShapeMismatchError: there is not an input for each row. The rest as `cache[rows] = values`, and `fn`.
 
         Example:
             >>> import tempfile

@@ -1,0 +1,267 @@
+"""What the house keeps to itself: names with an underscore, imports by string, rooms that are there, state."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import FLOORS, KNOWN, MODULES, PACKAGE, dotted, room
+
+TREES = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+
+# Names with an underscore of others than the own wing: module, name, and whose it is.
+OF_OTHERS = {
+    ("offload.cache.incoming", "_fields"): "a named tuple's",
+    ("offload.cli.main", "_SubParsersAction"): "argparse's",
+    ("offload.cli.main", "_actions"): "argparse's",
+    ("offload.cli.models", "_actions"): "argparse's",
+    ("offload.integrations.tensordict.reading", "_on_cpu"): "an offloaded tensor's: its value past every mode",
+    ("offload.integrations.tensordict.writing", "_non_tensordict"): "a tensorclass's",
+    ("offload.integrations.torchao", "_process_model_before_weight_loading"): "transformers' quantizers'",
+    ("offload.offloading.context", "_getframe"): "sys has no other way",
+    ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
+    ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
+    ("offload.storage.subclasses", "_asdict"): "a named tuple's",
+    ("offload.tensor.rules", "_getframe"): "sys has no other way",
+    ("offload.tensor.wrapper", "_getframe"): "sys has no other way",
+    ("offload.tree.structure", "_fields"): "a named tuple's",
+}
+
+# What makes a value that does not change.
+CONSTANTS = (
+    "Kind", "Path", "TypeVar", "attrgetter", "bytes", "float", "frozenset", "getattr", "logging.getLogger", "np.array",
+    "object", "range", "re.compile", "struct.Struct", "torch.device", "b'offload rows'.ljust", "dedent",
+)  # fmt: skip
+
+# State of the process, and why it is not an argument.
+STATE = {
+    "offload.batches.lift._HERE": "what a thread is in the middle of",
+    "offload.cache.columns._start": "a pure function, remembered",
+    "offload.integrations.keys_values._kind_on_disk": "a class made of each class of transformers'",
+    "offload.integrations.torchao._AT_WORK": "what `quantize_` is at, in this context",
+    "offload.memory._freed": "when memory was last given back to the system",
+    "offload.offloading.context._LOCK": "of `_watching`",
+    "offload.offloading.context._NOTES": "what threads leave when they look into each other",
+    "offload.offloading.context._watching": "how many contexts are open: the last one takes torch's hooks off",
+    "offload.offloading.made._way_of": "a pure function, remembered",
+    "offload.offloading.opened._KEYS": "whose bytes memory is, for as long as it is there",
+    "offload.offloading.opened._STORAGES": "whose bytes memory is, for as long as it is there",
+    "offload.offloading.opened._STORED": "files that are open, for as long as somebody has them",
+    "offload.prefetch.engine.POOL": "memory is the process's",
+    "offload.prefetch.engine.UNTRACKED": "does not change",
+    "offload.prefetch.engine._ENGINE": "one thread reads for all; a forked child makes its own",
+    "offload.prefetch.residency._LOCK": "of all pools",
+    "offload.prefetch.residency._POOLS": "who shares the process's memory",
+    "offload.prefetch.residency._TURNS": "which value was asked for last",
+    "offload.prefetch.staging._LOCK": "of `_STAGINGS`",
+    "offload.prefetch.staging._STAGINGS": "pinned memory, one for each device",
+    "offload.storage.file._LOCK": "of `_OPENED`",
+    "offload.storage.file._OPENED": "a file is parsed once, for as long as somebody has it",
+    "offload.storage.folders._CLAIMS": "who has which name in which folder",
+    "offload.storage.folders._LOCK": "of claims and private folders",
+    "offload.storage.folders._NUMBERS": "of names that are nobody's",
+    "offload.storage.folders._PREPARED": "folders that were swept",
+    "offload.storage.folders._PRIVATE_FOLDERS": "which go when the process ends",
+    "offload.storage.handle._LOCK": "of `_MAPPED`",
+    "offload.storage.handle._MAPPED": "mappings are the process's, and few",
+    "offload.storage.layout.contiguous": "a pure function, remembered",
+    "offload.storage.locks._LOCKS": "which a forked child makes free again",
+    "offload.storage.mapping.libc": "does not change",
+    "offload.storage.process._machine": "does not change",
+    "offload.storage.process._tag": "one for each process",
+    "offload.storage.subclasses._REGISTERED": "what `register_subclass` is for",
+    "offload.tensor.guests.whole_twin": "a pure function, remembered",
+    "offload.tensor.processes._LOCK": "of `_PASSED`",
+    "offload.tensor.processes._PASSED": "what came from another process is one value here",
+    "offload.tensor.rules._returned_arguments": "pure: of an op's schema",
+    "offload.tensor.rules.is_composite": "pure: of an op",
+    "offload.tensor.rules.written_arguments": "pure: of an op's schema",
+    "offload.tensor.wrapper.FUNCTIONS": "filled when the package is imported, and then as it is",
+    "offload.tensor.wrapper.RULES": "filled when the package is imported, and then as it is",
+    "offload.tensor.wrapper._AS_MAPPED": "does not change",
+    "offload.tensor.wrapper._ONE_HOLDER": "does not change",
+    "offload.tensor.wrapper._unread": "a pure function, remembered",
+    "offload.training.activations._DISK": "one thread writes for all; a forked child makes its own",
+    "offload.training.optimizer._kind_on_disk": "a class made of each optimizer's class",
+}
+
+
+def wing_of(module: str) -> str:
+    return room(module) or "offload"
+
+
+def defined_in(tree: ast.AST) -> Iterator[str]:
+    """Names that a module makes: functions, classes, variables, attributes, slots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            yield from ast.literal_eval(node.value)
+
+
+def reached_into(tree: ast.AST) -> Iterator[str]:
+    """Names with one underscore of other objects than the own one; those of ops are public."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            whose = ast.unparse(node.value)
+            if whose not in ("self", "cls", "super()") and not whose.endswith("aten"):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("offload"):
+            yield from (alias.name for alias in node.names if re.match(r"_[^_]", alias.name))
+
+
+def test_names_with_an_underscore_are_used_in_their_wing_alone():
+    own: dict[str, set[str]] = defaultdict(set)
+    for module, tree in TREES.items():
+        own[wing_of(module)].update(defined_in(tree))
+
+    found = {
+        (module, name)
+        for module, tree in TREES.items()
+        if module != "offload.torch_api"
+        for name in reached_into(tree)
+        if name not in own[wing_of(module)]
+    }
+
+    assert set(OF_OTHERS) == found
+
+
+def test_the_finder_finds_names_with_an_underscore():
+    tree = ast.parse("from offload.storage.handle import _LOCK\nself._a\nx._b\naten._to_copy\nx.__dict__\nx.y._c = 1")
+
+    assert {"_LOCK", "_b", "_c"} == set(reached_into(tree))
+
+
+def named_in_strings(tree: ast.AST) -> set[str]:
+    """Modules of the package that are named in strings, docstrings aside."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in texts)
+    return {node.value for node in strings if isinstance(node.value, str)} & KNOWN
+
+
+def test_nobody_names_a_module_of_a_higher_floor_in_a_string():
+    """As `importlib.import_module` and `sys.modules` take it: an import that goes up, and is not seen."""
+    found = {
+        (module, name)
+        for module, tree in TREES.items()
+        for name in named_in_strings(tree)
+        if room(module) and room(name) and room(name) != room(module) and FLOORS[room(name)] >= FLOORS[room(module)]
+    }
+
+    assert {("offload.torch_api", "offload.testing")} == found  # a feature, in the words of an error
+
+
+def test_the_finder_finds_modules_in_strings():
+    tree = ast.parse('"""offload.cli"""\nimport_module("offload.cache.table")\nsys.modules["offload.cli"]\n"offload"')
+
+    assert {"offload.cache.table", "offload.cli"} == named_in_strings(tree) - {"offload"}
+
+
+def ghosts(package: Path) -> Iterator[str]:
+    """Folders without a module, and names in tables that are of none."""
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
+        if folder.name != "__pycache__" and not (folder / "__init__.py").exists():
+            yield folder.name
+    for wing in package.rglob("__init__.py"):
+        if wing.parent == package:
+            continue
+        lines = wing.read_text(encoding="utf-8").split("| module |")[1:]
+        for line in (line for part in lines for line in part.splitlines() if line.startswith("| `")):
+            for name in re.findall(r"`(\w+)`", line.split("|")[1]):
+                if not (wing.parent / f"{name}.py").exists() and not (wing.parent / name / "__init__.py").exists():
+                    yield f"{wing.parent.name}: {name}"
+
+
+def test_no_room_is_a_ghost():
+    assert [] == list(ghosts(PACKAGE))
+
+
+def test_the_finder_finds_ghosts(tmp_path):
+    for name in ("full", "empty/__pycache__"):
+        (tmp_path / "offload" / name).mkdir(parents=True)
+    (tmp_path / "offload" / "__init__.py").touch()
+    (tmp_path / "offload" / "full" / "__init__.py").write_text("| module | what |\n| --- | --- |\n| `gone` | it |\n")
+
+    assert ["empty", "full: gone"] == list(ghosts(tmp_path / "offload"))
+
+
+def state_in(tree: ast.Module) -> Iterator[str]:
+    """Variables of a module that may change: empty collections, objects, what functions assign, and caches."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if may_change(node.value):
+                yield ast.unparse(target)
+        elif isinstance(node, ast.FunctionDef) and any("cache" in ast.unparse(one) for one in node.decorator_list):
+            yield node.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+
+
+def may_change(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) not in CONSTANTS
+    return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+
+
+def test_state_of_the_process_is_listed():
+    found = {
+        f"{module}.{name}"
+        for module, tree in TREES.items()
+        if module not in ("offload.torch_api", "offload.report.charts")
+        for name in state_in(tree)
+    }
+
+    assert set(STATE) == found
+
+
+def test_the_finder_finds_state():
+    lines = ["A = {}", "B: list[int] = []", "C = Lock()", "D = Path('x')", "E = {1: 2}", "@cache", "def f(): ..."]
+    tree = ast.parse("\n".join([*lines, "def g():", "    global H"]))
+
+    assert ["A", "B", "C", "f", "H"] == list(state_in(tree))
+
+
+# Where the type is not said, on the floors that the most stands on: module and name.
+ANYTHING = {
+    "offload.prefetch.staging": {"copied", "here", "self._module"},  # torch.cuda, torch.xpu...: modules alike
+    "offload.storage.folders": {"owner"},
+    "offload.storage.header": {"name", "shape", "spec", "stride"},  # JSON that is not checked yet
+    "offload.storage.layout": {"numbers", "shape", "stride"},  # the same
+    "offload.storage.locks": {"lock"},
+    "offload.storage.modes": {"_enter", "_exit"},  # of guards in C
+    "offload.storage.nodes": {"data", "value"},  # plain data, of any kind
+    "offload.storage.pickled": {"arguments", "function", "saved", "saved_id", "value"},  # what a pickle says
+    "offload.storage.state_file": {"found"},  # JSON
+    "offload.storage.subclasses": {"cls", "data", "other", "recipe", "value"},  # plain data, of any kind
+}
+
+
+def of_any_type(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "Any":
+            yield node.arg
+        elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Any":
+            yield ast.unparse(node.target)
+
+
+def test_what_is_of_any_type_below_is_listed():
+    """`Any` could hide a class of a higher floor."""
+    found = {
+        module: set(of_any_type(tree)) for module, tree in TREES.items() if room(module) in ("storage", "prefetch")
+    }
+
+    assert {module: names for module, names in found.items() if names} == ANYTHING
+
+
+@pytest.mark.parametrize("code", ["def f(a: Any): ...", "class C:\n    a: Any", "a: Any = 1"])
+def test_the_finder_finds_what_is_of_any_type(code):
+    assert ["a"] == list(of_any_type(ast.parse(code)))
