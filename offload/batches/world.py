@@ -74,7 +74,7 @@ class World:
 
 
 def _device_types() -> list[str]:
-    current = torch.accelerator.current_accelerator()
+    current = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if current is None else ["cpu", current.type]
 
 
@@ -137,7 +137,7 @@ class Seeds:
 
 def _generators() -> list[torch.Generator]:
     """Those that ops take where they are given none: of the CPU, and of the present accelerator."""
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return [torch.default_generator]
     return [

@@ -219,5 +219,5 @@ def _first_accelerator(said: Iterable[Place]) -> torch.device:
     for place in said:
         if place.device.type not in ("cpu", "meta"):
             return place.device
-    current = torch.accelerator.current_accelerator()
+    current = torch.accelerator.current_accelerator(check_available=True)
     return _CPU if current is None else existing(current)

@@ -40,7 +40,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
 
     monkeypatch.setattr(module, "existing", existing)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,17 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_word_names_a_place(word: str, place: Place) -> None:
     assert place == place_of(word, CPU)
+
+
+def test_disk_executes_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own wheels are: they name the accelerator that they are built for."""
+
+    def current(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+
+    assert Place(True, CPU) == module.places(["w"], "disk")["w"]
 
 
 def test_disk_executes_on_the_default_device() -> None:

@@ -740,7 +740,7 @@ def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
     data[at + 42 : at + 46] = struct.pack("<I", other)
     path.write_bytes(data)
 
-    with pytest.raises(CorruptFileError, match=r"x/data/0 is not where its zip directory says"):
+    with pytest.raises(CorruptFileError, match=r"x/data/0 is not where its zip directory says|Overlapped entries"):
         TensorFile.open(path)
 
 

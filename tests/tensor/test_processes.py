@@ -302,6 +302,8 @@ def _train(model: nn.Module, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_trains_a_module_on_disk(way: str) -> None:
     """Its steps are in the files (Hogwild)."""
+    if way == "fork" and torch.backends.cuda.is_built():
+        pytest.skip("autograd of a build for CUDA does not run in a forked child")
     torch.manual_seed(0)
     model, x = nn.Linear(4, 3), torch.ones(2, 4)
     expected = nn.Linear(4, 3)
