@@ -621,7 +621,7 @@ def _read_journal(folder: Path) -> Mapping[str, torch.Tensor]:
     for run in journal.runs:
         str(run)
         with contextlib.suppress(OffloadError):
-            journal.resumed(run.name, run.sources)
+            journal.resume(run.name, run.sources)
     return {}
 
 

@@ -9,7 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ import numpy as np
 
 from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
 from offload.errors import CacheError
+from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.reasons import explained
 
-_log = logging.getLogger("offload")
 _GUESS = 1024  # bytes of a value of any length
 
 
@@ -87,7 +86,7 @@ def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
     elif dtype.kind == "V" or h5py.check_ref_dtype(dtype) is not None:
         why = f"is of dtype {dtype}"
     if why:
-        _log.info("%r in %s %s and no array: it is skipped", name, place, why)
+        log.info("%r in %s %s and no array: it is skipped", name, place, why)
     return why is None
 
 

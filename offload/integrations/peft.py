@@ -24,7 +24,9 @@ from torch import nn
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.memory import return_freed
-from offload.models.values import ANY_KIND, Book, MapReport, Replacing, Value, book_for, values_of
+from offload.models.journal import Journal
+from offload.models.slots import Slot
+from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
 from offload.storage.regular import as_file, is_folder, open_regular, text_of
@@ -80,14 +82,14 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
     kind = _kind_of(adapter)
     with _as_it_was(model), warnings.catch_warnings():
         tuner, read = _with_adapter(model, adapter, kind, values, is_resumed=bool(resume))
-        book = book_for(values, name, resume=bool(resume))
-        before = [value.name for value in values if book.has(value)]
-        merging = _Merging(book, {id(value.tensor): value for value in values}, replaced=read)
+        journal = journal_for(values, name, resume=bool(resume))
+        before = [value.name for value in values if is_done(value, journal)]
+        merging = _Merging(journal, {id(value.tensor): value for value in values}, replaced=read)
         for value in values:
             merging.values.update((id(other), value) for other in value.others)
         layers = _layers_of(model)
         with (
-            book.kept_up(),
+            journal.kept_up(),
             progress_in_bytes(merging.nbytes_of(layers.values()), "merging", shown=progress) as merging.advance,
         ):
             with merging.of(layers):
@@ -101,8 +103,8 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
 class _Merging:
     """Layers of peft on their way into the values of the base."""
 
-    book: Book
-    values: dict[int, Value]
+    journal: Journal
+    values: dict[int, Slot]
     advance: Callable[[int], object] = int
     at: str = ""
     replaced: list[str] = field(default_factory=list)
@@ -127,7 +129,7 @@ class _Merging:
         """`layer.merge`, over copies of the base's values, of which then those are stored that it has changed."""
         self.at = name
         held, mark = list(self._held_by(layer)), f"{self._run} {name}"
-        if self._run and held and all(mark in value.marks for _, _, value in held):
+        if self._run and held and all(mark in marks_on(value.tensor) for _, _, value in held):
             return
         stored: dict[Any, Any] = {(module, key): parameters_of(module)[key] for module, key, _ in held}
         try:
@@ -139,10 +141,10 @@ class _Merging:
             for (module, key), parameter in stored.items():
                 parameters_of(module)[key] = parameter
         for module, key, value in held:
-            if mark not in value.marks and not _same_bits(value.tensor, new[module, key]):
-                value.replace(new[module, key], self._marks_for(value, mark), ANY_KIND)
+            if mark not in marks_on(value.tensor) and not _same_bits(value.tensor, new[module, key]):
+                replace(value, new[module, key], self._marks_for(value, mark), ANY_KIND)
                 self.replaced.append(value.name)
-                self.book.note(value.name, replaced=True)
+                self.journal.note(value.name, replaced=True)
             self.advance(value.nbytes)
         self.done += 1
         return_freed()
@@ -153,12 +155,12 @@ class _Merging:
 
     @property
     def _run(self) -> str:
-        return "".join(self.book.key)
+        return "".join(self.journal.key)
 
-    def _marks_for(self, value: Value, mark: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*value.marks, *self.book.key, mark))) if self._run else ()
+    def _marks_for(self, value: Slot, mark: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*marks_on(value.tensor), *self.journal.key, mark))) if self._run else ()
 
-    def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Value]]:
+    def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Slot]]:
         """The base's values that a layer is over."""
         for module in layer.get_base_layer().modules():
             for key, parameter in parameters_of(module).items():
@@ -225,7 +227,7 @@ def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
 
 
 def _with_adapter(
-    model: nn.Module, adapter: str, kind: str, values: list[Value], *, is_resumed: bool
+    model: nn.Module, adapter: str, kind: str, values: list[Slot], *, is_resumed: bool
 ) -> tuple[Any, list[str]]:
     """peft's model over the base, and the names of the values that reading the adapter has changed.
 
@@ -290,7 +292,7 @@ def _merged_by(tuner: Any, kind: str, merging: _Merging) -> None:
 
 
 def _so_far(merging: _Merging) -> str:
-    way_on = f"resume={merging.book.name!r} goes on from there" if merging.book.name else "load the base anew"
+    way_on = f"resume={merging.journal.name!r} goes on from there" if merging.journal.name else "load the base anew"
     return f"{merging.done} layers are merged, and stay; {way_on}"
 
 

@@ -23,8 +23,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
 from offload.integrations.log import log
+from offload.models.journal import Journal
 from offload.models.pretrained import is_of_transformers, let_save
-from offload.models.values import Book, Replacing, book_for, values_of
+from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
 from offload.tensor.saved import subclass_value
@@ -92,19 +93,19 @@ def quantize_(
     quantizer = _quantizer_for(model, config, filter_fn)
     if type(config).__name__ == _THEIRS:
         config, filter_fn = config.quant_type, _as_by(quantizer, model)
-    book, has_quantized = _book_of(model, resume)
+    journal, has_quantized = _journal_of(model, resume)
     by_name = isinstance(config, FqnToConfig)  # of which torchao wants no filter
     chosen = None if by_name else _not_yet(filter_fn or _torchaos_choice())
     total = sum(map(_nbytes, model.modules()))
     with (
         progress_in_bytes(total, "quantizing", shown=progress) as advance,
-        _quantizing(model, book, advance) as quantizing,
+        _quantizing(model, journal, advance) as quantizing,
         torch.no_grad(),
     ):
         quantizing.has_quantized = has_quantized
         log.info("torchao quantizes %s by %s", type(model).__name__, type(config).__name__)
         try:
-            with book.kept_up():
+            with journal.kept_up():
                 quantizing.run(model, config, chosen, device)
         finally:
             quantizing.finish()
@@ -122,20 +123,22 @@ def _refuse_other_configs(config: Any) -> None:
         )
 
 
-def _book_of(model: nn.Module, resume: bool | str) -> tuple[Book, bool]:
+def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
     """What says which weights are done, and whether some were taken up."""
     try:
         values = values_of(model)
     except MetaTensorError:  # torchao may leave these alone
         if resume:
             raise
-        return Book(), False
+        return Journal(), False
     name = resume if isinstance(resume, str) else "quantize_"
-    book = book_for(values, name, resume=bool(resume), goes_on=True)
-    quantized = [value.tensor for value in values if book.has(value) and subclass_value(value.tensor) is not None]
+    journal = journal_for(values, name, resume=bool(resume), goes_on=True)
+    quantized = [
+        value.tensor for value in values if is_done(value, journal) and subclass_value(value.tensor) is not None
+    ]
     for tensor in quantized:
         tensor.requires_grad_(False)  # as torchao has it
-    return book, bool(quantized)
+    return journal, bool(quantized)
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -170,11 +173,11 @@ class _Quantizing:
         at: the layer that torchao is at.
     """
 
-    def __init__(self, model: nn.Module, book: Book, advance: Callable[[int], object]) -> None:
+    def __init__(self, model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> None:
         self.has_quantized = False
         self.at = ""
         self._model = model
-        self._book = book
+        self._journal = journal
         self._advance = advance
         self._places = Replacing(model, "quantized")
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -188,11 +191,11 @@ class _Quantizing:
         full_name = name if prefix == "" else f"{prefix}.{name}" if prefix else ""
         is_quantized = subclass_value(new) is not None and subclass_value(old) is None
         self.has_quantized |= is_quantized
-        stored = self._places.stored(old, new, full_name, self._book.key if is_quantized else ())
+        stored = self._places.stored(old, new, full_name, self._journal.key if is_quantized else ())
         if stored is not None:
             log.debug("quantized %s to a %s in %s", full_name, type(new).__name__, stored.offload_path)
         if is_quantized:
-            self._book.note(full_name, replaced=True)
+            self._journal.note(full_name, replaced=True)
         return stored
 
     def run(self, model: nn.Module, config: Any, chosen: Filter | None, device: Any) -> None:
@@ -231,8 +234,8 @@ def _module_in(error: Exception) -> str:
 
 
 @contextmanager
-def _quantizing(model: nn.Module, book: Book, advance: Callable[[int], object]) -> Iterator[_Quantizing]:
-    quantizing, before = _Quantizing(model, book, advance), _AT_WORK.get()
+def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> Iterator[_Quantizing]:
+    quantizing, before = _Quantizing(model, journal, advance), _AT_WORK.get()
     hook = None
     try:
         hook = register_module_parameter_registration_hook(quantizing)

@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
 from offload.models.deferred import as_dtype
-from offload.models.slots import Slot
+from offload.models.slots import Slot, joined_slots
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous_stride
@@ -117,16 +117,15 @@ def device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
     return found.device if found else slot.tensor.device
 
 
-def joined_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
+def retied_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
     """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
-    joined: dict[Hashable, Slot] = {}
-    for slot in slots:
+
+    def key(slot: Slot) -> Hashable:
         found = held_for(slot, held)
         origin = origin_of(found) if found and slot.is_parameter else None
-        first = joined.setdefault((origin, slot.tensor.dtype) if origin is not None else id(slot), slot)
-        if first is not slot:
-            first.join(slot)
-    return list(joined.values())
+        return id(slot) if origin is None else (origin, slot.tensor.dtype)
+
+    return joined_slots(slots, key)
 
 
 def filled_slots(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.errors import JournalError, MissingFileError
+from offload.errors import JournalError, MissingFileError, WriteError
 from offload.storage.file import TensorFile
 from offload.storage.reasons import short
 from offload.storage.state_file import Kind, read_state, write_state
@@ -53,12 +54,26 @@ class Run:
 
 
 class Journal:
-    """The runs over a folder's values, in their order. Use `Journal.open`."""
+    """The runs over a folder's values, in their order, and the one that is on now. Use `Journal.open`.
 
-    def __init__(self, path: Path, runs: list[Run]) -> None:
+    Made without a path it notes nothing: the values are in no folder that stays.
+    """
+
+    def __init__(self, path: Path | None = None, runs: Iterable[Run] = ()) -> None:
         self.path = path
-        self.runs = runs
+        self.runs = list(runs)
+        self.run: Run | None = None
         self._written = 0.0
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells the run that is on; a value's file says it."""
+        return () if self.run is None else (self.run.key,)
+
+    @property
+    def name(self) -> str | None:
+        """What `resume` takes to go on."""
+        return None if self.run is None else self.run.name
 
     @classmethod
     def open(cls, folder: Path) -> Journal:
@@ -72,7 +87,7 @@ class Journal:
         try:
             return cls(path, [_checked(run) for run in read_state(path, _KIND)["runs"]])
         except MissingFileError:
-            return cls(path, [])
+            return cls(path)
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(
                 f"{path} can't be read as a journal ({type(error).__name__}: {short(error)}): "
@@ -85,6 +100,7 @@ class Journal:
         Raises:
             WriteError
         """
+        assert self.path is not None
         write_state(self.path, _KIND, {"runs": [asdict(run) for run in self.runs]})
         self._written = time.monotonic()
 
@@ -93,16 +109,41 @@ class Journal:
         if time.monotonic() - self._written > _PATIENCE:
             self.write()
 
-    def resumed(self, name: str, sources: Mapping[str, str | None]) -> Run:
-        """The run of that name, to go on with; a new one if there is none.
+    def has(self, name: str, marks: Iterable[str]) -> bool:
+        """Whether the run has done a value, whose file says these runs."""
+        return self.run is not None and (self.run.key in marks or name in self.run.kept)
+
+    def note(self, name: str, *, replaced: bool) -> None:
+        """A value more is done."""
+        if self.run is not None:
+            (self.run.replaced if replaced else self.run.kept).append(name)
+            self.write_at_times()
+
+    @contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Says what was done in the block, and whether that ended well."""
+        if self.run is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException:
+            with suppress(WriteError):  # the error that stopped the run says more; the files tell what was done
+                self.write()
+            raise
+        self.run.finished = True
+        self.write()
+
+    def resume(self, name: str, sources: Mapping[str, str | None]) -> None:
+        """Go on with the run of that name; with a new one if there is none.
 
         Raises:
             JournalError: it was over other values, or another run is not finished.
         """
-        run = self._find(name)
-        if run is not None:
-            self._refuse_others(run, sources)
-            return run
+        self.run = next((run for run in self.runs if run.name == name), None)
+        if self.run is not None:
+            self._refuse_others(self.run, sources)
+            return
         unfinished = next((run for run in self.runs if not run.finished), None)
         if unfinished is not None:
             raise JournalError(
@@ -110,12 +151,12 @@ class Journal:
                 f"finished: call it again with resume=True, take another offload_dir, or remove the journal to give "
                 "it up"
             )
-        return self._begun(name, sources)
+        self._add(name, sources)
 
-    def begun(
+    def begin(
         self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
-    ) -> Run:
-        """A new run, in place of one of the same name and of those that were given up.
+    ) -> None:
+        """Begin a run, in place of one of the same name and of those that were given up.
 
         Args:
             marks: the keys of the runs that the values, as they are now, have gone through.
@@ -127,23 +168,20 @@ class Journal:
         seen = set(marks)
         half = next((run for run in self.runs if not run.finished and run.key in seen), None)
         if half is not None and goes_on and half.name == name:
-            return half
+            self.run = half
+            return
         if half is not None:
             raise JournalError(
                 f"{self.path} has the run {half}, and these values are as it left them: call that one with resume=True "
                 f"to finish it, load the values again to begin {name!r} anew, or remove the journal to go on from here"
             )
         self.runs = [run for run in self.runs if run.finished and run.name != name]
-        return self._begun(name, sources)
+        self._add(name, sources)
 
-    def _begun(self, name: str, sources: Mapping[str, str | None]) -> Run:
-        run = Run(name, secrets.token_hex(8), dict(sources))
-        self.runs.append(run)
+    def _add(self, name: str, sources: Mapping[str, str | None]) -> None:
+        self.run = Run(name, secrets.token_hex(8), dict(sources))
+        self.runs.append(self.run)
         self.write()
-        return run
-
-    def _find(self, name: str) -> Run | None:
-        return next((run for run in self.runs if run.name == name), None)
 
     def _refuse_others(self, run: Run, sources: Mapping[str, str | None]) -> None:
         """A value that is still in a checkpoint must be in the one that the run began with."""
@@ -166,7 +204,7 @@ class Journal:
         )
 
 
-def source_of(file: TensorFile) -> str:
+def words_of(file: TensorFile) -> str:
     """A file and its state, in words; the same after its folder was moved."""
     return f"{file.path.name} ({file.identity.size} bytes, modified {file.identity.modified})"
 

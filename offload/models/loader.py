@@ -33,7 +33,7 @@ from offload.models.device_map import (
     places,
     warn_of_strangers,
 )
-from offload.models.hooks import device_of, filled_slots, held_for, held_values, joined_slots, move_activations, release
+from offload.models.hooks import device_of, filled_slots, held_for, held_values, move_activations, release, retied_slots
 from offload.models.pretrained import as_in, is_of_transformers, let_save
 from offload.models.slots import (
     Slot,
@@ -234,7 +234,7 @@ def disk_offload(
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
     held = held_values(model)
-    slots = joined_slots(tied_slots(model), held) if held else tensor_slots(model)
+    slots = retied_slots(tied_slots(model), held) if held else tensor_slots(model)
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ class Slot:
         names: all of them.
         keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
         owners: where it is kept: the module's dictionary, and the name in it.
+        others: tensors that have the same value.
     """
 
     tensor: torch.Tensor
@@ -54,16 +56,27 @@ class Slot:
     names: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
+    others: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return self.names[0]
+        return (self.keys or self.names)[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    @property
+    def folder(self) -> Path | None:
+        """The user's folder that it is, or will be, stored in."""
+        return handle_of(self.tensor).folder if is_offloaded(self.tensor) else None
 
     def join(self, other: Slot) -> None:
         """Take on the names and places of a slot that has the same value."""
         self.names += other.names
         self.keys += other.keys
         self.owners += other.owners
+        self.others += [other.tensor, *other.others]
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Put a tensor in all its places; a new one, which nobody else holds."""
@@ -126,6 +139,16 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
                 if name not in unsaved_buffers_of(module):
                     slot.keys.append(full_name)
     return list(slots.values())
+
+
+def joined_slots(slots: Iterable[Slot], key: Callable[[Slot], Hashable]) -> list[Slot]:
+    """Slots of one value, for which the key is one, as one."""
+    joined: dict[Hashable, Slot] = {}
+    for slot in slots:
+        first = joined.setdefault(key(slot), slot)
+        if first is not slot:
+            first.join(slot)
+    return list(joined.values())
 
 
 def tied_slots(model: nn.Module) -> list[Slot]:

@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError, WriteError
+from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError
 from offload.memory import count_freed, return_freed
 from offload.models import log
-from offload.models.journal import RUNS, Journal, Run, marks_of, source_of
-from offload.models.slots import Slot, is_meta, tensor_slots
+from offload.models.journal import RUNS, Journal, marks_of, words_of
+from offload.models.slots import Slot, is_meta, joined_slots, tensor_slots
 from offload.prefetch.residency import books_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
@@ -137,12 +135,12 @@ def map_values(
     refuse_uncalled(fn, "what maps values")
     refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
     values = _selected(values_of(model_or_tensors), select, model_or_tensors)
-    book = book_for(values, _name_of_run(fn, resume), resume=bool(resume))
-    before = [value.name for value in values if book.has(value)]
-    todo = [value for value in values if not book.has(value)]
-    with book.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
+    journal = journal_for(values, _name_of_run(fn, resume), resume=bool(resume))
+    before = [value.name for value in values if is_done(value, journal)]
+    todo = [value for value in values if not is_done(value, journal)]
+    with journal.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
         walk = _Walk(
-            fn, book, len(before), len(values), advance, {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
+            fn, journal, len(before), len(values), advance, {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
         )
         _for_each(todo, walk.see, workers)
     log.info("%d values replaced, %d kept, %d done before", len(walk.replaced), len(walk.kept), len(before))
@@ -208,122 +206,80 @@ def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torc
 # The values
 
 
-class Value:
-    """A distinct value: a slot, and other tensors over the same bytes."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.others: list[torch.Tensor] = []
-
-    @property
-    def name(self) -> str:
-        return self.slot.keys[0]
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.slot.tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.itemsize
-
-    def add(self, slot: Slot) -> None:
-        """One more slot of the same bytes."""
-        self.others.append(slot.tensor)
-        self.slot.join(slot)
-
-    @property
-    def folder(self) -> Path | None:
-        """The user's folder that it is, or will be, stored in."""
-        return handle_of(self.tensor).folder if is_offloaded(self.tensor) else None
-
-    @property
-    def source(self) -> str | None:
-        """The file that it is read from, if that is not its own."""
-        tensor = self.tensor
-        if not is_offloaded(tensor) or handle_of(tensor).owned:
-            return None
-        return source_of(handle_of(tensor).file)
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The runs that it has gone through."""
-        return marks_on(self.tensor)
-
-    def replace(self, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
-        """Give it a new value, in all its places."""
-        tensor = self.tensor
-        if is_offloaded(tensor) and not self._is_cut_from_a_checkpoint(tensor):
-            replace_value(tensor, new, _notes(marks), **strict)
-            self._follow(tensor)
-            return
-        refuse_other_kind(tensor, checked_dense(new, self.name), self.name, **strict)
-        if is_offloaded(tensor):
-            refuse_lossy(new, self.name)
-            handle = Handle.create(guest_of(new.detach()), self.name, self.folder, _notes(marks))
-            become(tensor, wrap_handle(handle, target_of(tensor)))
-            self._follow(tensor)
-        else:
-            self._fill(_own(new))
-            if marks:
-                setattr(self.tensor, _MARKS, tuple(marks))
-
-    def _fill(self, new: torch.Tensor) -> None:
-        """Have a value in memory become `new`; parameters stay the objects that an optimizer knows, where they can."""
-        tensors = [self.tensor, *self.others]
-        if all(isinstance(tensor, nn.Parameter) and _can_hold(tensor, new) for tensor in tensors):
-            for tensor in tensors:
-                tensor.data = new
-        else:
-            self.slot.fill(new)
-
-    def adopt(self, key: str) -> None:
-        """Go on from what the run of this key has stored already, if this is still as it was before."""
-        tensor = self.tensor
-        if self.source is None or self.folder is None or not is_offloaded(tensor):
-            return
-        is_cut = self._is_cut_from_a_checkpoint(tensor)
-        handle = handle_of(tensor)
-        path = self.folder / file_name(self.name if is_cut else handle.name)
-        if not is_there(path):
-            return
-        file = TensorFile.open(path)
-        if not file.is_ours or key not in marks_of(file):
-            return
-        if is_cut:
-            become(tensor, wrap_handle(Handle.adopt(file, self.name), target_of(tensor)))
-        else:
-            handle.take_over(file)
-            redress(tensor, twin_of(handle), target_of(tensor))
-        self._follow(tensor)
-
-    def _follow(self, tensor: OffloadedTensor) -> None:
-        for other in self.others:
-            if is_offloaded(other):
-                become(other, tensor)
-
-    def _is_cut_from_a_checkpoint(self, tensor: OffloadedTensor) -> bool:
-        return is_part(tensor) and not handle_of(tensor).owned
+def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
+    """Give a value another one, in all its places; its file says these runs."""
+    tensor = slot.tensor
+    if is_offloaded(tensor) and not _is_cut_from_a_checkpoint(tensor):
+        replace_value(tensor, new, _notes(marks), **strict)
+        _follow(slot, tensor)
+        return
+    refuse_other_kind(tensor, checked_dense(new, slot.name), slot.name, **strict)
+    if is_offloaded(tensor):
+        refuse_lossy(new, slot.name)
+        handle = Handle.create(guest_of(new.detach()), slot.name, slot.folder, _notes(marks))
+        _follow(slot, wrap_handle(handle, target_of(tensor)))
+        return
+    new, tensors = _own(new), [tensor, *slot.others]
+    if all(isinstance(one, nn.Parameter) and _can_hold(one, new) for one in tensors):
+        for one in tensors:  # they stay the objects that an optimizer knows
+            one.data = new
+    else:
+        slot.fill(new)
+    if marks:
+        setattr(slot.tensor, _MARKS, tuple(marks))
 
 
-def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Value]:
+def _adopt(slot: Slot, key: str) -> None:
+    """Go on from what the run of this key has stored of a value already, if it is still as it was before."""
+    tensor = slot.tensor
+    if not is_offloaded(tensor) or handle_of(tensor).owned or slot.folder is None:
+        return
+    is_cut, handle = is_part(tensor), handle_of(tensor)
+    path = slot.folder / file_name(slot.name if is_cut else handle.name)
+    if not is_there(path):
+        return
+    file = TensorFile.open(path)
+    if not file.is_ours or key not in marks_of(file):
+        return
+    if is_cut:
+        _follow(slot, wrap_handle(Handle.adopt(file, slot.name), target_of(tensor)))
+    else:
+        handle.take_over(file)
+        redress(tensor, twin_of(handle), target_of(tensor))
+        _follow(slot, tensor)
+
+
+def _follow(slot: Slot, stored: OffloadedTensor) -> None:
+    """Have all the tensors of a value on disk be over this one's file."""
+    for tensor in (slot.tensor, *slot.others):
+        if tensor is not stored and is_offloaded(tensor):
+            become(tensor, stored)
+
+
+def _is_cut_from_a_checkpoint(tensor: OffloadedTensor) -> bool:
+    return is_part(tensor) and not handle_of(tensor).owned
+
+
+def source_of(slot: Slot) -> str | None:
+    """The file that a value is read from, if that is not its own."""
+    if not is_offloaded(slot.tensor) or handle_of(slot.tensor).owned:
+        return None
+    return words_of(handle_of(slot.tensor).file)
+
+
+def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Slot]:
+    """The distinct values of a module or dictionary: tensors over the same bytes are one."""
     if isinstance(model_or_tensors, nn.Module):
         slots: Iterable[Slot] = (slot for slot in tensor_slots(model_or_tensors) if slot.keys)
     elif isinstance(model_or_tensors, MutableMapping):
         slots = _slots_of(model_or_tensors)
     else:
         raise ArgumentTypeError(f"a module or a dictionary of tensors is needed, not {type(model_or_tensors).__name__}")
-    values: dict[Hashable, Value] = {}
-    for slot in slots:
-        key = identity_of(slot.tensor)
-        if key in values:
-            values[key].add(slot)
-        else:
-            values[key] = Value(slot)
-    empty = [value.name for value in values.values() if is_meta(value.tensor)]
+    values = joined_slots(slots, lambda slot: identity_of(slot.tensor))
+    empty = [slot.name for slot in values if is_meta(slot.tensor)]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data, {empty[0]!r} is one: load them first")
-    return list(values.values())
+    return values
 
 
 def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -430,12 +386,12 @@ class Replacing:
 # Which of them
 
 
-def _selected(values: list[Value], select: Select, source: Any) -> list[Value]:
+def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
     if select is None:
         return values
     if callable(select) and not isinstance(select, type):
         return [value for value in values if select(value.name, value.tensor)]
-    found: dict[int, Value] = {}
+    found: dict[int, Slot] = {}
     wishes = [select] if isinstance(select, str | type) or not isinstance(select, Iterable) else list(select)
     for wanted in wishes:
         if not isinstance(wanted, str | type):
@@ -448,84 +404,46 @@ def _selected(values: list[Value], select: Select, source: Any) -> list[Value]:
     return [value for value in values if id(value) in found]
 
 
-def _is_meant(value: Value, wanted: str | type[nn.Module], source: Any) -> bool:
+def _is_meant(value: Slot, wanted: str | type[nn.Module], source: Any) -> bool:
     if isinstance(wanted, str):
-        return any(fnmatchcase(name, wanted) for name in value.slot.names)
+        return any(fnmatchcase(name, wanted) for name in value.names)
     if not isinstance(source, nn.Module):
         raise ArgumentTypeError(f"select: {wanted!r} is of modules, and this is a dictionary of tensors: give names")
-    return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.slot.names)
+    return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.names)
 
 
 # What is done
 
 
-class Book:
-    """Which values a run has done, and what their files are to say of it; without a journal, nothing."""
+def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool = False) -> Journal:
+    """A journal with a new run over values, or the one of that name; what the latter has stored is taken up.
 
-    def __init__(self, journal: Journal | None = None, run: Run | None = None) -> None:
-        self._journal = journal
-        self._run = run
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What tells the run."""
-        return () if self._run is None else (self._run.key,)
-
-    @property
-    def name(self) -> str | None:
-        """What `resume` takes to go on."""
-        return None if self._run is None else self._run.name
-
-    def has(self, value: Value) -> bool:
-        """Whether the run has done it."""
-        return self._run is not None and (self._run.key in value.marks or value.name in self._run.kept)
-
-    def note(self, name: str, *, replaced: bool) -> None:
-        """A value more is done."""
-        if self._run is not None and self._journal is not None:
-            (self._run.replaced if replaced else self._run.kept).append(name)
-            self._journal.write_at_times()
-
-    @contextmanager
-    def kept_up(self) -> Iterator[None]:
-        """Has the journal say what was done in the block, and whether that ended well."""
-        if self._run is None or self._journal is None:
-            yield
-            return
-        try:
-            yield
-        except BaseException:
-            with suppress(WriteError):  # the error that stopped the run says more; the files tell what was done
-                self._journal.write()
-            raise
-        self._run.finished = True
-        self._journal.write()
-
-
-def book_for(values: Iterable[Value], name: str, *, resume: bool, goes_on: bool = False) -> Book:
-    """The book of a new run over values, or of the one of that name; what the latter has stored is taken up.
-
-    `goes_on` is as for `Journal.begun`.
+    `goes_on` is as for `Journal.begin`.
 
     Raises:
-        JournalError: see `Journal.begun` and `Journal.resumed`; or the values are in no folder, or in several.
+        JournalError: see `Journal.begin` and `Journal.resume`; or the values are in no folder, or in several.
     """
-    folders = {value.folder for value in values} - {None}
+    folders = {slot.folder for slot in slots} - {None}
     if len(folders) != 1:
         if not resume:
-            return Book()
+            return Journal()
         where = f"{len(folders)} folders" if folders else "memory or in a private folder, which go with the process"
         raise JournalError(f"{name!r} can't be resumed: its values are in {where}. Load them with one offload_dir.")
     folder = named_folder(folders.pop())  # type: ignore[arg-type]
-    journal, sources = Journal.open(folder), {value.name: value.source for value in values}
+    journal, sources = Journal.open(folder), {slot.name: source_of(slot) for slot in slots}
     if not resume:
-        marks = (key for value in values for key in value.marks)
-        return Book(journal, journal.begun(name, sources, marks, goes_on=goes_on))
-    run = journal.resumed(name, sources)
-    for value in values:
-        value.adopt(run.key)
-    log.info("%s goes on, in %s", run, folder)
-    return Book(journal, run)
+        journal.begin(name, sources, (key for slot in slots for key in marks_on(slot.tensor)), goes_on=goes_on)
+        return journal
+    journal.resume(name, sources)
+    for slot in slots:
+        _adopt(slot, *journal.key)
+    log.info("%s goes on, in %s", journal.run, folder)
+    return journal
+
+
+def is_done(slot: Slot, journal: Journal) -> bool:
+    """Whether the run that is on has done a value."""
+    return journal.has(slot.name, marks_on(slot.tensor))
 
 
 def _name_of_run(fn: Function, resume: bool | str) -> str:
@@ -551,7 +469,7 @@ class _Walk:
     """A function on its way over values."""
 
     fn: Function
-    book: Book
+    journal: Journal
     done: int
     most: int
     advance: Callable[[int], object]
@@ -562,7 +480,7 @@ class _Walk:
 
     @torch.inference_mode(False)  # tensors of that mode could not be trained later
     @torch.no_grad()
-    def see(self, value: Value) -> None:
+    def see(self, value: Slot) -> None:
         """Do one value, and note it."""
         nbytes, given = value.nbytes, value.tensor.detach()
         version = version_of(given)
@@ -570,10 +488,10 @@ class _Walk:
         is_new = new is not given or version_of(given) != version
         log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
         if is_new:
-            value.replace(new, (*value.marks, *self.book.key), self.strict)
+            replace(value, new, (*marks_on(value.tensor), *self.journal.key), self.strict)
         with self.lock:
             (self.replaced if is_new else self.kept).append(value.name)
-            self.book.note(value.name, replaced=is_new)
+            self.journal.note(value.name, replaced=is_new)
             self.advance(nbytes)
         count_freed(nbytes * _TEMPORARIES)
 
@@ -593,11 +511,11 @@ class _Walk:
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
-        way_on = f"; resume={self.book.name!r} goes on from there" if self.book.name else ""
+        way_on = f"; resume={self.journal.name!r} goes on from there" if self.journal.name else ""
         return f"{done} of {self.most} values are done, and stay{way_on}"
 
 
-def _for_each(values: list[Value], see: Callable[[Value], None], workers: int) -> None:
+def _for_each(values: list[Slot], see: Callable[[Slot], None], workers: int) -> None:
     if workers == 1:
         for value in values:
             see(value)
