@@ -124,19 +124,22 @@ class _Looking:
     """A model's `save_pretrained`, behind a look at the folder for files that live tensors refer to.
 
     It holds the model weakly, which goes with its last name. For one that has none, as in
-    `offload.from_pretrained(a).save_pretrained(b)`, it has a twin: a model of the same parts. In a pickle it is the
-    usual `save_pretrained`.
+    `offload.from_pretrained(a).save_pretrained(b)`, it has a twin: a model of the same attributes, in one dictionary.
+    In a pickle it is the usual `save_pretrained`.
 
     Raises:
         ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
-        UnsupportedOpError: the model is a shallow copy, or has one; or it has gone, and was changed before.
+        UnsupportedOpError: the model is a shallow copy, or has one.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = weakref.ref(model)
         self._twin = object.__new__(type(model))
-        vars(self._twin).update((name, part) for name, part in vars(model).items() if name != "save_pretrained")
-        self._parts = self._twin_parts()
+        self._twin.__dict__ = vars(model)
+        self._model = weakref.ref(model, self._outlive)
+
+    def _outlive(self, _: object) -> None:
+        """Go from the attributes of a model that has gone: the twin has them now, and would hold itself."""
+        vars(self._twin).pop("save_pretrained", None)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         model = self._only_holder()
@@ -155,8 +158,6 @@ class _Looking:
         """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
         model = self._model()
         if model is None:
-            if self._parts != self._twin_parts():
-                raise UnsupportedOpError("the model was changed, and has gone: keep it in a variable until it is saved")
             return self._twin
         holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or is_of_a_module(one)]
         if any(one is not model and one is not vars(model) for one in holders):
@@ -166,21 +167,13 @@ class _Looking:
             )
         return model
 
-    def _twin_parts(self) -> list[int]:
-        return [id(module) for module in self._twin.modules()]
-
     def __reduce__(self) -> tuple[Any, ...]:
         model = self._model()
         return getattr, (self._twin if model is None else model, "save_pretrained")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
-        if id(self._model()) not in memo:
-            return self
-        copied = object.__new__(_Looking)
-        copied._model = weakref.ref(memo[id(self._model())])
-        copied._twin = copy.deepcopy(self._twin, memo)
-        copied._parts = copied._twin_parts()
-        return copied
+        copied = memo.get(id(self._model()))
+        return self if copied is None else _Looking(copied)
 
 
 def _conversions(model: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import shutil
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM
 
 import offload
-from offload.errors import CheckpointError, ForeignFileError, MissingFileError, UnsupportedOpError
+from offload.errors import CheckpointError, ForeignFileError, MissingFileError
 from tests.processes import run_script
 
 
@@ -238,14 +239,21 @@ def test_a_copy_without_a_name_saves_itself(llama_folder: Path, tmp_path: Path) 
     assert torch.equal(expected, found["model.embed_tokens.weight"])
 
 
-def test_a_model_that_was_changed_and_has_gone_is_not_saved_as_it_was(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_was_changed_and_has_gone_is_saved_as_it_was_last(llama_folder: Path, tmp_path: Path) -> None:
+    """Also what was replaced in its attributes, and not in its modules alone."""
     model = offload.from_pretrained(llama_folder)
-    model.lm_head = torch.nn.Linear(2, 2)
+    model.lm_head = torch.nn.Linear(2, 2, bias=False)
+    model.config = copy.deepcopy(model.config)
+    model.config.bos_token_id = 7
+    expected, gone = model.lm_head.weight.detach(), weakref.ref(model)
     save = model.save_pretrained
     del model
 
-    with pytest.raises(UnsupportedOpError, match="keep it in a variable"):
-        save(tmp_path)
+    save(tmp_path)
+
+    assert gone() is None
+    assert torch.equal(expected, offload.load_file(tmp_path)["lm_head.weight"].materialize())
+    assert 7 == json.loads((tmp_path / "config.json").read_text())["bos_token_id"]
 
 
 def test_a_model_that_is_gone_leaves_its_names_to_the_next(llama_folder: Path, tmp_path: Path) -> None:
