@@ -23,6 +23,7 @@ from torch import nn
 
 from offload.batches.waiting import Parcel, tensors_in, waiting_bytes
 from offload.batches.world import Settings, World
+from offload.memory import count_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
 
@@ -39,6 +40,7 @@ class Call:
         place: where it waits; None before it has begun, and after it has ended.
         has_ended: whether there is a result, or an error.
         waiting_bytes: how much memory its tensors take where it waits.
+        freed_bytes: how much it will have freed at its next floor, or end.
         made: the tensors that its last floor has given.
     """
 
@@ -49,7 +51,7 @@ class Call:
         self.has_ended = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.waiting_bytes = 0
+        self.waiting_bytes = self.freed_bytes = 0
         self.made: list[torch.Tensor] = []
         self._first, self._settings = settings, settings
         self._parcel: Parcel | None = None
@@ -94,6 +96,8 @@ class Call:
         """Wait for its turn at a place, with what a module is given there."""
         self._refuse_stopped()
         tensors = tensors_in(given)
+        self.freed_bytes = 2 * waiting_bytes(tensors)  # what a floor takes, and what it gives
+        count_freed(self.freed_bytes)
         parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
         self.made = []
         self.waiting_bytes = waiting_bytes(tensors)
@@ -191,6 +195,7 @@ class Lift:
         call.go_on()
         if call.has_ended:
             self._calls.remove(call)
+            count_freed(call.freed_bytes)
 
     # In the threads of calls
 

@@ -1,0 +1,104 @@
+"""What many batches read, and what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import offload
+from offload.batches.mapping import map_batches
+from offload.memory import return_freed
+from offload.prefetch.engine import counts
+from offload.prefetch.residency import WINDOW
+from tests.page_cache import needs_page_cache
+from tests.peak import Peak
+
+MIB = 1 << 20
+LAYERS = 16
+
+
+def layers(size: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
+
+
+def on_disk(folder: Path, size: int, **options: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        save_file({name: value / 8 for name, value in layers(size).state_dict().items()}, folder / "model.safetensors")
+    with offload.init_empty_weights():
+        model = layers(size)
+    return offload.load_checkpoint_and_dispatch(model, folder, device_map="disk", **options)  # type: ignore[arg-type]
+
+
+@needs_page_cache
+@torch.no_grad()
+def test_a_sweep_reads_what_is_over_the_budget_once(tmp_path):
+    model = on_disk(tmp_path, 512, max_memory="5MiB", read_ahead="3MiB")  # layers of 1 MiB
+    batches = [torch.randn(2, 512) for _ in range(12)]
+    expected = [model(batch) for batch in batches]
+    list(map_batches(model, batches[:2], model, in_flight=2))
+    before = counts().bytes_read
+
+    found = list(map_batches(model, batches, model, in_flight=6))
+
+    sweep = (counts().bytes_read - before) / 2
+    assert all(map(torch.equal, expected, found))
+    assert 8 * MIB < sweep <= 1.1 * (LAYERS - 5 + 1) * MIB
+
+    before = counts().bytes_read
+    for batch in batches[:3]:
+        model(batch)
+    one_by_one = (counts().bytes_read - before) / 3
+    assert sweep / 6 < one_by_one / 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spill", [True, False])
+def test_what_waits_on_disk_is_not_in_memory(tmp_path, spill):
+    """64 batches, each of which is 4 MiB where it waits."""
+    model = nn.Sequential(nn.Linear(1, 256), *on_disk(tmp_path, 256))
+    flight = 64
+
+    def fn(at: int) -> torch.Tensor:
+        return model(torch.linspace(at, at + 1, 4096)[:, None]).sum()
+
+    expected = fn(3)
+    return_freed()
+    with Peak() as peak:
+        found = list(map_batches(fn, range(flight), model, in_flight=flight, spill=spill))
+
+    assert torch.equal(expected, found[3])
+    if spill:
+        assert peak.nbytes < 4 * (4 + 4) * MIB + WINDOW + 64 * MIB
+    else:
+        assert peak.nbytes > 4 * flight * MIB
+
+
+def test_an_adapter_is_trained_over_batches_in_flight_as_over_one_after_the_other(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft, which is not installed")
+    torch.manual_seed(0)
+    base = on_disk(tmp_path, 64)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=[str(at) for at in range(LAYERS)], r=2))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    with torch.no_grad():
+        for one in trained:
+            one.normal_(std=0.1)
+    batches = [torch.randn(3, 64) for _ in range(6)]
+
+    def fn(batch: torch.Tensor) -> float:
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        return float(loss.detach())
+
+    expected = [fn(batch) for batch in batches]
+    gradients = [one.grad.clone() for one in trained]
+    model.zero_grad()
+
+    found = list(map_batches(fn, batches, model, in_flight=4))
+
+    assert expected == found
+    assert all(torch.equal(gradient, one.grad) for gradient, one in zip(gradients, trained, strict=True))

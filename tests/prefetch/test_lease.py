@@ -1,0 +1,110 @@
+"""What several threads use one after the other stays until all have used it, and then goes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from offload.prefetch.engine import Engine
+from offload.prefetch.stream import Lease
+from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, rest, seed  # noqa: F401
+
+
+def in_thread(work: object) -> None:
+    thread = threading.Thread(target=work)  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+
+
+def lockstep(engine: Engine, lease: Lease, blocks: list[list[Made]], threads: int) -> None:  # noqa: F811
+    """Each block is read by one thread after the other."""
+    for block in blocks:
+        for _ in range(threads):
+
+            def work(block: list[Made] = block) -> None:
+                with engine.reader.lock:
+                    engine.streams.join(lease._stream)
+                read(engine, block)
+
+            in_thread(work)
+        lease.move_on()
+
+
+def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory) -> None:  # noqa: F811
+    values = made(memory, "abcdefgh")
+    lease = Lease(engine.streams)
+
+    lockstep(engine, lease, [values[:4], values[4:]], threads=5)
+
+    assert "abcdefgh" == "".join(sorted(name for name, _ in memory.log))
+    lease.end()
+    rest(engine)
+    assert not memory.here
+
+
+def test_without_a_lease_the_threads_take_from_each_other(engine: Engine, memory: Memory) -> None:  # noqa: F811
+    """So the test above could fail."""
+    values = made(memory, "abcdefgh")
+    for block in (values[:4], values[4:]):
+        for _ in range(5):
+            in_thread(lambda block=block: read(engine, block))
+
+    assert len(memory.log) > 16
+
+
+def test_the_next_block_is_read_ahead_while_one_is_held(engine: Engine, memory: Memory) -> None:  # noqa: F811
+    values = seed(made(memory, "abcdefgh", window=4 * MIB))
+    lease = Lease(engine.streams)
+
+    lockstep(engine, lease, [values[:4]], threads=3)
+    rest(engine)
+
+    assert {("e", True), ("f", True)} <= set(memory.log)
+    assert len(memory.log) == len(set(memory.log)) <= 8
+    lease.end()
+
+
+def test_what_is_held_counts_towards_the_budget_from_then_on(engine: Engine, memory: Memory) -> None:  # noqa: F811
+    values = made(memory, "abcdefgh", budget=4 * MIB, window=MIB)
+    pool = values[0].pool
+    lease = Lease(engine.streams)
+    kept = [value for value in values if value.kept]
+
+    lockstep(engine, lease, [values[:4], values[4:]], threads=2)
+
+    assert 4 == len(kept)
+    assert pool.reserved > 0
+    assert sum(value.nbytes for value in values if value.kept) <= 4 * MIB - pool.reserved
+    lease.end()
+    assert 0 == pool.reserved
+    assert kept == [value for value in values if value.kept]
+
+
+def test_what_does_not_fit_is_read_each_time_and_told_once(
+    engine: Engine,  # noqa: F811
+    memory: Memory,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values = made(memory, "abcdefgh", window=2 * MIB)
+    lease = Lease(engine.streams)
+    with caplog.at_level(logging.INFO, "offload.prefetch"):
+        lockstep(engine, lease, [values], threads=3)
+
+    assert len(memory.log) > 8
+    assert memory.most <= 5 * MIB
+    assert 1 == sum("no room" in record.message for record in caplog.records)
+    lease.end()
+
+
+def test_several_leases_end_in_any_order(engine: Engine, memory: Memory) -> None:  # noqa: F811
+    values = made(memory, "abcdefgh", budget=4 * MIB, window=MIB)
+    first, second = Lease(engine.streams), Lease(engine.streams)
+    lockstep(engine, first, [values[:4]], threads=2)
+    lockstep(engine, second, [values[2:]], threads=2)
+    first.end()
+    second.end()
+
+    assert 0 == values[0].pool.reserved
+    assert not any(value.is_held for value in values)
