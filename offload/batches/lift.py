@@ -96,7 +96,8 @@ class Call:
         """Wait for its turn at a place, with what a module is given there."""
         self._refuse_stopped()
         tensors = tensors_in(given)
-        self.freed_bytes = 2 * waiting_bytes(tensors)  # what a floor takes, and what it gives
+        # What a floor takes, and what it gives; what goes to disk leaves holes of many sizes.
+        self.freed_bytes = (8 if self.lift.spills else 2) * waiting_bytes(tensors)
         count_freed(self.freed_bytes)
         parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
         self.made = []
