@@ -168,6 +168,8 @@ REMOVE = """
 
     def remove(path):
         owner, parts = torch, path.split(".")[1:]
+        if "experimental" in path:
+            importlib.import_module(path.rpartition(".")[0])  # torch 2.15 imports it later
         owners = [owner := getattr(owner, part) for part in parts[:-1]]
         owner, name = [torch, *owners][-1], parts[-1]
         if owner is torch.Tensor or not isinstance(owner, types.ModuleType):
