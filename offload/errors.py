@@ -59,7 +59,7 @@ class UnsupportedOpError(OffloadError, NotImplementedError):
 
 
 class UnsupportedTorchError(OffloadError, ImportError):
-    """This torch lacks something of its inside that a feature needs."""
+    """This torch lacks something that a feature needs: of its inside, or installed beside it."""
 
 
 class ExportError(OffloadError, BufferError, TypeError):

@@ -234,7 +234,7 @@ def described_ops() -> Any:
     """How torch's own tests call each op: imported when it is asked for, with all that those need.
 
     Raises:
-        ImportError: something that they need is not installed.
+        UnsupportedTorchError: something that they need is not installed.
     """
     try:
         from torch.testing._internal.common_methods_invocations import op_db
@@ -242,7 +242,7 @@ def described_ops() -> Any:
         if str(error.name).startswith("torch"):
             raise _unsupported("offload.testing", error) from error
         message = f"a census needs what torch's own tests need: install {error.name} ({error})"
-        raise ImportError(message, name=error.name) from error
+        raise UnsupportedTorchError(message, name=error.name) from error
     return op_db
 
 

@@ -152,6 +152,13 @@ def _filled() -> nn.Module:
     return model
 
 
+def _map_batches(model: nn.Module) -> None:
+    with torch.no_grad():
+        found = list(offload.map_batches(model, [torch.ones(1, 4), torch.zeros(2, 4)], model, progress=False))
+    assert torch.equal(F.linear(F.linear(torch.ones(1, 4), OLD), OLD.t()), found[0])
+    assert torch.equal(torch.zeros(2, 4), found[1])
+
+
 def _load(folder: Path) -> nn.Module:
     with offload.init_empty_weights():
         model = _model()
@@ -236,12 +243,21 @@ def _rows(cache: TensorCache) -> None:
         assert torch.equal(NEW, cache[:3]["x"])
 
 
+def _fill_with_a_model(cache: TensorCache) -> None:
+    inputs = torch.cat([OLD, torch.zeros(len(cache) - 3, 4)])
+    model = offload.disk_offload(nn.Sequential(nn.utils.skip_init(nn.Linear, 4, 4)))
+    cache[1] = {"x": NEW[1], "text": "d"}
+    with torch.no_grad():
+        cache.fill(lambda part: (model(part), {"x": part, "text": ["e"] * len(part)})[1], inputs, model=model)
+
+
 _CACHE: dict[str, Callable[[TensorCache], object]] = {
     "read": lambda cache: cache[torch.tensor([2, 0])],
     "read a column": lambda cache: cache.column("x").sum(),
     "write": lambda cache: cache.__setitem__(slice(0, 3), {"x": NEW, "text": ["d", "e", "f"]}),
     "append": lambda cache: cache.append({"x": NEW, "text": ["g", "h", "i"]}),
     "flush": lambda cache: (cache.__setitem__(0, {"x": NEW[0], "text": "d"}), cache.flush()),
+    "fill, with a model": _fill_with_a_model,
     "missing_rows": lambda cache: cache.missing_rows(),
     "close": lambda cache: cache.close(),
 }
@@ -346,6 +362,7 @@ CALLS: dict[str, Call] = {
     "load_checkpoint_and_dispatch": Call(_checkpoint, _load, _loads),
     "load_checkpoint_and_dispatch, pickled": Call(_pickled, _load, _loads),
     "disk_offload": Call(lambda _: _filled(), offload.disk_offload, _has_old_values),
+    "map_batches": Call(lambda folder: offload.disk_offload(_filled(), folder), _map_batches, _map_batches),
     "save_checkpoint": Call(_to_save, _save, _was_saved),
     "map_values, resumed": Call(_to_map, _double, _is_doubled_once),
     **{f"cache: {what}": Call(_cache, act, _rows) for what, act in _CACHE.items()},

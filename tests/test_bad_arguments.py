@@ -99,6 +99,11 @@ def with_cache(act: Callable[[TensorCache], Any]) -> None:
             act(cache)
 
 
+def fill_anew(**options: Any) -> None:
+    with TensorCache.create("out", X, 2) as cache:
+        cache.fill(lambda part: {"x": part}, torch.ones(2), **options)
+
+
 def llama_config() -> Any:
     from transformers import LlamaConfig
 
@@ -234,6 +239,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "offload_optimizer(model)": lambda bad: stepped(model=bad),
     "offload_optimizer(min_bytes)": lambda bad: stepped(min_bytes=bad),
     "offload_optimizer(step_bytes)": lambda bad: stepped(step_bytes=bad),
+    "map_batches(fn)": lambda bad: list(offload.map_batches(bad, [torch.ones(1, 2)], model(), progress=False)),
+    "map_batches(batches)": lambda bad: list(offload.map_batches(str, bad, model(), progress=False)),
+    "map_batches(models)": lambda bad: list(offload.map_batches(str, [1], bad, progress=False)),
+    "map_batches(in_flight)": lambda bad: list(offload.map_batches(str, [1], model(), in_flight=bad, progress=False)),
     "set_max_memory(max_memory)": lambda bad: entered(offload.set_max_memory(bad)),
     "set_max_memory(an amount)": lambda bad: entered(offload.set_max_memory({"cpu": bad})),
     "set_read_ahead(window)": lambda bad: entered(offload.budget.set_read_ahead(bad)),
@@ -290,6 +299,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "TensorCache.fill(batch_size)": lambda bad: with_cache(lambda cache: cache.fill(len, [1, 2], batch_size=bad)),
     "TensorCache.fill(columns)": lambda bad: with_cache(lambda cache: cache.fill(len, [1, 2], columns=bad)),
     "TensorCache.fill(collate)": lambda bad: with_cache(lambda cache: cache.fill(len, [1, 2], collate=bad)),
+    "TensorCache.fill(model)": lambda bad: fill_anew(model=bad),
+    "TensorCache.fill(in_flight)": lambda bad: fill_anew(model=model(), in_flight=bad),
     "TensorCache.missing_rows(columns)": lambda bad: with_cache(lambda cache: cache.missing_rows(bad)),
     "TensorCache[rows]": lambda bad: with_cache(lambda cache: cache[bad]),
     "TensorCache[rows] in memory": lambda bad: TensorCache(COLUMN)[bad],
@@ -382,6 +393,7 @@ NEEDS |= dict.fromkeys(("load_memmap", "save_memmap", "memmap_like"), "tensordic
 ITS_OWN = {
     ("load_checkpoint_and_dispatch(no_split_module_classes)", "scalar"),
     ("load_tree(types)", "scalar"),
+    ("map_batches(fn)", "class"),
     ("map_values(select)", "scalar"),
     ("map_values(select)", "module"),
     ("offloaded_like(fn)", "module"),

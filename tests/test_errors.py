@@ -17,6 +17,16 @@ from tests.test_house import MODULES, dotted
 
 # What else is raised, by module and how it begins, and why that is right.
 OTHERS = {
+    ("offload", "raise ImportError"): "on another system nothing of ours is there to be caught",
+    ("offload.batches.lift", "raise Stopped"): "unwinds a call of ours that is not needed any more; `_run` catches it",
+    ("offload.batches.mapping", "raise error"): "what the user's function met; handed over as it was",
+    ("offload.batches.mapping", "raise self._failure[1]"): "what the user's function met; handed over as it was",
+    ("offload.testing.equal", "raise _told"): "an assertion that fails, as of `assert`",
+    ("offload.testing.ops", "raise error"): "what the op met; a census takes note of it",
+    ("offload.torch_api", "raise AttributeError"): "`Frames.add` tells of it, with the feature",
+    ("offload.torch_api", "raise cls.error"): "an `UnsupportedTorchError` that was made at import",
+    ("offload.torch_api", "raise found.error"): "an `UnsupportedTorchError` that was made at import",
+    ("offload.torch_api", "raise self._changed"): "an `UnsupportedTorchError` that was made at import",
     ("offload.training.activations", "raise error"): "what the writing thread met; handed over as it was",
     ("offload.cache.columns", "raise TypeError"): "`_encoded` tells of it, with the column",
     ("offload.cache.rowfile", "raise OSError"): "an answer of `look`: who reads then goes another way",
@@ -26,7 +36,8 @@ OTHERS = {
     ("offload.models.saving", "raise AssertionError"): "the loop before it ends in no other way",
     ("offload.storage.pages", "raise OSError"): "readers ahead leave it to the op, which meets it again",
     ("offload.storage.pickled", "raise each"): "what the system refused; `reading` tells of it, with the path",
-    ("offload.storage.regular", "raise ValueError"): "`read_json` and `parse` tell of it, with the path",
+    ("offload.storage.state_file", "raise ValueError"): "who parses tells of it, with the path",
+    ("offload.storage.state_file", "raise kind."): "an error of ours, which the kind of file has",
     ("offload.storage.subclasses", "raise TypeError"): "`unflatten` tells of it, with the recipe",
     ("offload.tensor.wrapper", "raise AttributeError"): "what `hasattr` asks for",
     ("offload.training.checkpoints", "raise ValueError"): "`_checked` tells of it, with the path",

@@ -6,6 +6,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 import offload
 from offload import OffloadedTensor
+from offload.errors import UnsupportedTorchError
 from offload.testing import assert_equal, census, is_equal, tiny_checkpoint
 
 NAN, OTHER_NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
@@ -185,7 +187,13 @@ def test_a_census_leaves_random_generators_as_they_were() -> None:
 
 
 def test_a_census_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.testing._internal.common_methods_invocations", None)
+    class Theirs(ModuleType):
+        @property
+        def op_db(self) -> Any:
+            raise ModuleNotFoundError("No module named 'expecttest'", name="expecttest")
 
-    with pytest.raises(ImportError, match="a census needs what torch's own tests need"):
+    name = "torch.testing._internal.common_methods_invocations"
+    monkeypatch.setitem(sys.modules, name, Theirs(name))
+
+    with pytest.raises(UnsupportedTorchError, match="a census needs what torch's own tests need: install expecttest"):
         next(census(make, lambda x: x.inner))

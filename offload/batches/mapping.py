@@ -21,7 +21,7 @@ from offload.batches.world import Seeds, Settings, World
 from offload.errors import ArgumentTypeError
 from offload.memory import available_bytes
 from offload.progress import Bar
-from offload.tensor.arguments import checked_count, refuse_uncalled
+from offload.tensor.arguments import checked_count, iterated, refuse_uncalled
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -89,7 +89,8 @@ def map_batches(
     if inspect.isgeneratorfunction(fn):
         raise ArgumentTypeError("fn yields: it would run outside its batch. Have it return a list")
     most = None if in_flight is None else checked_count(in_flight, "in_flight")
-    mapping = _Mapping(fn, iter(batches), Lift(floors_of(models_of(model), blocks), spills=spill), most)
+    lift = Lift(floors_of(models_of(model), blocks), spills=spill)
+    mapping = _Mapping(fn, iterated(batches, "batches"), lift, most)
     bar = Bar(desc="batches", total=_length(batches), delay=1, disable=None if progress else True, leave=False)
     return mapping.results(bar, ordered=ordered)
 

@@ -488,7 +488,7 @@ class TensorCache:
         if count != len(self):
             raise ShapeMismatchError(f"there are {count} inputs, and the cache in {self.folder} has {len(self)} rows")
         size = checked_count(batch_size, "batch_size")
-        columns = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, str) else columns
+        columns = checked_names(columns, "columns")
         total = len(self.missing_rows(columns))
         log.info("%s: %d of %d rows are missing and are computed", self.folder, total, len(self))
         is_taken_whole = isinstance(inputs, torch.Tensor | np.ndarray | TensorCache)

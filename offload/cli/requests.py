@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ArgumentError, ForeignFileError, ReadError, WriteError
+from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
 from offload.storage.locks import flock
 
 _SILENT = {"model", "user", "metadata", "store", "messages", "prompt", "max_tokens", "max_completion_tokens"}
@@ -29,7 +29,7 @@ _USUAL: dict[str, Any] = {"n": 1, "stream": False, "echo": False, "logprobs": (N
 _LONGEST = 64 << 20  # bytes of a line
 
 
-class BadRequest(ValueError):
+class BadRequest(OffloadError, ValueError):
     """A line that can't be answered, and why."""
 
 

@@ -381,7 +381,7 @@ def test_bench_has_imported_what_the_model_needs_when_it_begins_to_load(llama_fo
             print("transformers.models.llama.modeling_llama" in sys.modules)
             raise RuntimeError("enough")
 
-        models._model = loaded
+        models.loaded_model = loaded
         main(["bench", sys.argv[1]])
     """
 
