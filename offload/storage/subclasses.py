@@ -21,7 +21,7 @@ import torch
 from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, OffloadError, UnknownSubclassError
 from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.layout import Layout, layout_as
-from offload.storage.nodes import NONE, Node, container_node, plain_value, scalar_node
+from offload.storage.nodes import NONE, Node, plain_value, scalar_node
 from offload.storage.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
@@ -284,12 +284,15 @@ def _encode(value: Any) -> Node:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {"object": [_checked_word(value), _encode_items(value._asdict())]}
     node = scalar_node(value)
-    if node is NONE and all(isinstance(key, str) for key in (value if isinstance(value, dict) else ())):
-        node = container_node(value, lambda child, _: _encode(child), _encode) or NONE
-    if node is NONE:
-        kind = type(value).__name__
-        raise UnknownSubclassError(f"a {kind} in a tensor subclass's context can't be stored as plain data")
-    return node
+    if node is not NONE:
+        return node
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": _encode_items(value)}
+    raise UnknownSubclassError(f"a {type(value).__name__} in a tensor subclass's context can't be stored as plain data")
 
 
 def _encode_items(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,7 +311,7 @@ def _checked_word(value: Any) -> str:
 
 
 def _decode(node: Node) -> Any:
-    if isinstance(node, list):  # as they stood before they had a kind
+    if isinstance(node, list):
         return [_decode(item) for item in node]
     if not isinstance(node, dict):
         return node

@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import enum
 import json
+import math
 import os
 import pickle
 import struct
+from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import pytest
@@ -123,6 +125,23 @@ def test_a_context_that_is_no_dict_comes_back_too():
         values, recipe = flatten(scaled(context), "w")
 
         assert context == unflatten(values, json.loads(json.dumps(recipe)), "w").context
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ([1, [2]], [1, [2]]),
+        ((1, [2]), {"tuple": [1, [2]]}),
+        ({"a": [1]}, {"dict": {"a": [1]}}),
+        (OrderedDict(a=1), {"dict": {"a": 1}}),
+        (defaultdict(int, a=1), {"dict": {"a": 1}}),
+        (math.inf, math.inf),
+    ],
+)
+def test_a_context_stands_in_the_file_in_the_words_that_every_release_reads(context, expected):
+    _, recipe = flatten(scaled(context), "w")
+
+    assert expected == recipe["context"]
 
 
 def test_the_file_holds_the_inner_tensors_for_any_reader(tmp_path):
