@@ -24,6 +24,7 @@ import pickle
 import signal
 import sys
 import sysconfig
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +36,9 @@ from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import offload
+from offload.storage.folders import _PRIVATE
 from offload.storage.mapping import libc
+from offload.storage.replacing import sweep
 from tests.processes import ended, forked
 
 T = TypeVar("T")
@@ -182,15 +185,16 @@ def killed_at_each(
 ) -> list[Call]:
     """Have a forked child die at each call of `act` that changes files, and `check` here what it leaves.
 
-    `begin` is called here before each time; what it gives is given to `act` and `check`.
+    `begin` is called here before each time; what it gives is given to `act` and `check`. Where values get private
+    folders, these should be made in one of the test's own (`private_place`): children sweep what dead processes left.
 
     Returns:
         The calls that it died at.
     """
-    calls = [call for call in _calls_in_child(act, begin()) if call.changes]
+    calls = [call for call in _calls_in_child(act, _begun(begin)) if call.changes]
     chosen = sampled(calls)
     for index in chosen:
-        given = begin()
+        given = _begun(begin)
         status = ended(forked(functools.partial(_act_killed, act, given, index)))
         assert status == -signal.SIGKILL, f"{calls[index]}: it ended with {status}"
         try:
@@ -404,6 +408,13 @@ def _left_open(before: dict[str, str]) -> list[str]:
     if set(_descriptors()) - set(before):
         gc.collect()
     return [f"{name}: {of}" for name, of in _descriptors().items() if name not in before]
+
+
+def _begun(begin: Callable[[], T]) -> T:
+    """What `begin` gives, with no private folder of an earlier child left: each child makes the same calls."""
+    given = begin()
+    sweep(Path(tempfile.gettempdir()), _PRIVATE)
+    return given
 
 
 def _calls_in_child(act: Callable[[T], object], given: T) -> list[Call]:

@@ -178,11 +178,11 @@ def three() -> nn.Module:
 
 
 def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(
-    quick_folder: str, monkeypatch: pytest.MonkeyPatch
+    private_place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each call that changes files; also where a bias is merged after its weight."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
-    folder = Path(quick_folder)
+    folder = private_place
     torch.manual_seed(0)
     source = three()
     offload.save_checkpoint(source, folder / "model")

@@ -367,10 +367,10 @@ def test_a_run_that_is_finished_is_taken_up(folder: Path, tmp_path: Path) -> Non
     assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
 
 
-def test_a_process_that_is_killed_goes_on_where_it_was(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_goes_on_where_it_was(private_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each call that changes files; the model is then the one that was not killed."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
-    folder = Path(quick_folder)
+    folder = private_place
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16), nn.Linear(16, 8))
     offload.save_checkpoint(source, folder / "model")

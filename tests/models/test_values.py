@@ -613,10 +613,10 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_pat
     assert [] == said["left"]
 
 
-def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(quick_folder, monkeypatch):
+def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(private_place, monkeypatch):
     """At each call that changes files; what was replaced is not given to the function."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
-    folder = Path(quick_folder)
+    folder = private_place
     plain = {name: torch.full((3000,), number + 1.0) for number, name in enumerate("abc")}
     offload.save_checkpoint(plain, folder / "model")
 
