@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError
@@ -43,7 +44,8 @@ def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
     if blocks is not None:
         return list(dict.fromkeys(_named(models, block) for block in blocks))
     found = (members for model in models for members in blocks_of(model))
-    return list(dict.fromkeys(members[0] for members in found if any(map(_has_values, members))))
+    floors = dict.fromkeys(members[0] for members in found if any(map(_has_values, members)))
+    return [floor for floor in floors if not isinstance(floor, torch.jit.ScriptModule)]  # they take no hooks
 
 
 def _has_values(module: nn.Module) -> bool:

@@ -12,20 +12,24 @@ Always true:
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.batches.waiting import Parcel, tensors_in, waiting_bytes
+from offload.batches.waiting import Parcel, storages_of, tensors_in, waiting_bytes
 from offload.batches.world import Settings, World
 from offload.memory import count_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
+from offload.torch_api import not_compiled
 
 
 class Stopped(BaseException):
@@ -41,7 +45,8 @@ class Call:
         has_ended: whether there is a result, or an error.
         waiting_bytes: how much memory its tensors take where it waits.
         freed_bytes: how much it will have freed at its next floor, or end.
-        made: the tensors that its last floor has given.
+        made: the tensors that its last floor has given, and that nobody else knows; if they go to disk.
+        taken: the storages that its present floor was given, by their identity, and whether they were such.
     """
 
     def __init__(self, lift: Lift, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> None:
@@ -53,10 +58,13 @@ class Call:
         self.error: BaseException | None = None
         self.waiting_bytes = self.freed_bytes = 0
         self.made: list[torch.Tensor] = []
+        self.taken: dict[int, bool] = {}
         self._first, self._settings = settings, settings
         self._parcel: Parcel | None = None
         self._is_stopped = False
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # One call into C each, which an interrupt does not cut in two.
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._back: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(fn, world), name=f"offload-batch-{number}", daemon=True)
         self._thread.start()
 
@@ -70,8 +78,8 @@ class Call:
         callers = Settings.now()
         try:
             self._settings.apply()
-            self._turn.release()
-            self._back.acquire()
+            self._turn.put(None)
+            self._back.get()
         except BaseException:  # an interrupt, while it runs
             self.stop()
             raise
@@ -82,7 +90,7 @@ class Call:
     def stop(self) -> None:
         """Have it end, and wait for that."""
         self._is_stopped = True
-        self._turn.release()
+        self._turn.put(None)
         self._thread.join()
 
     def announce(self) -> None:
@@ -101,11 +109,11 @@ class Call:
         count_freed(self.freed_bytes)
         parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
         self.made = []
-        self.waiting_bytes = waiting_bytes(tensors)
+        self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
         self._parcel, self.place = parcel, place
         del tensors
-        self._back.release()
-        self._turn.acquire()
+        self._back.put(None)
+        self._turn.get()
         self._parcel, self.place = None, None
         if parcel is not None:
             parcel.bring_back()
@@ -116,7 +124,7 @@ class Call:
             raise Stopped
 
     def _run(self, fn: Callable[[], Any], world: World) -> None:
-        self._turn.acquire()
+        self._turn.get()
         _HERE.call = self
         self.lift.lease.join()
         try:
@@ -130,7 +138,7 @@ class Call:
             del fn
             self.made = []
             self.has_ended = True
-            self._back.release()
+            self._back.put(None)
 
 
 class Lift:
@@ -204,30 +212,39 @@ class Lift:
     def gates(self) -> Iterator[None]:
         """Inside, calls wait before each floor."""
         self.lease = lease()
+        hooked: Callable[[Any], Any] = not_compiled if "torch._dynamo" in sys.modules else lambda hook: hook
         with ExitStack() as stack:
             stack.callback(self.lease.end)
             for floor, module in enumerate(self._floors):
-                before = partial(self._arrive, floor)
-                after = partial(self._leave, self._places - 1 - floor)
+                before = hooked(partial(self._arrive, floor))
+                after = hooked(partial(self._leave, self._places - 1 - floor))
                 for handle in (
                     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                     module.register_forward_hook(after),
                 ):
                     stack.callback(handle.remove)
+            stack.callback(self.stop)  # first: what they do as they end is done here
             yield
 
     def _arrive(self, floor: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._mine()
-        if call is not None and floor != self._at:
+        if call is None:
+            return
+        if self.spills:
+            made = storages_of(call.made)
+            call.taken = {key: key in made for key in storages_of(tensors_in((args, kwargs)))}
+        if floor != self._at:
             call.wait_at(floor, (args, kwargs))
 
-    def _leave(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(self, place: int, module: nn.Module, _args: Any, output: Any) -> None:
         """After a floor: backward will wait for the others before it comes down to it."""
         call = self._mine()
         if call is None:
             return
-        call.made = tensors_in(output)
-        for tensor in call.made:
+        tensors = tensors_in(output)
+        if self.spills:
+            call.made = _made_by(module, tensors, call.taken)
+        for tensor in tensors:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(partial(self._return_to, place))
 
@@ -242,4 +259,16 @@ class Lift:
         return call if call is not None and call.lift is self else None
 
 
+def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:
+    """Of the tensors that a module has given, those that are neither its own nor those of who called it."""
+    own = storages_of(tensors_in([vars(part) for part in module.modules()], own=True))
+    return [one for one in tensors if all(key not in own and taken.get(key, True) for key in storages_of([one]))]
+
+
+def _forget() -> None:
+    """In a forked child nobody waits, and nobody lets go on."""
+    _HERE.call = None
+
+
 _HERE = threading.local()
+os.register_at_fork(after_in_child=_forget)

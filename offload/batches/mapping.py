@@ -133,10 +133,13 @@ class _Mapping:
                             given += 1
                             bar.update()
                             yield self._ended.pop(number).result
-                if self._failure is not None:
-                    raise self._failure[1]
+                failure, self._failure = self._failure, None
+                if failure is not None:
+                    try:
+                        raise failure[1]
+                    finally:
+                        del failure  # its frames hold this one
         finally:
-            self._lift.stop()
             if self._has_drawn:
                 self._seeds.move_on()
 
@@ -173,7 +176,8 @@ class _Mapping:
         if call.error is None:
             self._ended[call.number] = call
         else:
-            self._fail(call.number, call.error)
+            error, call.error = call.error, None  # whose frames hold the call
+            self._fail(call.number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:
         """Batches before the one that failed still give their results; those after it are stopped."""

@@ -24,16 +24,24 @@ from offload.torch_api import storage_id
 
 _LEAST = 64 << 10  # bytes that are worth a file
 _DEPTH = 4  # of objects in objects that tensors are looked for in
+_DEPTH_OF_CACHES = 6  # with the layers of KV caches
 
 
-def tensors_in(given: Any) -> list[torch.Tensor]:
-    """The plain tensors in what a module takes or gives: in lists, dictionaries, and objects such as KV caches."""
-    return list(_tensors(given, _DEPTH))
+def tensors_in(given: Any, *, caches: bool = False, own: bool = False) -> list[torch.Tensor]:
+    """The plain tensors in what a module takes or gives: in lists, dictionaries, and objects.
+
+    Args:
+        given: to look in.
+        caches: whether in the layers of KV caches too.
+        own: whether parameters count.
+    """
+    kinds = (torch.Tensor, torch.nn.Parameter) if own else (torch.Tensor,)
+    return list(_tensors(given, _DEPTH_OF_CACHES if caches else _DEPTH, kinds))
 
 
-def _tensors(given: Any, depth: int) -> Iterator[torch.Tensor]:
+def _tensors(given: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[torch.Tensor]:
     if isinstance(given, torch.Tensor):
-        if type(given) is torch.Tensor and given.device.type != "meta" and given.layout == torch.strided:
+        if type(given) in kinds and given.device.type != "meta" and given.layout == torch.strided:
             yield given
     elif depth and not isinstance(given, str | bytes | int | float | torch.nn.Module | None):
         if isinstance(given, dict):
@@ -43,7 +51,7 @@ def _tensors(given: Any, depth: int) -> Iterator[torch.Tensor]:
         else:
             parts = getattr(given, "__dict__", {}).values()
         for part in list(parts):
-            yield from _tensors(part, depth - 1)
+            yield from _tensors(part, depth - 1, kinds)
 
 
 class Parcel:
@@ -60,8 +68,8 @@ class Parcel:
         Raises:
             WriteError: the disk did not take it; all is as it was.
         """
-        given = _storages(made)
-        found = [storage for key, storage in _storages(tensors).items() if key in given and storage.resizable()]
+        given = storages_of(made)
+        found = [storage for key, storage in storages_of(tensors).items() if key in given and storage.resizable()]
         large = [(storage, storage.nbytes()) for storage in found if storage.nbytes() >= _LEAST]
         if not large:
             return None
@@ -96,10 +104,10 @@ class Parcel:
 
 def waiting_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """How much memory tensors take, where several share some."""
-    return sum(storage.nbytes() for storage in _storages(tensors).values())
+    return sum(storage.nbytes() for storage in storages_of(tensors).values())
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Those in main memory, by their identity."""
     with no_functions(), no_modes():
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]

@@ -9,6 +9,8 @@ Always true:
 from __future__ import annotations
 
 import contextvars
+import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -154,6 +156,27 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+class _Warnings:
+    """What happens to warnings; `warnings.catch_warnings` puts back what was there before, whoever has put it."""
+
+    def __init__(self) -> None:
+        catching: dict[str, Any] = vars(warnings)
+        self._found = {
+            name: catching[name] for name in ("filters", "showwarning", "_showwarnmsg_impl") if name in catching
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Warnings) and all(one is other._found[name] for name, one in self._found.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def put(self) -> None:
+        """Have it so again."""
+        vars(warnings).update(self._found)
+        with warnings.catch_warnings():  # as it ends, it has what was found before looked at anew
+            pass
+
+
 def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
@@ -169,4 +192,6 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     *(_attribute(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
     _attribute(torch.backends.mkldnn, "enabled"),
+    (_Warnings, _Warnings.put),
+    *(_attribute(sys, name) for name in ("stdout", "stderr")),
 )

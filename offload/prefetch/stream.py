@@ -210,7 +210,7 @@ class Lease:
         self._held: dict[Value, None] = {}
         self._bytes: dict[Pool, int] = {}  # that are held
         self._reserved: dict[Pool, int] = {}  # of the budget, for the most that were at a time
-        self._has_told = False
+        self._has_told = self._has_ended = False
 
     def join(self) -> None:
         """Have the running thread read as one with the others."""
@@ -238,6 +238,7 @@ class Lease:
 
     def end(self) -> None:
         """Let go of everything, and of the room."""
+        self._has_ended = True
         self.move_on()
         leaving: list[Value] = []
         try:
@@ -252,8 +253,8 @@ class Lease:
 
     def holds(self, value: Value) -> bool:
         """Whether a value that is used now stays: it does if there is room for it."""
-        if value.is_held:
-            return True
+        if value.is_held or self._has_ended:
+            return value.is_held
         pool = value.pool
         size = self._bytes.get(pool, 0) + value.nbytes
         if size > max(pool.window, (pool.room + pool.reserved) // 2):

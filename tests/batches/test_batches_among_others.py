@@ -1,0 +1,263 @@
+"""Batches in lockstep beside what others have: their tensors, their processes, their warnings, their compiler."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+import threading
+import warnings
+import weakref
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.batches.mapping import map_batches
+from offload.batches.waiting import tensors_in, waiting_bytes
+from offload.prefetch.residency import Pool
+
+WIDTH, ROWS = 64, 512
+
+
+class Positions(nn.Module):
+    """Gives what it has: a buffer, a part of a parameter, and a tensor that it made at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(ROWS, WIDTH))
+        self.learned = nn.Parameter(torch.randn(2 * ROWS, WIDTH))
+        self.cached: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        if len(x) not in self.cached:
+            self.cached[len(x)] = torch.ones(len(x), WIDTH)
+        return self.table, self.learned[: len(x)], self.cached[len(x)]
+
+
+class Layer(nn.Module):
+    """Gives on what it was given, beside what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.linear(x) + sum(others), *others)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        others = self.positions(x)
+        for layer in self.layers:
+            x, *others = layer(x, *others)
+        return x
+
+
+def equal(expected: Any, found: Any) -> bool:
+    expected, found = list(expected), list(found)
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
+def layers(depth: int = 3, width: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+@torch.no_grad()
+def test_what_a_module_has_and_gives_does_not_go_to_disk():
+    """Other batches use it meanwhile."""
+    model = Model()
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
+
+    assert equal(map(model, batches), map_batches(model, batches, model, in_flight=4, spill=True))
+
+
+@torch.no_grad()
+def test_what_batches_share_does_not_go_to_disk_where_a_module_gives_it_on():
+    model = Model()
+    shared = torch.randn(ROWS, WIDTH)
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        mask = shared
+        for layer in model.layers:
+            x, mask = layer(x, mask)
+        return x
+
+    assert equal(map(fn, batches), map_batches(fn, batches, model, in_flight=4, spill=True))
+
+
+@torch.no_grad()
+def test_what_passes_through_a_module_still_goes_to_disk():
+    """In-place layers give on what the first of them was given."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sizes.append(min(one.untyped_storage().nbytes() for one in made))
+            return x.add_(self.bias)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3)))
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(3)]
+    made: list[torch.Tensor] = []
+    sizes: list[int] = []
+    model[0].register_forward_hook(lambda _module, _args, output: made.append(output))
+    expected = [model(batch) for batch in batches]
+    made.clear()
+    sizes.clear()
+
+    found = list(map_batches(model, batches, model, in_flight=3, spill=True))
+
+    assert equal(expected, found)
+    assert sizes.count(0) > 2 * len(batches)
+
+
+@torch.no_grad()
+def test_a_process_that_a_batch_forks_calls_the_model_by_itself():
+    model = layers()
+    context = multiprocessing.get_context("fork")
+
+    def fn(x: torch.Tensor) -> int | None:
+        model(x)
+        child = context.Process(target=model, args=(x,))
+        child.start()
+        child.join(10)
+        child.kill()
+        return child.exitcode
+
+    assert [0] == list(map_batches(fn, [torch.ones(1, 4)], model, in_flight=2))
+
+
+@torch.no_grad()
+def test_warnings_and_streams_that_a_batch_catches_are_its_own():
+    model = layers()
+    before, stream = list(warnings.filters), sys.stdout
+
+    def fn(at: int) -> str:
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(StringIO()) as said:
+            warnings.simplefilter("always")
+            model(torch.ones(1, 4))
+            warnings.warn(f"warning {at}", stacklevel=1)
+            print(f"line {at}")
+        return f"{caught[0].message}, {said.getvalue()}"
+
+    found = list(map_batches(fn, range(4), model, in_flight=4))
+
+    assert [f"warning {at}, line {at}\n" for at in range(4)] == found
+    assert before == list(warnings.filters)
+    assert stream is sys.stdout
+
+
+@torch.no_grad()
+def test_a_compiled_model_is_not_compiled_with_what_waits():
+    model = layers()
+    compiled = torch.compile(model, backend="eager")
+    batches = [torch.full((1, 4), float(at)) for at in range(4)]
+
+    found = list(map_batches(compiled, batches, compiled, in_flight=3))
+
+    assert equal(map(model, batches), found)
+    files = [one.co_filename for one in torch._dynamo.utils.get_compilation_metrics()]
+    assert files
+    assert not [file for file in files if "offload/batches" in str(file)]
+
+
+@torch.no_grad()
+def test_a_scripted_model_goes_one_batch_after_the_other():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(layers())
+
+    assert 3 == len(list(map_batches(model, [torch.ones(1, 4)] * 3, model, in_flight=2)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ways", ["close", "error", "finish"])
+def test_nothing_is_held_when_it_ends_though_a_batch_calls_the_model_as_it_is_stopped(ways):
+    model = offload.disk_offload(layers(width=256))
+
+    def fn(at: int) -> int:
+        try:
+            model(torch.ones(1, 256))
+            if ways == "error" and at == 1:
+                raise ValueError
+            model(torch.ones(1, 256))
+        finally:
+            try:
+                model(torch.ones(1, 256))
+            except BaseException:
+                model[0](torch.ones(1, 256))
+        return at
+
+    results = map_batches(fn, range(6), model, in_flight=3)
+    next(results)
+    if ways == "close":
+        results.close()
+    try:
+        list(results)
+    except ValueError:
+        assert ways == "error"
+
+    assert not [value for pool in Pool.all() for value in pool.values() if value.is_held]
+    assert not [pool for pool in Pool.all() if pool.reserved]
+
+
+@torch.no_grad()
+def test_an_error_holds_nothing_once_it_is_forgotten():
+    """Its frames hold what the batch had in hand."""
+    model = layers()
+    alive = []
+
+    def fn(x: torch.Tensor) -> None:
+        x = model(x)
+        alive.append(weakref.ref(x))
+        raise KeyError("gone")
+
+    gc.disable()
+    try:
+        with pytest.raises(KeyError, match="gone") as raised:
+            list(map_batches(fn, [torch.ones(1, 4)], model))
+        del raised
+
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_kv_caches_count_for_what_waits():
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    both = EncoderDecoderCache(cache, DynamicCache())
+
+    for one in (cache, both):
+        assert 2 * 24 * 4 == waiting_bytes(tensors_in(((), {"past_key_values": one}), caches=True))
+
+
+@torch.no_grad()
+def test_an_iterator_is_taken_from_by_one_thread_after_the_other():
+    model = layers()
+    batches = [torch.full((1, 4), float(at)) for at in range(5)]
+    results = map_batches(model, batches, model, in_flight=2)
+    found: list[torch.Tensor] = []
+    for _ in batches:
+        thread = threading.Thread(target=lambda: found.append(next(results)))
+        thread.start()
+        thread.join()
+
+    assert equal(map(model, batches), found)
+    assert [] == list(results)
