@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload import OffloadedTensor
 from offload.testing import assert_equal
-from offload.testing.ops import Kind, dense, is_plain
+from offload.testing.ops import Kind, is_inexact, is_plain
 
 MOST = 5  # per op, dtype and check; the op database has up to a thousand
 
@@ -23,6 +24,11 @@ def offloaded(x: Any) -> Any:
     if not is_plain(x):
         return x
     return OffloadedTensor.from_original_tensor(x.detach(), "x").requires_grad_(x.requires_grad)
+
+
+def dense(x: Any) -> Any:
+    """A copy with strides of its own; what is no plain tensor, itself."""
+    return x.detach().clone().requires_grad_(x.requires_grad) if is_plain(x) else x
 
 
 def as_whole(x: torch.Tensor) -> tuple[torch.Tensor, OffloadedTensor]:
@@ -83,4 +89,26 @@ def see_results(expected: Any, actual: Any, plain_arguments: Any, arguments: Any
     assert_untouched(actual, arguments)
 
 
+def close(kind: Kind, expected: Any, actual: Any) -> None:
+    """Equal but for some roundings of the largest number among them; a gradient that is not there is zero."""
+    largest = max((one.detach().abs().nan_to_num(0, 0).max().item() for one in expected if _rounds(one)), default=0)
+    for one, other in zip(expected, actual, strict=True):
+        if one is None and other is None:
+            continue
+        one, other = _zeros_if_none(one, other), _zeros_if_none(other, one)
+        kind.assert_same(one, other, strides=False, values=not _rounds(one))
+        if _rounds(one):
+            most = 64 * torch.finfo(one.dtype).eps * largest
+            torch.testing.assert_close(kind.in_memory(other), one.detach(), rtol=0, atol=most, equal_nan=True)
+
+
+def _zeros_if_none(x: Any, like: Any) -> Any:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _rounds(x: Any) -> bool:
+    return x is not None and x.numel() > 0 and is_inexact(x)
+
+
 OFFLOADED = Kind(OffloadedTensor.materialize, [as_whole, as_part, as_conjugate], see_results, assert_stored)
+CLOSE = replace(OFFLOADED, same=close)

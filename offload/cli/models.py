@@ -98,7 +98,7 @@ def bench(options: argparse.Namespace) -> None:
 
     from offload.integrations.transformers import model_on_meta
     from offload.memory import anonymous_bytes
-    from offload.report.page import recording
+    from offload.report.page import Recording
 
     folder = folder_of_model(options)
     model_on_meta(folder)  # what is imported for it is not a part of loading it
@@ -106,7 +106,7 @@ def bench(options: argparse.Namespace) -> None:
     model = loaded_model(folder, options)
     load = time.perf_counter() - started
     prompt = torch.arange(options.prompt_tokens).remainder(model.config.get_text_config().vocab_size)[None]
-    with _watched(options, model) if options.report else recording() as seen, torch.inference_mode():
+    with _watched(options, model) if options.report else Recording().going_on() as seen, torch.inference_mode():
         model.generate(
             prompt.to(model.device),
             attention_mask=torch.ones_like(prompt).to(model.device),

@@ -135,14 +135,10 @@ def _path(line: Line, number: int, at: Callable[[float, float], tuple[float, flo
 
 def _round_steps(most: float) -> list[float]:
     """Round numbers from 0 to at least `most`, some five of them."""
-    magnitude = 10.0 ** _power_of_ten(most / _TICKS)
+    magnitude = 10.0 ** int(f"{most / _TICKS:e}".partition("e")[2])
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude * _TICKS >= most)
     count = next(count for count in range(1, _TICKS + 1) if count * step >= most * (1 - 1e-9))
     return [round(number * step, 12) for number in range(count + 1)]
-
-
-def _power_of_ten(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])
 
 
 def _short(label: str, most: int = 34) -> str:

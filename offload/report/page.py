@@ -23,7 +23,6 @@ from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.engine import counts
 from offload.prefetch.residency import books_of
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
-from offload.storage.handle import Handle
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import put_file
@@ -86,24 +85,16 @@ class Recording:
                 self._every *= 2
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def going_on(self) -> Iterator[Recording]:
         """Watch while the block runs."""
         self.looks.append(self._look())
         self._thread.start()
         try:
-            yield
+            yield self
         finally:
             self._ended.set()
             self._thread.join()
             self.looks.append(self._look())
-
-
-@contextmanager
-def recording() -> Iterator[Recording]:
-    """As `memory_report`, without a page."""
-    seen = Recording()
-    with seen.going_on():
-        yield seen
 
 
 @contextmanager
@@ -144,7 +135,7 @@ def memory_report(
     finally:
         now = {} if model is None else _waits(model)
         waits = [(name, seconds - layers.get(name, 0.0)) for name, seconds in now.items()]
-        _write(target, _page(seen, waits, str(title)))
+        put_file(target, _page(seen, waits, str(title)).encode("utf-8", "replace"))
 
 
 def _page(recording: Recording, waits: list[tuple[str, float]], title: str) -> str:
@@ -219,12 +210,8 @@ def _waits(model: nn.Module) -> dict[str, float]:
         if id(handle) not in seen:
             seen.add(id(handle))
             layer = _layer_of(name)
-            waits[layer] = waits.get(layer, 0.0) + _waited_for(handle)
+            waits[layer] = waits.get(layer, 0.0) + sum(value.waited for value in list(books_of(handle).ranges.values()))
     return waits
-
-
-def _waited_for(handle: Handle) -> float:
-    return sum(value.waited for value in list(books_of(handle).ranges.values()))
 
 
 def _layer_of(name: str) -> str:
@@ -244,10 +231,6 @@ def _refuse_other(path: Path) -> None:
 def _begins_as_ours(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(_KIND)) == _KIND.encode()
-
-
-def _write(path: Path, text: str) -> None:
-    put_file(path, text.encode("utf-8", "replace"))
 
 
 def _in_bytes(value: float) -> str:

@@ -148,7 +148,12 @@ OUT_OF_BOUNDS = {"tril", "triu", "lu_unpack", "linalg.lu"}
 GARBAGE_OUT = {"fft.ihfft2", "fft.ihfftn"}
 
 Form: TypeAlias = "Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]"
+Out: TypeAlias = "Callable[[Kind, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]"
 Same: TypeAlias = "Callable[[Kind, Any, Any], None]"
+
+
+def same_bits(kind: Kind, expected: Any, actual: Any) -> None:
+    kind.assert_same(expected, actual, strides=False)  # autograd takes other formulas for some subclasses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,24 +165,26 @@ class Kind:
         forms: ways to make two equal tensors, a plain one and one of the subclass; samples take them by turns.
         see_results: called with the plain results, those of the subclass, and the arguments of each.
         see_written: called with tensors of the subclass that an op has written to.
+        same: compares derivatives: is given this, those of plain tensors, and those of the subclass.
     """
 
     unwrap: Callable[[torch.Tensor], torch.Tensor]
     forms: list[Form]
     see_results: Callable[[Any, Any, Any, Any], None] = lambda *_: None
     see_written: Callable[[Any], None] = lambda _: None
+    same: Same = same_bits
 
     def pair(self, sample: Sample, turn: int | None = None) -> tuple[Sample, Sample]:
         """A sample with plain tensors, and the same with tensors of the subclass."""
         form = self.forms[(sample.place if turn is None else turn) % len(self.forms)]
-        leaves, spec = tree_flatten(sample)
-        pairs = [form(leaf) if is_plain(leaf) else (leaf, leaf) for leaf in leaves]
-        for leaf, both in zip(leaves, pairs, strict=True):
-            if is_plain(leaf):
-                for tensor in both:
-                    tensor.requires_grad_(leaf.requires_grad)
-        plain, other = (tree_unflatten([both[side] for both in pairs], spec) for side in (0, 1))
-        return plain, other
+
+        def both(leaf: Any) -> tuple[Any, Any]:
+            pair = form(leaf) if is_plain(leaf) else (leaf, leaf)
+            for tensor in pair if is_plain(leaf) else ():
+                tensor.requires_grad_(leaf.requires_grad)
+            return pair
+
+        return doubled(sample, both)
 
     def pairs(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, Sample]]:
         return map(self.pair, samples)
@@ -211,8 +218,12 @@ class Count(NamedTuple):
     plain: int = 0
     compared: int = 0
 
-    def plus(self, *, compared: bool) -> Count:
-        return Count(self.plain + 1, self.compared + compared)
+
+def doubled(tree: Any, make: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Two trees, of the pairs that are made of the leaves of one."""
+    leaves, spec = tree_flatten(tree)
+    pairs = list(map(make, leaves))
+    return tree_unflatten([one for one, _ in pairs], spec), tree_unflatten([other for _, other in pairs], spec)
 
 
 # Samples
@@ -254,6 +265,10 @@ def is_plain(x: Any) -> bool:
     )
 
 
+def is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def is_other(x: Any) -> bool:
     """Whether it is a tensor of a subclass."""
     return isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter)
@@ -261,11 +276,6 @@ def is_other(x: Any) -> bool:
 
 def takes_part(tree: Any) -> bool:
     return any(map(is_other, tree_leaves(tree)))
-
-
-def dense(x: Any) -> Any:
-    """A copy with strides of its own; what is no plain tensor, itself."""
-    return x.detach().clone().requires_grad_(x.requires_grad) if is_plain(x) else x
 
 
 def _as_whole(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,61 +321,54 @@ def memory_filled(op: Any) -> Iterator[None]:
 # Checks
 
 
+def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same: Callable[..., None]) -> Count:
+    """Carry out a call on both of each pair; `same` is given the results, and the pair, where plain torch succeeds."""
+    plain_calls = compared_calls = 0
+    for expected_of, actual_of in pairs:
+        expected, error = attempt(call, expected_of)
+        if error is None:
+            plain_calls += 1
+            compared_calls += takes_part(actual_of)
+            same(expected, succeed(call, actual_of), expected_of, actual_of)
+    return Count(plain_calls, compared_calls)
+
+
 def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """The results are equal, and the arguments are as they were."""
+
+    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+        kind.assert_same(expected, actual, values=op.name not in ARBITRARY)
+        kind.see_results(expected, actual, expected_of, actual_of)
+        kind.assert_same(expected_of, actual_of)
+
     with torch.no_grad():
-        return compare_results(kind, op, samples)
+        return compared(lambda sample: sample.passed_to(op), kind.pairs(samples), same)
 
 
 def check_inference(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """As forward, for tensors made in inference mode: autograd is not there to take ops apart."""
     with torch.inference_mode():
-        return compare_results(kind, op, samples)
-
-
-def compare_results(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    count = Count()
-    for expected_of, actual_of in kind.pairs(samples):
-        expected, error = attempt(expected_of.passed_to, op)
-        if error is not None:
-            continue
-        count = count.plus(compared=takes_part(actual_of))
-        actual = succeed(actual_of.passed_to, op)
-        kind.assert_same(expected, actual, values=op.name not in ARBITRARY)
-        kind.see_results(expected, actual, expected_of, actual_of)
-        kind.assert_same(expected_of, actual_of)
-    return count
+        return check_forward(kind, op, samples)
 
 
 def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """The arguments themselves come back; every alias and their versions have moved as plain tensors'."""
-    count = Count()
     inplace = op.get_inplace()
     if inplace is None:
-        return count
-    for expected_of, actual_of in kind.pairs(samples):
-        targets, plain_targets = tree_leaves(actual_of.input), tree_leaves(expected_of.input)
-        if not all(map(is_other, targets)):
-            continue
-        aliases, plain_aliases = (tree_map(torch.detach, tensors) for tensors in (targets, plain_targets))
-        before, plain_before = versions(targets), versions(plain_targets)
-        expected, error = attempt(expected_of.passed_to, inplace)
-        if error is not None:
-            continue
-        count = count.plus(compared=True)
-        actual = succeed(actual_of.passed_to, inplace)
-        assert_same_arguments_back(expected, plain_targets, actual, targets)
-        kind.assert_same(expected_of, actual_of)
-        kind.assert_same(plain_aliases, aliases)
-        kind.see_written(targets)
-        assert moves(plain_before, plain_targets) == moves(before, targets)
-    return count
+        return Count()
 
+    def call(sample: Sample) -> Any:
+        targets = tree_leaves(sample.input)
+        aliases, before = tree_map(torch.detach, targets), versions(targets)
+        results = tree_leaves(sample.passed_to(inplace))
+        return aliases, moves(before, targets), [[one is target for target in targets] for one in results]
 
-def assert_same_arguments_back(expected: Any, plain_targets: list[Any], actual: Any, targets: list[Any]) -> None:
-    for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
-        for plain_target, target in zip(plain_targets, targets, strict=True):
-            assert (one is plain_target) == (other is target)
+    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+        kind.assert_same((expected_of, *expected), (actual_of, *actual))
+        kind.see_written(tree_leaves(actual_of.input))
+
+    pairs = (both for both in kind.pairs(samples) if all(map(is_other, tree_leaves(both[1].input))))
+    return compared(call, pairs, same)
 
 
 def check_inference_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
@@ -397,9 +400,29 @@ def moves(before: list[int], tree: Any) -> list[int]:
 
 def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """`out` comes back and holds the result, whatever its size, strides and place were before."""
-    count = Count()
-    if not op.supports_out:
-        return count
+    values = op.name not in ARBITRARY | GARBAGE_OUT
+
+    def call(sample_and_out: Any) -> Any:
+        sample, out = sample_and_out
+        before = versions(out)
+        return sample.passed_to(op, out=out), moves(before, out)
+
+    def same(expected: Any, actual: Any, expected_of: Any, actual_of: Any) -> None:
+        (plain_result, plain_moves), (result, its_moves) = expected, actual
+        (plain_sample, plain_out), (sample, out) = expected_of, actual_of
+        if plain_result is not None:
+            assert all(leaf is one for leaf, one in zip(tree_leaves(result), tree_leaves(out), strict=True))
+        kind.assert_same((plain_out, plain_result), (out, result), values=values)
+        kind.assert_same(plain_sample, sample)
+        kind.see_written(out)
+        for plain_move, move in zip(plain_moves, its_moves, strict=True):
+            assert move or not plain_move, "the version of `out` did not move"
+
+    return compared(call, with_outs(kind, op, samples), same) if op.supports_out else Count()
+
+
+def with_outs(kind: Kind, op: Any, samples: Iterable[Sample]) -> Iterator[tuple[Any, Any]]:
+    """Each sample, plain and of the subclass, with two of the `OUTS` by turns."""
     for both in kind.pairs(samples):
         result, error = attempt(kind.pair(both[0], 0)[0].passed_to, op)
         if error is not None or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
@@ -407,127 +430,70 @@ def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
         for turn in (both[0].place, both[0].place + 1):
             make = OUTS[turn % len(OUTS)]
             if make is not transposed or op.name not in OUT_OF_BOUNDS:
-                count = compare_out(kind, op, both, tree_map(partial(make, kind), result), count)
-    return count
+                outs = doubled(result, partial(out_for, kind, make))
+                yield (both[0], outs[0]), (both[1], outs[1])
 
 
-def compare_out(kind: Kind, op: Any, both: tuple[Sample, Sample], outs: Any, count: Count) -> Count:
-    expected_of, actual_of = both
-    expected_outs = tree_map(lambda out: out.plain, outs, is_leaf=_is_pair)
-    actual_outs = tree_map(lambda out: out.other, outs, is_leaf=_is_pair)
-    before, plain_before = versions(actual_outs), versions(expected_outs)
-    expected, error = attempt(expected_of.passed_to, op, out=expected_outs)
-    if error is not None:
-        return count
-    actual = succeed(actual_of.passed_to, op, out=actual_outs)
-    if expected is not None:
-        for leaf, out in zip(tree_leaves(actual), tree_leaves(actual_outs), strict=True):
-            assert leaf is out
-    values = op.name not in ARBITRARY | GARBAGE_OUT
-    kind.assert_same(expected_outs, actual_outs, values=values)
-    kind.assert_same(expected, actual, values=values)
-    kind.assert_same(expected_of, actual_of)
-    kind.see_written(actual_outs)
-    for plain_move, move in zip(moves(plain_before, expected_outs), moves(before, actual_outs), strict=True):
-        assert move or not plain_move, "the version of `out` did not move"
-    return count.plus(compared=takes_part((actual_of, actual_outs)))
+def out_for(kind: Kind, make: Out, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return make(kind, result) if is_plain(result) else plain(kind, result)
 
 
-class Pair(NamedTuple):
-    """A plain tensor, and one of the subclass, or that is to stay plain."""
-
-    plain: torch.Tensor
-    other: torch.Tensor
+def fitting(kind: Kind, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return kind.forms[0](torch.empty_like(result))
 
 
-def _is_pair(x: Any) -> bool:
-    return isinstance(x, Pair)
+def nothing(kind: Kind, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return kind.forms[0](result.new_empty(0))
 
 
-def fitting(kind: Kind, result: torch.Tensor) -> Pair:
-    return Pair(*kind.forms[0](torch.empty_like(result))) if is_plain(result) else plain(kind, result)
-
-
-def nothing(kind: Kind, result: torch.Tensor) -> Pair:
-    return Pair(*kind.forms[0](result.new_empty(0))) if is_plain(result) else plain(kind, result)
-
-
-def transposed(kind: Kind, result: torch.Tensor) -> Pair:
-    if not is_plain(result) or result.dim() < 2:
+def transposed(kind: Kind, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if result.dim() < 2:
         return fitting(kind, result)
-    return Pair(*kind.forms[0](torch.empty_like(result.transpose(0, -1).contiguous()).transpose(0, -1)))
+    return kind.forms[0](torch.empty_like(result.transpose(0, -1).contiguous()).transpose(0, -1))
 
 
-def part(kind: Kind, result: torch.Tensor) -> Pair:
-    return Pair(*kind.forms[1 % len(kind.forms)](result)) if is_plain(result) else plain(kind, result)
+def part(kind: Kind, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return kind.forms[1 % len(kind.forms)](result)
 
 
-def plain(_: Kind, result: torch.Tensor) -> Pair:
+def plain(_: Kind, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     like = torch.zeros_like if result.layout == torch.strided else torch.clone
-    return Pair(like(result), like(result))
+    return like(result), like(result)
 
 
-OUTS = (fitting, nothing, transposed, part, plain)
+OUTS: tuple[Out, ...] = (fitting, nothing, transposed, part, plain)
 
 
-def same_bits(kind: Kind, expected: Any, actual: Any) -> None:
-    kind.assert_same(expected, actual, strides=False)  # autograd takes other formulas for some subclasses
-
-
-def close(kind: Kind, expected: Any, actual: Any) -> None:
-    """Equal but for some roundings of the largest number among them; a gradient that is not there is zero."""
-    largest = max((one.detach().abs().nan_to_num(0, 0).max().item() for one in expected if _rounds(one)), default=0)
-    for one, other in zip(expected, actual, strict=True):
-        if one is None and other is None:
-            continue
-        one, other = _zeros_if_none(one, other), _zeros_if_none(other, one)
-        kind.assert_same(one, other, strides=False, values=not _rounds(one))
-        if _rounds(one):
-            most = 64 * torch.finfo(one.dtype).eps * largest
-            torch.testing.assert_close(kind.in_memory(other), one.detach(), rtol=0, atol=most, equal_nan=True)
-
-
-def _zeros_if_none(x: Any, like: Any) -> Any:
-    return torch.zeros_like(like) if x is None else x
-
-
-def _rounds(x: Any) -> bool:
-    return x is not None and x.numel() > 0 and (x.is_floating_point() or x.is_complex())
-
-
-def check_trainable(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+def check_trainable(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """Trainable tensors get the gradients of plain ones."""
-    return check_gradients(kind, op, kind.pairs(samples), same)
+    return check_gradients(kind, op, kind.pairs(samples))
 
 
-def check_frozen(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+def check_frozen(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """A plain trainable tensor beside frozen ones of the subclass gets the gradient that it gets beside plain ones."""
     frozen = (frozen_but_one(kind, sample) for sample in samples)
-    return check_gradients(kind, op, (both for both in frozen if both is not None), same)
+    return check_gradients(kind, op, (both for both in frozen if both is not None))
 
 
-def check_gradients(kind: Kind, op: Any, samples: Iterable[tuple[Sample, Sample]], same: Same) -> Count:
-    count = Count()
-    for expected_of, actual_of in samples:
-        expected, error = attempt(backward, op, expected_of)
-        if error is not None:
-            continue
-        count = count.plus(compared=takes_part(actual_of))
-        actual = succeed(backward, op, actual_of)
-        same(kind, expected, actual)
+def check_gradients(kind: Kind, op: Any, pairs: Iterable[tuple[Sample, Sample]]) -> Count:
+    def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
+        kind.same(kind, expected, actual)
         kind.assert_same(expected_of, actual_of)
-    return count
+
+    return compared(partial(backward, op), pairs, same)
 
 
 def backward(op: Any, sample: Sample) -> list[torch.Tensor | None]:
     """The results that autograd follows, and the gradients of all the tensors in `sample` that require one."""
-    inputs = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    result = sample.passed_to(op)
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
     seeds = [torch.randn(leaf.shape, dtype=leaf.dtype) for leaf in outputs]
     gradients = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
     return [*(output.detach() for output in outputs), *gradients]
+
+
+def requiring_grad(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
@@ -544,35 +510,21 @@ def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
     return expected_of, tree_unflatten([one if leaf is chosen else other for leaf, one, other in each], spec)
 
 
-def check_tangents(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+def check_tangents(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """Forward-mode differentiation carries the tangents that it carries through plain tensors."""
-    return compare_tangents(kind, op, samples, same) if op.supports_forward_ad else Count()
+    return compare_tangents(kind, op, op, samples)
 
 
-def check_inplace_tangents(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+def check_inplace_tangents(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """As tangents, of an op in place: the arguments have the new ones."""
-    inplace = op.get_inplace()
-    if inplace is None or not op.supports_forward_ad:
+    return compare_tangents(kind, op, op.get_inplace(), samples)
+
+
+def compare_tangents(kind: Kind, op: Any, function: Any, samples: Iterable[Sample]) -> Count:
+    if function is None or not op.supports_forward_ad:
         return Count()
-    return compare_tangents(kind, inplace, samples, same)
-
-
-def compare_tangents(kind: Kind, function: Any, samples: Iterable[Sample], same: Same) -> Count:
-    count = Count()
-    for expected_of, actual_of in kind.pairs(samples):
-        expected, error = attempt(pushed_forward, function, without_grad(expected_of))
-        if error is not None:
-            continue
-        count = count.plus(compared=takes_part(actual_of))
-        actual = succeed(pushed_forward, function, without_grad(actual_of))
-        same(kind, expected, actual)
-    return count
-
-
-def without_grad(sample: Sample) -> Sample:
-    """The same tensors, followed by forward-mode differentiation alone."""
-    freed: Sample = tree_map(lambda x: x.requires_grad_(False) if is_plain(x) or is_other(x) else x, sample)
-    return freed
+    call = partial(pushed_forward, function)
+    return compared(call, kind.pairs(samples), lambda expected, actual, *_: kind.same(kind, expected, actual))
 
 
 def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
@@ -587,47 +539,45 @@ def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
 
 
 def _dual(x: Any) -> Any:
-    if not (is_plain(x) or is_other(x)) or not (x.is_floating_point() or x.is_complex()):
+    """The same tensor, followed by forward-mode differentiation alone."""
+    if not (is_plain(x) or is_other(x)):
         return x
-    return forward_ad.make_dual(x, torch.randn(x.shape, dtype=x.dtype))
+    x.requires_grad_(False)
+    return forward_ad.make_dual(x, torch.randn(x.shape, dtype=x.dtype)) if is_inexact(x) else x
 
 
-def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample], same: Same = same_bits) -> Count:
+def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
     """Gradients of gradients are those of plain tensors."""
     if not op.supports_gradgrad:
         return Count()
-    count = Count()
-    for expected_of, actual_of in kind.pairs(samples):
-        expected, error = attempt(backward_twice, op, expected_of)
-        if error is not None:
-            continue
-        count = count.plus(compared=takes_part(actual_of))
-        same(kind, expected, succeed(backward_twice, op, actual_of))
-    return count
+    call = partial(backward_twice, op)
+    return compared(call, kind.pairs(samples), lambda expected, actual, *_: kind.same(kind, expected, actual))
 
 
 def backward_twice(op: Any, sample: Sample) -> list[torch.Tensor | None]:
     """The gradients, and those of a number that is made of them."""
-    inputs = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    result = sample.passed_to(op)
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
     seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
     first: Any = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True, create_graph=True)
-    followed = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+    followed = requiring_grad(first)
     weights = [torch.randn(gradient.shape, dtype=gradient.dtype) for gradient in followed]
     second: Any = torch.autograd.grad(followed, [*inputs, *seeds], weights, allow_unused=True) if followed else ()
     return [None if gradient is None else gradient.detach() for gradient in (*first, *second)]
 
 
-CALLS = {
+DERIVATIVES: dict[str, Callable[..., Count]] = {
+    "trainable": check_trainable,
+    "frozen": check_frozen,
+    "second order": check_second_order,
+    "tangents": check_tangents,
+    "inplace tangents": check_inplace_tangents,
+}
+CHECKS: dict[str, Callable[..., Count]] = {
     "forward": check_forward,
     "inference": check_inference,
     "inplace": check_inplace,
     "inference inplace": check_inference_inplace,
     "out": check_out,
+    **DERIVATIVES,
 }
-GRADIENTS = {"trainable": check_trainable, "frozen": check_frozen, "second order": check_second_order}
-TANGENTS = {"tangents": check_tangents, "inplace tangents": check_inplace_tangents}
-DERIVATIVES = GRADIENTS | TANGENTS
-CHECKS: dict[str, Callable[..., Count]] = CALLS | DERIVATIVES

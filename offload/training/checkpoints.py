@@ -175,11 +175,7 @@ def load_training(
 
 @contextmanager
 def _taking(name: str, checkpoint: Path) -> Iterator[None]:
-    """Say whose `load_state_dict` failed.
-
-    Raises:
-        CheckpointError
-    """
+    """Say whose `load_state_dict` failed."""
     try:
         yield
     except OffloadError:

@@ -79,7 +79,7 @@ def made(info: Any, constructor: Any, dtype: torch.dtype) -> nn.Module:
             return info.module_cls(*constructor.args, **constructor.kwargs).to(dtype)
 
 
-def copied(arguments: Any, change: Callable[[Any], Any] = ops.dense) -> Any:
+def copied(arguments: Any, change: Callable[[Any], Any] = op_census.dense) -> Any:
     """Copies of the tensors; one that is passed twice stays one."""
     copies: dict[int, Any] = {}
     return tree_map(lambda leaf: copies.setdefault(id(leaf), change(leaf)), arguments)

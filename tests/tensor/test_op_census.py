@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.testing import ops
 from offload.testing.ops import Count, Sample
-from tests.op_census import MOST, OFFLOADED
+from tests.op_census import CLOSE, MOST, OFFLOADED
 
 OPS = ops.op_database()
 FOREACH_OPS = {
@@ -110,7 +110,7 @@ def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> C
         Exception: of the op, or an AssertionError.
     """
     if (op.full_name, check) in VALUES_CLOSE:
-        return ops.DERIVATIVES[check](OFFLOADED, op, samples, ops.close)
+        return ops.DERIVATIVES[check](CLOSE, op, samples)
     most = SAMPLES.get(op.full_name, MOST)
     with ops.memory_filled(op):
         return ops.CHECKS[check](OFFLOADED, op, ops.spread(samples, f"{op.full_name} {dtype} {check}", most=most))
@@ -189,7 +189,7 @@ def test_torch_itself_writes_outside_of_a_transposed_out(name: str) -> None:
 
 def fenced_and_transposed(result: torch.Tensor, fences: list[torch.Tensor]) -> torch.Tensor:
     """Room for `result` with its first and last dimensions exchanged in memory, between two fences of ones."""
-    like = ops.transposed(OFFLOADED, result).plain
+    like = ops.transposed(OFFLOADED, result)[0]
     room, width = max(like.numel(), 1), 4096
     memory = torch.ones(room + 2 * width, dtype=like.dtype)
     fences += [memory[:width], memory[width + room :]]

@@ -15,7 +15,7 @@ import offload
 from offload import OffloadedTensor
 from offload.testing import assert_equal, ops
 from offload.testing.ops import Sample
-from tests.op_census import OFFLOADED
+from tests.op_census import OFFLOADED, close
 from tests.processes import run_script
 from tests.tensor.test_op_census import OPS, dtypes_of
 
@@ -77,7 +77,7 @@ def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> No
         for arguments in (tensors, stored):
             actual = ops.succeed(over_stored, *arguments)
             if name in CLOSE:
-                ops.close(OFFLOADED, tree_leaves(expected), tree_leaves(actual))
+                close(OFFLOADED, tree_leaves(expected), tree_leaves(actual))
             else:
                 OFFLOADED.assert_same(expected, actual, values=name not in ops.ARBITRARY, strides=False)
 

@@ -217,13 +217,11 @@ class _Reading:
     def _leaf(self, folder: Path, key: str, spec: dict[str, Any], way: Way, device: torch.device) -> torch.Tensor:
         shape, dtype = _layout_of(folder, key, spec)
         name, path = ".".join((*way, key)), _place(folder, key, ".memmap")
-        if device.type == "meta" or active_fake_mode() is not None:
+        has_file = spec.get("is_nested") or 0 not in shape
+        if device.type == "meta" or active_fake_mode() is not None or not has_file:
             return torch.empty(shape, dtype=dtype, device=device)
-        if spec.get("is_nested"):
-            return self._nested(path, name, shape, dtype, device)
-        if 0 in shape:  # it has no file
-            return torch.empty(shape, dtype=dtype, device=device)
-        return self._over(path, name, shape, dtype, device)
+        open_leaf = self._nested if spec.get("is_nested") else self._over
+        return open_leaf(path, name, shape, dtype, device)
 
     def _over(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

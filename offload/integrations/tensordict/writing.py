@@ -112,7 +112,6 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
     folder, plan = absolute(folder), _planned(td, copies=True, of_zeros=True)
     if not is_unicode(str(folder)):
         raise ArgumentError(f"{str(folder)!r} is no path that tensordict can map files of: it is not UTF-8")
-    _refuse_replacing(folder, existsok)
     _publish(folder, plan, 0, existsok)
     return TensorDict.load_memmap(folder)
 
@@ -270,23 +269,20 @@ def _is_json_able(value: Any) -> bool:
 def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
     """Write a folder beside its place, and put it there in one step."""
     size = 0 if plan.of_zeros else plan.nbytes
+    paths = [*plan.files, *plan.texts]
+    marker = {**_KIND.stamp, "files": sorted(paths)}
     with replacing_folder(folder, size, refuse=lambda there: _refuse_replacing(there, existsok)) as temporary:
-        _write(temporary, plan, threads)
-
-
-def _write(folder: Path, plan: _Plan, threads: int) -> None:
-    places = {folder / path for path in map(os.path.dirname, [*plan.files, *plan.texts])} - {folder}
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-    with progress_in_bytes(plan.nbytes, "saving") as advance:
-        for nbytes in _written(folder, plan, threads):
-            advance(nbytes)
-    marker = {**_KIND.stamp, "files": sorted([*plan.files, *plan.texts])}
-    for path, text in {**plan.texts, _MARKER: json.dumps(marker) + "\n"}.items():
-        with new_file(folder / path, len(text)) as fd:
-            write_all(fd, memoryview(text.encode()), 0)
-    for place in places:
-        sync_folder(place)
+        places = {temporary / path for path in map(os.path.dirname, paths)} - {temporary}
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True)
+        with progress_in_bytes(plan.nbytes, "saving") as advance:
+            for nbytes in _written(temporary, plan, threads):
+                advance(nbytes)
+        for path, text in {**plan.texts, _MARKER: json.dumps(marker) + "\n"}.items():
+            with new_file(temporary / path, len(text)) as fd:
+                write_all(fd, memoryview(text.encode()), 0)
+        for place in places:
+            sync_folder(place)
 
 
 def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
