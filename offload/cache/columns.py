@@ -44,9 +44,9 @@ from offload.errors import (
     ShapeMismatchError,
 )
 from offload.storage.file import Identity, TensorFile, file_status
+from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
-from offload.storage.names import SUFFIX, file_name
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import open_regular
 from offload.storage.replacing import put_file, write_all

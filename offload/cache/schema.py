@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from offload.errors import CacheError, CorruptFileError
-from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.names import file_name
+from offload.storage.folders import file_name
+from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import short
 from offload.storage.state_file import Kind, read_state, write_state
 from offload.tensor.arguments import refuse_other

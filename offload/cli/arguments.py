@@ -58,7 +58,7 @@ def count(text: str) -> int:
 
 def dtype(text: str) -> torch.dtype:
     """A floating-point dtype."""
-    from offload.storage.dtypes import dtype_named
+    from offload.storage.layout import dtype_named
 
     found = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
     if found is None or not found.is_floating_point:

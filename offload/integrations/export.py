@@ -20,7 +20,7 @@ from offload.cache.table import TensorCache
 from offload.errors import CacheError
 from offload.integrations.parquet import write_parquet
 from offload.progress import progress
-from offload.storage.names import SUFFIX, file_name
+from offload.storage.folders import SUFFIX, file_name
 from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, refuse_there, replacing, sync_folder
 

@@ -22,7 +22,7 @@ from offload.models.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
 from offload.models.deferred import deferred
 from offload.models.saving import PARTS_NOTE, save_checkpoint
 from offload.progress import progress
-from offload.storage.dtypes import dtype_name
+from offload.storage.layout import dtype_name
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, is_folder
 from offload.storage.replacing import replacing_folder

@@ -31,9 +31,8 @@ from offload.models.slots import Slot, is_meta, joined_slots, tensor_slots
 from offload.prefetch.residency import books_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
-from offload.storage.folders import named_folder
+from offload.storage.folders import file_name, named_folder
 from offload.storage.handle import Handle, Notes
-from offload.storage.names import file_name
 from offload.storage.regular import is_there
 from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier

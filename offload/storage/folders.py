@@ -1,30 +1,41 @@
-"""The folders that tensors live in: the user's, and private ones that vanish.
+"""The folders that tensors live in, the user's and private ones that vanish, and what their files are called.
 
 Always true:
 - in a folder named by the user, files stay until the user removes them
 - a private folder goes when its process ends; that of a killed process is swept by a later one
 - two live values of one process never share a path
+- `file_name` is injective, also where the file system folds case: it holds only `a-z 0-9 . _ - % ~`, in at most 200
+  bytes; a name too long for that is cut and given a hash, and the true name is in the file's header
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import os
 import shutil
+import string
 import tempfile
 import weakref
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 
-from offload.errors import NameInUseError, WriteError
+from offload.errors import ArgumentError, ArgumentTypeError, NameInUseError, WriteError
 from offload.storage import log
 from offload.storage.locks import fork_safe_lock
-from offload.storage.names import file_name
 from offload.storage.reasons import naming
 from offload.storage.regular import absolute, is_folder
 from offload.storage.replacing import sweep, temporary_name
+
+SUFFIX = ".safetensors"
+_PLAIN = frozenset(string.ascii_lowercase + string.digits + "._-")
+_LONGEST = 188
+_TAKEN = "__metadata__"
+_RESERVED = frozenset(
+    {"con", "prn", "aux", "nul"} | {f"{port}{digit}" for port in ("com", "lpt") for digit in string.digits}
+)
 
 _PRIVATE = "offload-"
 _LOCK = fork_safe_lock()
@@ -134,3 +145,41 @@ def _free_private_path(file: str, root: Path) -> Path:
     except OSError as error:
         raise WriteError(error.errno, f"a folder can't be made ({error.strerror})", str(folder)) from error
     return folder / file
+
+
+# Names
+
+
+def file_name(name: str) -> str:
+    """The file name under which the tensor called `name` is stored.
+
+    Raises:
+        ArgumentTypeError: `name` is not text.
+        ArgumentError: it is empty, not valid unicode, or taken by the file format.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"a tensor's name must be text, not {name!r}: it is the name of its file")
+    if not name:
+        raise ArgumentError("a tensor's name must not be empty: it is the name of its file")
+    if name == _TAKEN:
+        raise ArgumentError(f"a tensor can't be called {_TAKEN!r}, which safetensors files use for themselves")
+    stem = "".join(char if char in _PLAIN else _percent(char) for char in name)
+    if stem[0] == "." or stem.partition(".")[0] in _RESERVED:
+        stem = f"%{ord(stem[0]):02x}{stem[1:]}"
+    if len(stem) > _LONGEST:
+        stem = f"{_cut(stem, _LONGEST - 34)}%~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    return stem + SUFFIX
+
+
+def _percent(char: str) -> str:
+    try:
+        return "".join(f"%{byte:02x}" for byte in char.encode())
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"a tensor's name must be valid unicode, not {char!r}") from error
+
+
+def _cut(stem: str, length: int) -> str:
+    """The first `length` characters, without half a `%xx` at the end."""
+    cut = stem[:length]
+    tail = cut.rfind("%", length - 2)
+    return cut if tail < 0 else cut[:tail]

@@ -23,17 +23,27 @@ import torch
 
 from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, UnsupportedOpError, WriteError
 from offload.storage import log
-from offload.storage.file import TensorFile
-from offload.storage.folders import claim, discard, named_folder, release
-from offload.storage.layout import Layout, Loose, extent_of
+from offload.storage.file import TensorFile, value_of
+from offload.storage.folders import claim, discard, file_name, named_folder, release
+from offload.storage.header import Head
+from offload.storage.layout import Layout, Loose
 from offload.storage.locks import fork_safe_lock
-from offload.storage.loose import value_of
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.names import file_name
 from offload.storage.reasons import naming, writing
 from offload.storage.regular import absolute
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
-from offload.storage.write import Take, copy_entries, fill_holes, layout_of, refuse_earlier, write_empty, write_values
+from offload.storage.write import (
+    Take,
+    copy_entries,
+    fill_holes,
+    layout_of,
+    new_values,
+    refuse_earlier,
+    write_blocks,
+    write_tensor,
+    write_values,
+    write_zeros,
+)
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
 _MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
@@ -125,10 +135,8 @@ class Handle:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
         """
         handle = cls(name, _folder_for(name, offload_dir))
-        with handle._claimed() as path:
-            if not exist_ok:
-                refuse_earlier(path, name)
-            handle._write(path, tensor, _layout_for(tensor), notes, durable=handle.folder is not None)
+        with handle._claimed(exist_ok=exist_ok) as path:
+            handle._write(path, tensor, notes)
         return handle
 
     @classmethod
@@ -139,12 +147,8 @@ class Handle:
             WriteError, UnknownSubclassError
         """
         handle = cls(name, None)
-        path = claim(name, None, handle, None if root is None else named_folder(root))
-        try:
-            handle._write(path, tensor, _layout_for(tensor), None, durable=False)
-        except BaseException:
-            release(path, handle)
-            raise
+        with handle._claimed(None if root is None else named_folder(root)) as path:
+            handle._write(path, tensor, None)
         return handle
 
     @classmethod
@@ -161,9 +165,8 @@ class Handle:
             NameInUseError, ForeignFileError, WriteError
         """
         handle = cls(name, _folder_for(name, offload_dir))
-        with handle._claimed() as path, naming(name):
-            durable = handle.folder is not None
-            write_values(path, {name: blocks}, {name: layout}, {"name": name}, durable=durable, take=handle._take)
+        with handle._new({name: layout}) as (fd, head):
+            write_blocks(fd, head.start(name), blocks)
         return handle
 
     @classmethod
@@ -176,11 +179,8 @@ class Handle:
             NameInUseError, ForeignFileError, WriteError
         """
         handle = cls(name, _folder_for(name, offload_dir))
-        with handle._claimed() as path, naming(name):
-            if not exist_ok:
-                refuse_earlier(path, name)
-            durable = handle.folder is not None
-            write_empty(path, name, layout, {"name": name}, durable=durable, take=handle._take)
+        with handle._new({name: layout}, exist_ok=exist_ok) as (fd, head):
+            write_zeros(fd, head)
         return handle
 
     @classmethod
@@ -203,14 +203,13 @@ class Handle:
         except ValueError as error:
             raise CorruptFileError(f"{file.path} holds a value that can't be copied out: {error}") from error
         handle = cls(loose.key, _folder_for(loose.key, offload_dir))
-        notes, durable = {"name": loose.key}, handle.folder is not None
-        with handle._claimed() as path, naming(loose.key), no_functions(), no_modes():
+        with no_functions(), no_modes(), handle._new({loose.key: loose.layout}) as (fd, head):
             if loose.entry is not None:
-                copy_entries(file, [loose.entry], path, notes, settled=True, durable=durable, take=handle._take)
+                copy_entries(file, [loose.entry], fd, head, settled=True)
             else:
-                value, layouts = value_of(loose, file), {loose.key: loose.layout}
-                blocks = [value] if loose.layout.overlaps else value
-                write_values(path, {loose.key: blocks}, layouts, notes, durable=durable, take=handle._take)
+                value = value_of(loose, file)
+                in_order = value if loose.layout.overlaps else value.permute(loose.layout.order)
+                write_tensor(fd, head.start(loose.key), in_order)
         return handle
 
     @classmethod
@@ -245,28 +244,47 @@ class Handle:
         return handle
 
     @contextmanager
-    def _claimed(self) -> Iterator[Path]:
-        """The path to write to; given back if nothing came of it."""
+    def _claimed(self, root: Path | None = None, *, exist_ok: bool = True) -> Iterator[Path]:
+        """The path to write to, in a private folder below `root` if in none of the user's; given back for nothing."""
         if self.owned:
             yield self.path
             return
-        path = claim(self.name, _folder_for(self.name, self.folder), self)
+        path = claim(self.name, _folder_for(self.name, self.folder), self, root)
         try:
+            if not exist_ok:
+                refuse_earlier(path, self.name)
             yield path
         except BaseException:
             if not self.owned:
                 release(path, self)
             raise
 
-    def _write(self, path: Path, tensor: torch.Tensor, layout: Layout, notes: Notes, *, durable: bool) -> None:
+    @contextmanager
+    def _new(
+        self, layouts: Mapping[str, Layout], more: Notes = None, *, exist_ok: bool = True, take: Take | None = None
+    ) -> Iterator[tuple[int, Head]]:
+        """As `new_values`, of this value; `more` are notes beside its name."""
+        notes, durable = {"name": self.name, **(more or {})}, self.folder is not None
+        with (
+            self._claimed(exist_ok=exist_ok) as path,
+            naming(self.name),
+            new_values(path, layouts, notes, durable=durable, take=take or self._take) as new,
+        ):
+            yield new
+
+    def _write(self, path: Path, tensor: torch.Tensor, notes: Notes) -> None:
+        """Write the whole value; one that differs in no shape and dtype lies as the old one did."""
         with naming(self.name), no_functions(), no_modes():
             said: Recipe = {**(notes or {}), "name": self.name}
             if is_subclass_value(tensor):
                 values, said["subclass"] = flatten(tensor, self.name)
                 layouts = {key: layout_of(value) for key, value in values.items()}
             else:
+                layout, old = layout_of(tensor), getattr(self, "layout", None)
+                if old is not None and (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps:
+                    layout = old
                 values, layouts = {self.name: tensor}, {self.name: layout}
-            write_values(path, values, layouts, said, durable=durable, take=self._take)
+            write_values(path, values, layouts, said, durable=self.folder is not None, take=self._take)
 
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
@@ -279,14 +297,16 @@ class Handle:
 
     def _open(self, file: TensorFile) -> None:
         with naming(self.name, file.path):
-            recipe = file.notes.get("subclass") if self.name not in file.entries else None
-            layout = file.entry(self.name).layout if recipe is None else layout_from(recipe)
+            recipe = None if self.name in file.header.entries else file.notes.get("subclass")
+            entries = [file.entry(self.name)] if recipe is None else list(file.header.entries.values())
+            layout = entries[0].layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe
         if recipe is not None or layout != getattr(self, "layout", None):
             self.twin: torch.Tensor | None = None
         self.layout: Layout = layout
         self.file = file
-        self.extent = extent_of(file.entries.values() if recipe else [file.entry(self.name)])
+        start = min(entry.start for entry in entries)
+        self.extent = start, max(entry.start + entry.layout.nbytes for entry in entries) - start
         self._base = None
         if self.books is not None:
             self.books.begin_anew()
@@ -392,18 +412,20 @@ class Handle:
         with self._lock:
             if self.owned:
                 return
-            with self._claimed() as path:
-                log.debug("%r is to be written: it is copied from %s to %s", self.name, self.file.path, path)
-                self._copy_to(path, durable=self.folder is not None, take=self._take)
+            source = self.path
+            self._copy_to(self)
+            log.debug("%r is to be written: it is copied from %s to %s", self.name, source, self.path)
 
-    def _copy_to(self, path: Path, *, durable: bool, take: Take) -> None:
+    def _copy_to(self, other: Handle) -> None:
+        """Make it the value of `other`, from file to file."""
         with self._lock:
             self.base()
             with naming(self.name):
                 keys = [self.name] if self.recipe is None else list(self.file.entries)
-                notes = {"name": self.name, **({} if self.recipe is None else {"subclass": self.recipe})}
                 entries = [self.file.entry(key) for key in keys]
-                copy_entries(self.file, entries, path, notes, settled=not self.owned, durable=durable, take=take)
+            settled, more = not self.owned, None if self.recipe is None else {"subclass": self.recipe}
+            with other._new({entry.key: entry.layout for entry in entries}, more) as (fd, head):
+                copy_entries(self.file, entries, fd, head, settled=settled)
 
     def _fill_holes(self) -> None:
         """A store into a hole of a full disk would end the process."""
@@ -428,12 +450,7 @@ class Handle:
                 "of a memmap folder): write rows of the cache, or copy_ to the tensor"
             )
         with self._lock, self._claimed() as path:
-            layout = _layout_for(tensor)
-            old = self.layout
-            is_alike = (layout.shape, layout.dtype) == (old.shape, old.dtype) and not old.overlaps
-            if is_alike and not is_subclass_value(tensor):
-                layout = old
-            self._write(path, tensor, layout, notes, durable=self.folder is not None)
+            self._write(path, tensor, notes)
 
     def take_over(self, file: TensorFile) -> None:
         """Go on from a file of ours that stands where the first write would put one.
@@ -452,10 +469,10 @@ class Handle:
         Raises:
             WriteError: the old value stands.
         """
-        with self._lock, self._claimed() as path, naming(self.name):
-            durable = self.folder is not None
-            notes = {"name": self.name}
-            write_empty(path, self.name, layout, notes, durable=durable, take=self._take_anew, parts=parts)
+        with self._lock, self._new({self.name: layout}, take=self._take_anew) as (fd, head):
+            write_zeros(fd, head)
+            for begin, part in parts:
+                write_tensor(fd, head.start(self.name) + begin, part)
 
     def _take_anew(self, file: TensorFile) -> None:
         """As `_take`, and views that were cut before are stale."""
@@ -493,8 +510,7 @@ class Handle:
             WriteError, and as `base`.
         """
         copy = Handle(self.name, None)
-        with copy._claimed() as path:
-            self._copy_to(path, durable=False, take=copy._take)
+        self._copy_to(copy)
         return copy
 
     # How it ends
@@ -510,13 +526,6 @@ class Handle:
 def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:
     with naming(name):
         return None if offload_dir is None else named_folder(offload_dir)
-
-
-def _layout_for(tensor: torch.Tensor) -> Layout:
-    if is_subclass_value(tensor):
-        return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
-    with no_functions(), no_modes():
-        return layout_of(tensor)
 
 
 def _keep_mapped(handle: Handle) -> None:

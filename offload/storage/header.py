@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from offload.errors import ArgumentError, CorruptFileError, UnsupportedOpError
-from offload.storage.dtypes import TORCH_DTYPES, WORDS, dtype_name, dtype_named
 from offload.storage.layout import (
+    TORCH_DTYPES,
+    WORDS,
     Entry,
     Layout,
     Loose,
@@ -31,6 +32,8 @@ from offload.storage.layout import (
     can_be_over,
     contiguous,
     contiguous_stride,
+    dtype_name,
+    dtype_named,
     is_countable,
     layout_as,
 )

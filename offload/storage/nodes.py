@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.errors import CorruptFileError
-from offload.storage.dtypes import dtype_name, dtype_named
+from offload.storage.layout import dtype_name, dtype_named
 
 Node: TypeAlias = Any  # what `json` makes of JSON
 

@@ -30,9 +30,18 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
-from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import Header, is_unicode
-from offload.storage.layout import Entry, Loose, Record, contiguous, is_aligned, layout_as, span_of
+from offload.storage.layout import (
+    Entry,
+    Loose,
+    Record,
+    contiguous,
+    dtype_name,
+    dtype_named,
+    is_aligned,
+    layout_as,
+    span_of,
+)
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import short
 from offload.torch_api import (

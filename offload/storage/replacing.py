@@ -7,24 +7,28 @@ Always true:
 - a file that replaces another has its mode, and where that may be its owner, before anything is in it
 - what is to last is on the disk before it has its name
 - only what has a temporary name of ours is removed: this process's own, and those of dead ones of this machine
+- a tag names one process of one machine (and one pid namespace), also after its number is used again
+- only a process of this machine can be called dead, and only if the system says so: one that can't be looked at lives
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from offload.errors import ForeignFileError, WriteError
 from offload.storage import log
-from offload.storage.process import is_dead, process_tag
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import is_there
 
@@ -62,7 +66,7 @@ def replacing(
         WriteError: the disk is full, the folder is read-only...
     """
     with writing(path, size, place):
-        temporary = temporary_for(path)
+        temporary = path.with_name(temporary_name())
         try:
             with new_file(temporary, size, like=path, durable=durable) as fd:
                 yield New(fd, temporary)
@@ -88,7 +92,7 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
     """
     *others, last = paths
     with writing(last.parent, size):
-        temporaries = {path: temporary_for(path) for path in paths}
+        temporaries = {path: path.with_name(temporary_name()) for path in paths}
         try:
             yield temporaries
             for path in others:
@@ -143,7 +147,7 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
     refuse(path)
     made_folder(path.parent, size)
     with writing(path, size):
-        temporary = temporary_for(path)
+        temporary = path.with_name(temporary_name())
         try:
             temporary.mkdir()
             yield temporary
@@ -330,3 +334,67 @@ def sync_folder(folder: Path) -> None:
                 f"a value was replaced, but may be lost in a power cut ({error.strerror}): write it again, elsewhere"
             )
             raise WriteError(error.errno, reason, str(folder)) from error
+
+
+# Which process left something, and whether it is still alive
+
+
+def process_tag() -> str:
+    """`machine-pid-start` of the running process, in letters and digits.
+
+    Raises:
+        OSError: the system does not tell, as too many files are open.
+    """
+    return _tag(os.getpid())
+
+
+def is_dead(tag: str) -> bool:
+    """True if the process of this tag ran on this machine and has ended; False where that can't be told."""
+    machine, _, rest = tag.partition("-")
+    pid, _, start = rest.partition("-")
+    try:
+        if machine != _machine() or not pid.isdecimal() or not start:
+            return False
+        now = _start(int(pid))
+        return now != start if now else not _is_hidden(int(pid))
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=4)
+def _tag(pid: int) -> str:
+    return f"{_machine()}-{pid}-{_start(pid)}"
+
+
+def _start(pid: int) -> str:
+    """When a process began, in clock ticks since boot, which no clock correction moves.
+
+    Empty if there is none, if it has ended and only its parent has not looked, or if it is hidden.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _is_hidden(pid: int) -> bool:
+    """True for a living process of another user, where those can't be looked at (`/proc` mounted with `hidepid`)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """Host name, machine id and pid namespace: containers, and machines that share a folder, differ in one of them."""
+    marks = [socket.gethostname()]
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        marks.append(Path("/etc/machine-id").read_text(encoding="utf-8", errors="replace").strip())
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        marks.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256(" ".join(marks).encode()).hexdigest()[:8]

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from offload.errors import ArgumentError, ArgumentTypeError, CorruptFileError, OffloadError, UnknownSubclassError
-from offload.storage.dtypes import dtype_name, dtype_named
-from offload.storage.layout import Layout, layout_as
+from offload.storage.layout import Layout, dtype_name, dtype_named, layout_as
 from offload.storage.nodes import NONE, Node, plain_value, scalar_node
 from offload.storage.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
@@ -57,6 +56,7 @@ _REGISTERED: dict[str, type] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # these very classes, and none made of them
 _NUMBERS_ALONE = {"offload:OffloadedTensor", "tensordict:MemoryMappedTensor"}  # they say where the numbers are, no more
 _SIMPLE = (bool, int, float, str)
+is_subclass_value: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass  # stored as its inner tensors
 
 Recipe = dict[str, Any]
 
@@ -104,11 +104,6 @@ def _is_named_tuple(cls: type) -> bool:
 def registered(module: str, name: str) -> type | None:
     """The class called `name`, of the package of `module`, that `register_subclass` was told of."""
     return _REGISTERED.get(f"{module.partition('.')[0]}:{name}")
-
-
-def is_subclass_value(tensor: torch.Tensor) -> bool:
-    """True for a wrapper subclass, which is stored as its inner tensors."""
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def refuse_lossy(tensor: torch.Tensor, name: str) -> None:

@@ -9,7 +9,8 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +30,6 @@ from offload.storage.header import Head, build
 from offload.storage.layout import Entry, Layout, contiguous
 from offload.storage.mapping import scratch
 from offload.storage.reasons import naming, reading, writing
-from offload.storage.regular import is_there
 from offload.storage.replacing import new_file, replacing, write_all
 
 Take: TypeAlias = Callable[[TensorFile], object]
@@ -45,6 +45,33 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     return Layout(tensor.dtype, tuple(tensor.shape), (twin if dense else torch.empty_like(twin)).stride())
 
 
+@contextmanager
+def new_values(
+    path: Path, layouts: Mapping[str, Layout], notes: Mapping[str, Any], *, durable: bool, take: Take | None = None
+) -> Iterator[tuple[int, Head]]:
+    """A new file with room for values of these layouts, by its descriptor and its head; `path` if the block ends well.
+
+    `notes` are as for `header.build`; `durable` makes it survive a power cut, too. `take` is called with the file as
+    soon as it stands at `path`: from then on no error takes it away again.
+
+    Raises:
+        ForeignFileError: a file that `offload` did not write stands there.
+        WriteError: the disk is full, the folder is read-only...
+    """
+    head = build(layouts, notes)
+
+    def placed() -> None:
+        if take is not None:
+            written.moved_to(path)
+            take(written)
+
+    refuse_foreign(path)
+    with replacing(path, head.size, place="offload_dir", durable=durable, placed=placed) as new:
+        write_all(new.fd, memoryview(head.data), 0)
+        yield new.fd, head
+        written = TensorFile.written(new.path, head.header)
+
+
 def write_values(
     path: Path,
     values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
@@ -54,71 +81,37 @@ def write_values(
     durable: bool,
     take: Take | None = None,
 ) -> None:
-    """Put a file with these plain tensors at `path`, atomically; `durable` also makes it survive a power cut.
+    """Put a file with these plain tensors at `path`, as `new_values` has it.
 
-    In place of a tensor there may be contiguous ones on the CPU that make it up, as its layout orders them. `take` is
-    called with the file as soon as it stands at `path`: from then on no error takes it away again.
-
-    Raises:
-        ForeignFileError: a file that `offload` did not write stands there.
-        WriteError: the disk is full, the folder is read-only...
+    In place of a tensor there may be contiguous ones on the CPU that make it up, as its layout orders them.
     """
-    head = build(layouts, notes)
-    with _new_values(path, head, durable=durable, take=take) as fd:
+    with new_values(path, layouts, notes, durable=durable, take=take) as (fd, head):
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
                 write_tensor(fd, head.start(key), value.permute(layouts[key].order))
             else:
-                _write_blocks(fd, head.start(key), value)
+                write_blocks(fd, head.start(key), value)
 
 
-def write_empty(
-    path: Path,
-    key: str,
-    layout: Layout,
-    notes: Mapping[str, Any],
-    *,
-    durable: bool,
-    take: Take | None = None,
-    parts: Iterable[tuple[int, torch.Tensor]] = (),
-) -> None:
-    """Put a file at `path` whose one value reads as zeros; where the disk can, its blocks are reserved unwritten.
+def write_zeros(fd: int, head: Head) -> None:
+    """Have the values of a new file read as zeros; where the disk can, its blocks are reserved unwritten."""
+    if os.fstat(fd).st_blocks * 512 < head.size:  # a store into a hole of a full disk would end the process
+        zeros = memoryview(bytes(_STEP))
+        for at in range(len(head.data), head.size, _STEP):
+            write_all(fd, zeros[: head.size - at], at)
 
-    `durable` and `take` are as for `write_values`. `parts` are plain tensors that lie in the value, each as it reads,
-    from the byte that is given with it.
 
-    Raises: as `write_values`.
+def copy_entries(source: TensorFile, entries: Iterable[Entry], fd: int, head: Head, *, settled: bool) -> None:
+    """Copy values from one file to a new one, inside the kernel where it can.
+
+    `settled` is as for `TensorFile.descriptor`.
+
+    Raises: as `TensorFile.descriptor`.
     """
-    head = build({key: layout}, notes)
-    with _new_values(path, head, durable=durable, take=take) as fd:
-        if os.fstat(fd).st_blocks * 512 < head.size:  # a store into a hole of a full disk would end the process
-            _write_zeros(fd, head.start(key), layout.nbytes)
-        for begin, part in parts:
-            write_tensor(fd, head.start(key) + begin, part)
-
-
-def copy_entries(
-    source: TensorFile,
-    entries: Sequence[Entry],
-    path: Path,
-    notes: Mapping[str, Any],
-    *,
-    settled: bool,
-    durable: bool,
-    take: Take | None = None,
-) -> None:
-    """Copy values from one file to a file of their own, inside the kernel where it can.
-
-    `settled` is as for `TensorFile.descriptor`, `durable` and `take` as for `write_values`.
-
-    Raises: as `write_values` and `TensorFile.descriptor`.
-    """
-    head = build({entry.key: entry.layout for entry in entries}, notes)
     fd_from = source.descriptor(settled=settled)
     try:
-        with _new_values(path, head, durable=durable, take=take) as fd:
-            for entry in entries:
-                copy_range(fd_from, entry.start, fd, head.start(entry.key), entry.layout.nbytes, source.path)
+        for entry in entries:
+            copy_range(fd_from, entry.start, fd, head.start(entry.key), entry.layout.nbytes, source.path)
     finally:
         os.close(fd_from)
 
@@ -148,10 +141,11 @@ def write_beside(
 
 def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Write the elements of a plain tensor in row-major order, as `dtype` if one is given, piece by piece."""
-    _write_blocks(fd, at, _blocks(tensor, dtype or tensor.dtype))
+    write_blocks(fd, at, _blocks(tensor, dtype or tensor.dtype))
 
 
-def _write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
+def write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
+    """Write contiguous tensors on the CPU one behind the other."""
     for block in blocks:
         at += write_all(fd, bytes_of(block), at)
 
@@ -163,16 +157,11 @@ def refuse_foreign(path: Path) -> None:
         ForeignFileError: another one stands there.
         ReadError: what stands there can't be told.
     """
-    if not is_there(path):
-        return
-    with reading(path):
-        if path.is_symlink():
-            raise ForeignFileError(
-                f"{path} is a link that offload did not make: move it away, or take another offload_dir"
-            )
     try:
-        ours = TensorFile.open(path).is_ours
-    except MissingFileError:  # it has just been removed
+        with reading(path):
+            is_link = stat.S_ISLNK(os.lstat(path).st_mode)
+        ours = not is_link and TensorFile.open(path).is_ours
+    except MissingFileError:  # also if it has just been removed
         return
     except ReadError:
         raise
@@ -180,6 +169,8 @@ def refuse_foreign(path: Path) -> None:
         raise ForeignFileError(
             f"{path} exists and is not a file of offload ({error}): move it away, or take another offload_dir"
         ) from error
+    if is_link:
+        raise ForeignFileError(f"{path} is a link that offload did not make: move it away, or take another offload_dir")
     if not ours:
         raise ForeignFileError(
             f"{path} exists and was not written by offload: it is left as it is. Take another offload_dir."
@@ -195,22 +186,6 @@ def refuse_earlier(path: Path, name: str) -> None:
                 f"{path} holds the value of an earlier one: open that with OffloadedTensor.from_file, take another "
                 "name or folder, or pass exist_ok=True to replace it"
             )
-
-
-@contextmanager
-def _new_values(path: Path, head: Head, *, durable: bool, take: Take | None) -> Iterator[int]:
-    """A descriptor of a new file with its header and room for its values that becomes `path` if the block ends well."""
-
-    def placed() -> None:
-        if take is not None:
-            written.moved_to(path)
-            take(written)
-
-    refuse_foreign(path)
-    with replacing(path, head.size, place="offload_dir", durable=durable, placed=placed) as new:
-        write_all(new.fd, memoryview(head.data), 0)
-        yield new.fd
-        written = TensorFile.written(new.path, head.header)
 
 
 def fill_holes(fd: int, size: int) -> None:
@@ -257,12 +232,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.itemsize
     flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (nbytes,), (1,))
     return flat.numpy().data
-
-
-def _write_zeros(fd: int, at: int, count: int) -> None:
-    zeros = memoryview(bytes(min(count, _STEP)))
-    for done in range(0, count, _STEP):
-        write_all(fd, zeros[: count - done], at + done)
 
 
 def copy_range(source: int, start: int, target: int, at: int, count: int, path: Path) -> None:

@@ -15,9 +15,8 @@ How an op is carried out, in this order:
 | `wrapper` | the class `OffloadedTensor`, the tables of rules that it is asked for, and what others may ask of it |
 | `rules` | 2 and 3: what follows from an op's schema; and how functions run on guests |
 | `ops` | 1: the rules of ops that 2 and 3 do not fit, and of values that are themselves of a tensor subclass |
-| `guests` | the plain tensors that ops compute with: how they are cut, read, and sent to a device |
+| `guests` | the plain tensors that ops compute with, and what does while a compiler traces |
 | `arguments` | what users hand in, checked |
-| `traced` | what stands for a file while a compiler traces |
 | `materialize` | tensors, modules and nests of them, plain again |
 | `saved` | tensors on their way into a file that is not theirs |
 | `processes` | passing to another process |

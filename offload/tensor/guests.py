@@ -5,12 +5,15 @@ Always true:
 - cutting reads nothing; a cut of a value on the CPU is over the mapped file, elsewhere it is a copy
 - only values in files that nobody writes to stay on an accelerator, and only within a budget for it: there is no copy
   that could be stale
+- a value that a compiler traces has no file: it is the compiler's tensor; `torch.jit.trace` sees offloaded ones
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from types import FrameType, FunctionType
+from typing import Any, final
 
 import torch
 
@@ -184,3 +187,47 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
             return copy if copy.kept else None
     finally:
         let_go(leaving)
+
+
+# What stands for a value while it is traced
+
+
+@final
+class Traced:
+    """Stands for a handle while a compiler traces: the value is a tensor of the compiler's."""
+
+    __slots__ = ("generation", "inner")
+    owned = True
+    has_holes = False
+    recipe = None
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+        self.generation = 0
+
+    def base(self) -> torch.Tensor:
+        return self.inner
+
+    writable_base = base
+
+    @property
+    def twin(self) -> torch.Tensor:
+        return self.inner
+
+
+def as_called_from(frame: FrameType, func: Any) -> Callable[..., Any]:
+    """`func`, called so that who looks for its caller finds the line and the variables of `frame`.
+
+    `torch.jit.trace` notes which line calls an op, and what the values are called there. It checks its trace against
+    one over plain clones of the arguments, and does not pass another line or name (2.13).
+    """
+    if isinstance(func, FunctionType):  # calls by itself
+        return func
+    line = "\n" * (frame.f_lineno - 1) + "_traced(*_args, **_kwargs)"
+    code = compile(line, frame.f_code.co_filename, "eval")
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return eval(code, {"_traced": func, "_args": args, "_kwargs": kwargs}, dict(frame.f_locals))
+
+    return call

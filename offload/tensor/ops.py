@@ -18,7 +18,7 @@ from offload.prefetch.engine import brought_in
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
-from offload.tensor.guests import CPU, copied, sent_to
+from offload.tensor.guests import CPU, Traced, copied, sent_to
 from offload.tensor.rules import (
     call,
     decompose_in_sight,
@@ -35,7 +35,6 @@ from offload.tensor.rules import (
     view_of,
     write,
 )
-from offload.tensor.traced import Traced
 from offload.tensor.wrapper import (
     INNER,
     OffloadedTensor,

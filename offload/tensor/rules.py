@@ -19,8 +19,7 @@ from torch.autograd import forward_ad
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.guests import CPU, cut, metadata_of, sent_to, twin_with
-from offload.tensor.traced import Traced, as_called_from
+from offload.tensor.guests import CPU, Traced, as_called_from, cut, metadata_of, sent_to, twin_with
 from offload.tensor.wrapper import (
     BY_SCHEMA,
     OUT,

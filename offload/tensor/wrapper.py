@@ -47,14 +47,23 @@ from offload.tensor.arguments import (
     refuse_other_kind,
     refuse_unstorable,
 )
-from offload.tensor.guests import CPU, copied, cut, resident_guest, sent_to, twin_of, uncut, with_bits_of
-from offload.tensor.traced import Traced, as_called_from
+from offload.tensor.guests import (
+    CPU,
+    Traced,
+    as_called_from,
+    copied,
+    cut,
+    resident_guest,
+    sent_to,
+    twin_of,
+    uncut,
+    with_bits_of,
+)
 from offload.torch_api import (
     PARAMETER_MARK,
     SWAPPING,
     ConstantIntNode,
     DisableTorchFunctionSubclass,
-    is_traceable_wrapper_subclass,
     is_traced,
     make_wrapper,
     refuse_pointers,
@@ -115,7 +124,7 @@ class _unless_swapped:
 
     def __get__(self, tensor: Any, kind: type) -> Any:
         asks: FrameType | None = sys._getframe(1)
-        while asks is not None and asks.f_globals.get("__name__") == is_traceable_wrapper_subclass.__module__:
+        while asks is not None and asks.f_globals.get("__name__") == is_subclass_value.__module__:
             asks = asks.f_back
         swapped = None if asks is None else SWAPPING.variables(asks)
         if swapped is not None and any(value is tensor for value in swapped.values()):
@@ -417,10 +426,7 @@ class OffloadedTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy
 
-        array = self.numpy()
-        if copy:
-            return numpy.array(array, dtype=dtype, copy=True)
-        return numpy.asarray(array, dtype=dtype)
+        return (numpy.array if copy else numpy.asarray)(self.numpy(), dtype=dtype)
 
     def tolist(self) -> Any:
         """The value as nested lists of Python numbers."""
@@ -452,10 +458,7 @@ class OffloadedTensor(torch.Tensor):
         try:
             with no_functions(), no_modes():
                 value = self._on_cpu()
-                if handle.is_subclass:
-                    text = repr(value)
-                else:
-                    text = tensor_text(value, tensor_contents=tensor_contents)
+                text = repr(value) if handle.is_subclass else tensor_text(value, tensor_contents=tensor_contents)
         except OffloadError as error:  # who debugs that looks at it
             why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
             kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
@@ -762,7 +765,7 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
 
 def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
     """As `store`, but other tensors over the value are left with the old one."""
-    if not _is_shared(tensor):
+    if _holders(tensor) <= _ONE_HOLDER:
         store(tensor, values)
         return
     handle = handle_of(tensor)
@@ -776,12 +779,8 @@ def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
         become(tensor, wrap_handle(Handle.create(guest_of(values.detach()), handle.name, folder), tensor._target))
 
 
-def _is_shared(tensor: OffloadedTensor) -> bool:
-    """Whether other tensors are over the same value."""
-    return _holders(tensor) > _ONE_HOLDER
-
-
 def _holders(tensor: Any) -> int:
+    """How many tensors are over the same value, and a constant more."""
     return sys.getrefcount(tensor._handle)
 
 

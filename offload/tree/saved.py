@@ -32,12 +32,12 @@ from offload.errors import (
     WriteError,
 )
 from offload.progress import progress_in_bytes
-from offload.storage.dtypes import dtype_name
 from offload.storage.file import TensorFile
+from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.header import MARK
+from offload.storage.layout import dtype_name
 from offload.storage.locks import flock
-from offload.storage.names import file_name
 from offload.storage.reasons import short, writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder

@@ -17,7 +17,7 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
-from offload.storage.dtypes import _NAMED
+from offload.storage.layout import _NAMED
 from tests.page_cache import needs_page_cache
 
 SIZE = 10

@@ -26,8 +26,8 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
-from offload.storage.dtypes import _NAMED
 from offload.storage.file import TensorFile
+from offload.storage.layout import _NAMED
 from tests.processes import in_fork, run_script
 
 FORMS = [

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from offload import OffloadedTensor, cli
 from offload.models.checkpoint import open_checkpoint
-from offload.storage.process import process_tag
-from offload.storage.replacing import TEMPORARY
+from offload.storage.replacing import TEMPORARY, process_tag
 from tests.processes import run_script
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from offload.errors import NameInUseError, WriteError
 from offload.storage.folders import claim, discard, named_folder, private_folder, release
-from offload.storage.process import process_tag
+from offload.storage.replacing import process_tag
 from tests.processes import ROOT, in_fork, run_script
 
 

@@ -26,9 +26,9 @@ from offload.errors import (
 )
 from offload.storage import handle as handle_module
 from offload.storage.file import TensorFile
+from offload.storage.folders import file_name
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
-from offload.storage.names import file_name
 from offload.storage.write import write_values
 from tests.processes import in_fork
 

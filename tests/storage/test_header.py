@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from offload.errors import CorruptFileError, UnsupportedOpError
-from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.header import ALIGNMENT, MARK, build, header_length, parse
-from offload.storage.layout import Layout, contiguous_stride
+from offload.storage.layout import Layout, contiguous_stride, dtype_name, dtype_named
 from offload.storage.write import layout_of
 
 DTYPES = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.storage.names import SUFFIX, file_name
+from offload.storage.folders import SUFFIX, file_name
 
 ALLOWED = set(string.ascii_lowercase + string.digits + "._-%~")
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=400).filter(

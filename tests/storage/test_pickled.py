@@ -30,9 +30,9 @@ from offload.errors import (
     OffloadError,
     ReadError,
 )
-from offload.storage.dtypes import dtype_name, dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
+from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.pickled import NESTS
 from offload.testing import is_equal
 from tests.conftest import contents
@@ -411,13 +411,13 @@ COPIED = """
     from offload.storage import handle
     from offload.storage.file import TensorFile
 
-    seen, write_values = [], handle.write_values
+    seen, write_tensor = [], handle.write_tensor
 
     def watched(*args, **options):
         seen.append(anonymous_bytes())
-        return write_values(*args, **options)
+        return write_tensor(*args, **options)
 
-    handle.write_values = watched
+    handle.write_tensor = watched
     [w[0, 0].item() for w in load_file(sys.argv[2]).values()]  # imports, first calls
     TensorFile.open(sys.argv[1])
     seen.clear()

@@ -10,16 +10,16 @@ import threading
 
 import pytest
 
-from offload.storage import process
+from offload.storage import replacing
 from offload.storage.locks import fork_safe_lock
-from offload.storage.process import is_dead, process_tag
+from offload.storage.replacing import is_dead, process_tag
 from tests import faults
 from tests.processes import in_fork
 
 
 def tag_of(pid: int) -> str:
     machine = process_tag().partition("-")[0]
-    return f"{machine}-{pid}-{process._start(pid)}"
+    return f"{machine}-{pid}-{replacing._start(pid)}"
 
 
 def test_a_living_process_is_not_dead():
@@ -57,7 +57,7 @@ def test_a_process_of_another_user_that_cannot_be_looked_at_is_not_called_dead(m
     def refuse(pid, signal):
         raise PermissionError
 
-    monkeypatch.setattr(process, "_start", lambda pid: "")
+    monkeypatch.setattr(replacing, "_start", lambda pid: "")
     machine = process_tag().partition("-")[0]
 
     assert is_dead(f"{machine}-{2**22 + 1}-7")
@@ -68,9 +68,9 @@ def test_a_process_of_another_user_that_cannot_be_looked_at_is_not_called_dead(m
 def test_who_cannot_be_looked_at_as_too_many_files_are_open_is_not_called_dead():
     """What a living process is writing, and its private folder, would be removed."""
     tag = process_tag()
-    process._machine.cache_clear()
+    replacing._machine.cache_clear()
 
-    found = list(faults.each_failure(process._machine.cache_clear, lambda _: is_dead(tag)))
+    found = list(faults.each_failure(replacing._machine.cache_clear, lambda _: is_dead(tag)))
 
     assert {errno.EMFILE, errno.EIO} <= {failure.code for failure in found}
     assert [] == [str(failure) for failure in found if failure.result is not False]
@@ -80,8 +80,8 @@ def test_a_tag_that_could_not_be_made_is_made_the_next_time():
     tag = process_tag()
 
     def forget():
-        process._machine.cache_clear()
-        process._tag.cache_clear()
+        replacing._machine.cache_clear()
+        replacing._tag.cache_clear()
 
     for failure in faults.each_failure(forget, lambda _: process_tag(), [errno.EMFILE, errno.EIO]):
         assert isinstance(failure.error, OSError), str(failure)

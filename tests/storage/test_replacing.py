@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from offload.errors import ForeignFileError, WriteError
-from offload.storage.process import process_tag
-from offload.storage.replacing import made_folder, remove_folder, replacing, replacing_all, replacing_folder
+from offload.storage.replacing import (
+    made_folder,
+    process_tag,
+    remove_folder,
+    replacing,
+    replacing_all,
+    replacing_folder,
+)
 from tests import faults
 from tests.conftest import contents
 

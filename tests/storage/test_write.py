@@ -17,13 +17,11 @@ from safetensors.torch import load_file, save_file
 from offload import load_file as offload_file
 from offload.errors import ChangedFileError, ForeignFileError, ReadError, WriteError
 from offload.storage import write as write_module
-from offload.storage.dtypes import WORDS, dtype_name, dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.header import ALIGNMENT
-from offload.storage.layout import Layout, contiguous_stride
-from offload.storage.process import process_tag
-from offload.storage.replacing import put_file, sweep
-from offload.storage.write import copy_entries, layout_of, write_empty, write_values
+from offload.storage.layout import WORDS, Layout, contiguous_stride, dtype_name, dtype_named
+from offload.storage.replacing import process_tag, put_file, sweep
+from offload.storage.write import copy_entries, layout_of, new_values, write_values, write_zeros
 from offload.testing import is_equal
 from tests import faults
 from tests.processes import run_script
@@ -41,6 +39,17 @@ FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 def write(path: Path, value: torch.Tensor, *, durable: bool = False) -> Path:
     write_values(path, {"w": value}, {"w": layout_of(value)}, {"name": "w"}, durable=durable)
     return path
+
+
+def write_empty(path: Path, layout: Layout) -> None:
+    with new_values(path, {"w": layout}, {"name": "w"}, durable=False) as (fd, head):
+        write_zeros(fd, head)
+
+
+def copy(source: TensorFile, key: str, path: Path, *, durable: bool = False) -> None:
+    entry = source.entry(key)
+    with new_values(path, {key: entry.layout}, {"name": key}, durable=durable) as (fd, head):
+        copy_entries(source, [entry], fd, head, settled=True)
 
 
 def read(path: Path) -> torch.Tensor:
@@ -183,7 +192,7 @@ def test_an_empty_value_reads_as_zeros_and_its_blocks_are_reserved_unwritten(tmp
     put = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: written.append(len(data)) or put(fd, data, at))
 
-    write_empty(path, "w", Layout(torch.float32, (1 << 18,), (1,)), {}, durable=False)
+    write_empty(path, Layout(torch.float32, (1 << 18,), (1,)))
 
     assert torch.equal(torch.zeros(1 << 18), read(path))
     assert path.stat().st_blocks * 512 >= 1 << 20
@@ -196,7 +205,7 @@ def test_where_blocks_cannot_be_reserved_zeros_are_written(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
 
-    write_empty(tmp_path / "w.safetensors", "w", Layout(torch.float32, (700_000,), (1,)), {}, durable=False)
+    write_empty(tmp_path / "w.safetensors", Layout(torch.float32, (700_000,), (1,)))
 
     assert torch.equal(torch.zeros(700_000), read(tmp_path / "w.safetensors"))
     os.sync()
@@ -216,9 +225,7 @@ def test_a_value_is_copied_from_file_to_file(tmp_path, monkeypatch, kernel):
         monkeypatch.setattr(os, "sendfile", part)
 
     for key, value in values.items():
-        copy_entries(
-            source, [source.entry(key)], tmp_path / "copy.safetensors", {"name": key}, settled=True, durable=True
-        )
+        copy(source, key, tmp_path / "copy.safetensors", durable=True)
 
         assert is_equal(value, load_file(tmp_path / "copy.safetensors")[key])
         (tmp_path / "copy.safetensors").unlink()
@@ -230,7 +237,7 @@ def test_a_changed_source_is_not_copied(tmp_path):
     os.utime(tmp_path / "model.safetensors", ns=(0, 0))
 
     with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
-        copy_entries(source, [source.entry("w")], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
+        copy(source, "w", tmp_path / "copy.safetensors")
     assert ["model.safetensors"] == os.listdir(tmp_path)
 
 
@@ -253,7 +260,7 @@ def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call,
         return one.name == "os.sendfile" or (one.name == call and bool(met))
 
     with faults.failing(0, errno.EIO, lasting=True, only=is_met), pytest.raises(kind, match=name) as caught:
-        copy_entries(source, [source.entry("w")], tmp_path / "copy.safetensors", {}, settled=True, durable=False)
+        copy(source, "w", tmp_path / "copy.safetensors")
 
     assert errno.EIO == caught.value.errno
     assert ["model.safetensors"] == os.listdir(tmp_path)
@@ -282,7 +289,7 @@ def access(path: Path) -> tuple[int, int, int]:
     "replace",
     [
         lambda path: write(path, torch.ones(5)),
-        lambda path: write_empty(path, "w", Layout(torch.float32, (5,), (1,)), {"name": "w"}, durable=False),
+        lambda path: write_empty(path, Layout(torch.float32, (5,), (1,))),
         lambda path: offload_file(path.parent, offload_dir=path.parent)["w"].update_values(
             torch.ones(5), strict_shape=False
         ),
@@ -345,7 +352,7 @@ def test_what_somebody_else_made_is_refused_and_left_byte_for_byte(tmp_path, mak
     with pytest.raises(ForeignFileError, match=rf"{path} .*(move it away|ake another offload_dir)"):
         write(path, torch.ones(2))
     with pytest.raises(ForeignFileError):
-        write_empty(path, "w", Layout(torch.float32, (2,), (1,)), {}, durable=False)
+        write_empty(path, Layout(torch.float32, (2,), (1,)))
     after = os.lstat(path), path.is_file() and path.read_bytes(), sorted(os.listdir(tmp_path))
     assert before[0][:7] == after[0][:7]
     assert before[1:] == after[1:]
@@ -428,7 +435,7 @@ def test_a_full_disk_is_an_error_and_not_a_crash(tmp_path):
         with pytest.raises(WriteError, match=r"No space left.*free some space"):
             write(path, torch.ones(2 << 20, dtype=torch.uint8))
         with pytest.raises(WriteError, match=r"No space left.*free some space"):
-            write_empty(tmp_path / "other.safetensors", "w", layout, {}, durable=False)
+            write_empty(tmp_path / "other.safetensors", layout)
         assert torch.equal(torch.zeros(3), read(path))
         assert ["w.safetensors"] == os.listdir(tmp_path)
     finally:

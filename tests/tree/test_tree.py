@@ -28,7 +28,7 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
-from offload.storage.dtypes import TORCH_DTYPES
+from offload.storage.layout import TORCH_DTYPES
 from offload.tree import saved
 from tests.conftest import contents
 from tests.processes import in_fork, run_script

@@ -34,11 +34,10 @@ from offload.errors import (
     OffloadError,
     UnknownTypeError,
 )
-from offload.storage.dtypes import dtype_named
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import is_unicode
-from offload.storage.layout import Entry, contiguous, contiguous_stride
+from offload.storage.layout import Entry, contiguous, contiguous_stride, dtype_named
 from offload.storage.reasons import reading as as_read
 from offload.storage.regular import absolute, is_folder, is_there, open_regular
 from offload.storage.state_file import read_json
