@@ -233,7 +233,6 @@ def test_the_finder_finds_state():
 # Where the type is not said, on the floors that the most stands on: module and name.
 ANYTHING = {
     "offload.prefetch.staging": {"copied", "here", "self._module"},  # torch.cuda, torch.xpu...: modules alike
-    "offload.storage.folders": {"owner"},
     "offload.storage.header": {"name", "shape", "spec", "stride"},  # JSON that is not checked yet
     "offload.storage.layout": {"numbers", "shape", "stride"},  # the same
     "offload.storage.locks": {"lock"},
