@@ -11,14 +11,12 @@ import os
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from offload.cache.indexing import Numbers
 from offload.cache.rowfile import opened
 from offload.cache.store import LOCK, Store
 from offload.storage.locks import lock_range, unlock_range
-
-Numbers = npt.NDArray[np.int64]
 
 
 class Claims:
@@ -42,11 +40,10 @@ class Claims:
         """The missing rows that nobody else has taken, so many at a time; each is given once."""
         rows = self._rest()
         for start in range(0, len(rows), size):
-            part = np.array([row for row in rows[start : start + size].tolist() if self._take(row)], np.int64)
+            wanted = rows[start : start + size].tolist()
+            part = np.array([row for row in wanted if lock_range(self._fd, self._path, row, 1)], np.int64)
             self._seen.append(part)
-            part = part[
-                self._store.are_missing(self._columns, part)
-            ]  # others may have filled some before they were taken
+            part = part[self._store.are_missing(self._columns, part)]  # some were filled before they were taken
             if len(part):
                 yield torch.from_numpy(part)
 
@@ -69,6 +66,3 @@ class Claims:
     def close(self) -> None:
         """Give everything back, for good."""
         os.close(self._fd)
-
-    def _take(self, row: int) -> bool:
-        return lock_range(self._fd, self._path, row, 1)

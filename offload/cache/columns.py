@@ -549,11 +549,14 @@ class Ragged:
         """
         if form == "list":
             return list(self.values.split(self.counts.tolist()))
-        if form not in ("padded", "jagged"):
-            raise CacheError(f"ragged={form!r} is not known: 'list', 'padded' or 'jagged'")
-        return self.as_padded(padding) if form == "padded" else self.as_jagged()
+        if form == "padded":
+            return self._padded(padding)
+        if form == "jagged":
+            offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
+            return torch.nested.nested_tensor_from_jagged(self.values, offsets)
+        raise CacheError(f"ragged={form!r} is not known: 'list', 'padded' or 'jagged'")
 
-    def as_padded(self, padding: complex) -> torch.Tensor:
+    def _padded(self, padding: complex) -> torch.Tensor:
         """(rows, longest, ...)"""
         counts = torch.from_numpy(self.counts)
         longest = int(self.counts.max()) if len(counts) else 0
@@ -562,12 +565,6 @@ class Ragged:
         padded = torch.full(shape, padding, dtype=self.values.dtype, device=self.values.device)
         padded[(torch.arange(longest, device="cpu") < counts[:, None]).to(padded.device)] = self.values
         return padded
-
-    def as_jagged(self) -> torch.Tensor:
-        """A nested tensor, `layout=torch.jagged`, over the values as they are."""
-        offsets = torch.from_numpy(np.append(0, np.cumsum(self.counts))).to(self.values.device)
-        jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(self.values, offsets)
-        return jagged
 
 
 def _path(folder: Path, column: Column) -> Path:

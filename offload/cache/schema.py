@@ -108,21 +108,17 @@ def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
         raise CacheError("a cache needs at least one column: give {name: (dtype, row_shape)}")
     schema = {name: _column(name, said) for name, said in columns.items()}
     for name, column in schema.items():
-        _refuse_without_file(name, column)
+        try:
+            file_name(name)
+        except (TypeError, ValueError) as error:
+            raise CacheError(f"a column can't be called {name!r} ({error}): give it another name") from error
+        if math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize > _MOST:
+            raise CacheError(f"column {name!r}: a row of the shape {column.shape_text} is larger than any file")
         if column.kind != TENSOR and f"{name}/index" in schema:
             raise CacheError(
                 f"{name}/index can't be a column beside {name!r}, which keeps the places of its rows there"
             )
     return schema
-
-
-def _refuse_without_file(name: Any, column: Column) -> None:
-    try:
-        file_name(name)
-    except (TypeError, ValueError) as error:
-        raise CacheError(f"a column can't be called {name!r} ({error}): give it another name") from error
-    if math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize > _MOST:
-        raise CacheError(f"column {name!r}: a row of the shape {column.shape_text} is larger than any file")
 
 
 def _column(name: str, said: Any) -> Column:

@@ -131,12 +131,6 @@ class States:
         known_at, rows = self._known_filled
         return rows if known_at == changes else 0
 
-    @property
-    def nbytes(self) -> int:
-        """On the disk."""
-        with reading(self.path):
-            return os.fstat(self.fd).st_blocks * 512
-
     def grow(self, room: int) -> None:
         """Say that there is room for so many rows: the columns have it. Under the lock.
 
@@ -241,10 +235,10 @@ class States:
         with writing(self.path):
             os.fdatasync(self.fd)
 
-    def missing(self, columns: list[int], start: int = 0) -> Numbers:
+    def missing(self, columns: list[int]) -> Numbers:
         """Rows of which one of these cells is not filled, in order."""
         found = [np.empty(0, dtype=np.int64)]
-        for at in range(start, self.num_rows, _SCANNED):
+        for at in range(0, self.num_rows, _SCANNED):
             part = self._all()[at : min(at + _SCANNED, self.num_rows)]
             found.append(np.flatnonzero(~cells_filled(part[:, columns]).all(axis=1)) + at)
         return np.concatenate(found)

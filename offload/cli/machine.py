@@ -7,7 +7,6 @@ Always true:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +32,18 @@ def add_to(commands: Any) -> None:
 
 def doctor(options: argparse.Namespace) -> None:
     """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
-    from rich.filesize import decimal
-
     from offload.cli.doctor import diagnose
 
     found = diagnose(options.folder)
     if options.json:
         print_json(found)
         return
-    print_pairs(_lines(found, decimal).items())
+    print_pairs(_lines(found).items())
 
 
-def _lines(found: Diagnosis, decimal: Callable[[int], str]) -> dict[str, str]:
+def _lines(found: Diagnosis) -> dict[str, str]:
+    from rich.filesize import decimal
+
     disk = found.disk
     rates = {"write, synced": disk.writes, "read, cold": disk.reads, "read with O_DIRECT": disk.reads_direct}
     written = {name: "not possible here" if rate is None else f"{decimal(int(rate))}/s" for name, rate in rates.items()}

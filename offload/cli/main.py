@@ -46,24 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
+    import shtab
+
     made = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.", epilog=_CODES)
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
     made.add_argument(
         "-v", "--verbose", action="count", default=0, help="tell what is done, on standard error; -vv tells more"
     )
-    _add_completion(made)
+    about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
+    shtab.add_argument_to(made, ["--print-completion"], help=about)
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for room in (models, batch, files, rows, machine):
         room.add_to(commands)
     _allow_everywhere(commands)
     return made
-
-
-def _add_completion(made: argparse.ArgumentParser) -> None:
-    import shtab
-
-    about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
-    shtab.add_argument_to(made, ["--print-completion"], help=about)
 
 
 def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -84,7 +84,7 @@ def generate(options: argparse.Namespace) -> None:
             **inputs,
             max_new_tokens=options.max_new_tokens,
             do_sample=options.sample,
-            streamer=None if options.json else _printing(tokenizer, recording.mark if recording else _nothing),
+            streamer=None if options.json else _printing(tokenizer, recording),
         )
     if options.json:
         new = tokens[0, inputs["input_ids"].shape[1] :]
@@ -174,11 +174,7 @@ def _watched(options: argparse.Namespace, model: Any) -> Any:
     return memory_report(options.report, model, title=f"offload {options.model}")
 
 
-def _nothing() -> None:
-    """Nobody wants to know of a token."""
-
-
-def _printing(tokenizer: Any, mark: Callable[[], None]) -> Any:
+def _printing(tokenizer: Any, recording: Recording | None) -> Any:
     """Prints tokens as they come, and marks each."""
     from transformers import TextStreamer
 
@@ -186,8 +182,8 @@ def _printing(tokenizer: Any, mark: Callable[[], None]) -> Any:
         def put(self, value: torch.Tensor) -> None:
             is_prompt = self.next_tokens_are_prompt
             super().put(value)
-            if not is_prompt:
-                mark()
+            if recording is not None and not is_prompt:
+                recording.mark()
 
     return Printing(tokenizer, skip_prompt=True)
 

@@ -81,11 +81,8 @@ def rows_of_table(table: Any, columns: Collection[str] | None, place: str = "the
     Raises:
         CacheError: a column can't be kept.
     """
-    _refuse_malformed(table, place)
-    names = list(chosen(dict.fromkeys(table.column_names), columns, place))
-    nulls = {name for name in names if table[name].null_count}
-    table = table.select(names)
-    return _rows(table.schema, names, nulls, table.to_batches(_rows_at_once(_row_bytes(table))), place)
+    names, nulls, step = _taken(table, table.column_names, columns, place)
+    return _rows(table.schema, names, nulls, table.select(names).to_batches(step), place)
 
 
 def rows_of_dataset(dataset: Any, columns: Collection[str] | None) -> Incoming:
@@ -94,11 +91,19 @@ def rows_of_dataset(dataset: Any, columns: Collection[str] | None) -> Incoming:
     Raises: as `rows_of_table`.
     """
     table = dataset.data.table
-    _refuse_malformed(table, "the dataset")
-    names = list(chosen(dict.fromkeys(dataset.column_names), columns, "the dataset"))
-    nulls = {name for name in names if table[name].null_count}
-    tables = dataset.select_columns(names).with_format("arrow").iter(_rows_at_once(_row_bytes(table.select(names))))
+    names, nulls, step = _taken(table, dataset.column_names, columns, "the dataset")
+    tables = dataset.select_columns(names).with_format("arrow").iter(step)
     return _rows(table.schema, names, nulls, (part for found in tables for part in found.to_batches()), "the dataset")
+
+
+def _taken(
+    table: Any, there: Collection[str], columns: Collection[str] | None, place: str
+) -> tuple[list[str], set[str], int]:
+    """The columns to take, those of them with nulls, and how many rows at a time."""
+    _refuse_malformed(table, place)
+    names = list(chosen(dict.fromkeys(there), columns, place))
+    nbytes = table.select(names).get_total_buffer_size() // max(len(table), 1)
+    return names, {name for name in names if table[name].null_count}, _rows_at_once(nbytes)
 
 
 def _with_nulls(metadata: Any, names: Collection[str]) -> set[str]:
@@ -125,10 +130,6 @@ def _refuse_malformed(data: Any, place: str, *, full: bool = False) -> None:
         data.validate(full=full)
     except pa.ArrowException as error:
         raise CacheError(f"{place} is not Arrow's ({error}): get it again, whole") from error
-
-
-def _row_bytes(table: Any) -> int:
-    return int(table.get_total_buffer_size() // max(len(table), 1))
 
 
 def _rows_at_once(nbytes: int) -> int:
@@ -183,9 +184,8 @@ def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
 def _is_json(kind: Any) -> bool:
     import pyarrow as pa
 
-    if pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _is_json(kind.value_type)
-    if pa.types.is_fixed_size_list(kind):
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if is_list or pa.types.is_dictionary(kind):
         return _is_json(kind.value_type)
     if pa.types.is_struct(kind):
         return all(_is_json(kind.field(at).type) for at in range(kind.num_fields))
@@ -210,7 +210,7 @@ def _batch(batch: Any, fields: dict[str, Field], texts: Collection[str], place: 
             values = array.to_pylist()
             found[name] = [value and json.loads(value) for value in values] if name in texts else values
         if field.marks_missing:
-            found[name + PRESENT] = torch.from_numpy(array.is_valid().to_numpy(zero_copy_only=False).copy())
+            found[name + PRESENT] = _present(array)
     return found
 
 
@@ -220,8 +220,12 @@ def _dense(name: str, array: Any, field: Field, place: str) -> torch.Tensor:
     if not array.null_count:
         return values
     whole = torch.zeros(len(array), *sizes, dtype=field.dtype)
-    whole[torch.from_numpy(array.is_valid().to_numpy(zero_copy_only=False).copy())] = values
+    whole[_present(array)] = values
     return whole
+
+
+def _present(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array.is_valid().to_numpy(zero_copy_only=False).copy())
 
 
 def _ragged(name: str, array: Any, field: Field, place: str) -> list[torch.Tensor]:

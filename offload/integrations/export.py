@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from offload.cache.incoming import Batch, Field, rows_in_batch
-from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
+from offload.cache.schema import TENSOR, Column
 from offload.cache.table import TensorCache
 from offload.errors import CacheError
 from offload.integrations.parquet import write_parquet
@@ -48,16 +48,10 @@ def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] |
         return
     made_folder(target.parent)
     if form == "parquet":
-        fields = {name: _field(cache.schema[name]) for name in names}
+        fields = {name: Field.of(cache.schema[name]) for name in names}
         write_parquet(target, fields, _batches(cache, names))
     else:
         _write_arrays(cache, target, names)
-
-
-def _field(column: Column) -> Field:
-    if column.kind in (JSON, BYTES):
-        return Field(None, is_bytes=column.kind == BYTES)
-    return Field(column.dtype, (None, *column.row_shape) if column.kind == RAGGED else column.row_shape)
 
 
 def _batches(cache: TensorCache, names: Sequence[str]) -> Iterator[Batch]:

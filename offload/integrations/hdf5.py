@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
+from offload.cache.incoming import Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
@@ -56,8 +56,15 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
         raise CacheError(f"{place} has no datasets, and so no rows")
     num_rows = _length(parts, place)
     fields = {name: _field(name, dataset, key, place) for name, (dataset, key) in parts.items()}
-    nbytes = (_row_bytes(dataset, key) for dataset, key in parts.values())
-    return Incoming(fields, _batches(parts, fields, num_rows, rows_in_batch(nbytes)))
+    step = rows_in_batch(_row_bytes(dataset, key) for dataset, key in parts.values())
+    batches = (
+        {
+            name: _values(dataset, key, slice(start, start + step), fields[name])
+            for name, (dataset, key) in parts.items()
+        }
+        for start in range(0, num_rows, step)
+    )
+    return Incoming(fields, batches)
 
 
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
@@ -116,14 +123,6 @@ def _field(name: str, dataset: Any, key: str | None, place: str) -> Field:
 def _row_bytes(dataset: Any, key: str | None) -> int:
     dtype = dataset.dtype[key] if key else dataset.dtype
     return int(_GUESS if dtype.kind == "O" else dtype.itemsize * np.prod(dataset.shape[1:]))
-
-
-def _batches(
-    parts: Mapping[str, tuple[Any, str | None]], fields: Mapping[str, Field], num_rows: int, step: int
-) -> Iterator[Batch]:
-    for start in range(0, num_rows, step):
-        rows = slice(start, start + step)
-        yield {name: _values(dataset, key, rows, fields[name]) for name, (dataset, key) in parts.items()}
 
 
 def _values(dataset: Any, key: str | None, rows: slice, field: Field) -> Any:

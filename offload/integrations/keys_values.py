@@ -303,12 +303,9 @@ class _SlidingLayerOnDisk(_LayerOnDisk):
         keys, values = self._appended(key_states, value_states)
         new = key_states.shape[-2]
         self.cumulative_length += new
+        window = self.sliding_window - 1
         if not self.record_past:
-            self._keys, self._values = _last(keys, self.sliding_window - 1), _last(values, self.sliding_window - 1)
+            self._keys, self._values = keys[:, :, -window:], values[:, :, -window:]
             return keys, values
         self._keys, self._values = keys, values  # until `crop` says which of them stay
-        return _last(keys, self.sliding_window - 1 + new), _last(values, self.sliding_window - 1 + new)
-
-
-def _last(states: torch.Tensor, count: int) -> torch.Tensor:
-    return states[:, :, -count:]
+        return keys[:, :, -window - new :], values[:, :, -window - new :]

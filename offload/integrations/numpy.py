@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.cache.incoming import Batch, Field, Incoming, rows_in_batch
+from offload.cache.incoming import Field, Incoming, rows_in_batch
 from offload.errors import CacheError
 
 
@@ -46,7 +46,11 @@ def rows_of_array(array: np.ndarray[Any, Any], columns: Collection[str] | None, 
     parts = chosen(dict(_parts(array, "")), columns, place)
     fields = {name: field_of(name, part.dtype, part.shape[1:], place) for name, part in parts.items()}
     step = rows_in_batch(part.nbytes // max(len(array), 1) for part in parts.values())
-    return Incoming(fields, _batches(parts, fields, len(array), step))
+    batches = (
+        {name: values_of(part[start : start + step], fields[name]) for name, part in parts.items()}
+        for start in range(0, len(array), step)
+    )
+    return Incoming(fields, batches)
 
 
 def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -55,13 +59,6 @@ def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.n
         return
     for name in array.dtype.names:
         yield from _parts(array[name], f"{prefix}{name}.")
-
-
-def _batches(
-    parts: Mapping[str, np.ndarray[Any, Any]], fields: Mapping[str, Field], num_rows: int, step: int
-) -> Iterator[Batch]:
-    for start in range(0, num_rows, step):
-        yield {name: values_of(part[start : start + step], fields[name]) for name, part in parts.items()}
 
 
 # What h5py's arrays go by as well

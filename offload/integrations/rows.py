@@ -112,7 +112,12 @@ def _rows_of_path(path: Path, columns: Collection[str] | None) -> Incoming:
         raise MissingFileError(f"{path} is not there: name a file or folder of rows")
     with _as_read(path):
         rows = _rows_of_folder(path, columns) if is_folder(path) else _rows_of_file(path, columns)
-    return Incoming(rows.fields, _each_as_read(path, rows.batches))
+
+    def batches() -> Iterator[Batch]:
+        with _as_read(path):
+            yield from rows.batches
+
+    return Incoming(rows.fields, batches())
 
 
 def _rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
@@ -141,11 +146,6 @@ def _as_read(path: Path) -> Iterator[None]:
         raise explained(path, error) from error
     except Exception as error:
         raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
-
-
-def _each_as_read(path: Path, batches: Iterator[Batch]) -> Iterator[Batch]:
-    with _as_read(path):
-        yield from batches
 
 
 def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
@@ -181,12 +181,11 @@ def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None
     [(num_rows,)] = set(lengths.values())
     fields = {name: Field(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in parts.items()}
     step = rows_in_batch(tensor.nbytes // max(num_rows, 1) for tensor in parts.values())
-    return Incoming(fields, _batches(parts, num_rows, step))
-
-
-def _batches(parts: Mapping[str, torch.Tensor], num_rows: int, step: int) -> Iterator[Batch]:
-    for start in range(0, num_rows, step):
-        yield {name: materialize(part[start : start + step]) for name, part in parts.items()}
+    batches = (
+        {name: materialize(part[start : start + step]) for name, part in parts.items()}
+        for start in range(0, num_rows, step)
+    )
+    return Incoming(fields, batches)
 
 
 _MARKS: Mapping[bytes, Callable[[Path, Collection[str] | None], Incoming]] = {
