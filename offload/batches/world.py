@@ -172,7 +172,8 @@ class _Warnings:
 
     def put(self) -> None:
         """Have it so again."""
-        vars(warnings).update(self._found)
+        for name, one in self._found.items():
+            setattr(warnings, name, one)
         with warnings.catch_warnings():  # as it ends, it has what was found before looked at anew
             pass
 

@@ -22,16 +22,17 @@ from offload.storage.locks import lock_range, unlock_range
 class Claims:
     """The rows that somebody is about to compute: for each, a lock on a byte of a file."""
 
-    def __init__(self, store: Store, columns: Iterable[str] | None) -> None:
+    def __init__(self, store: Store, columns: Iterable[str] | None, count: int) -> None:
         """
         Args:
             store: the folder.
             columns: those that are to be filled; all if None.
+            count: of the rows that there is an input for; others may have appended some since.
 
         Raises:
             ReadError, MissingFileError
         """
-        self._store, self._columns = store, columns
+        self._store, self._columns, self._count = store, columns, count
         self._path = store.folder / LOCK
         self._fd = opened(self._path, os.O_RDWR)
         self._seen: list[Numbers] = []  # rows that were taken
@@ -61,7 +62,8 @@ class Claims:
         return True
 
     def _rest(self) -> Numbers:
-        return np.setdiff1d(self._store.missing(self._columns), np.concatenate([*self._seen, np.empty(0, np.int64)]))
+        missing = self._store.missing(self._columns)
+        return np.setdiff1d(missing[missing < self._count], np.concatenate([*self._seen, np.empty(0, np.int64)]))
 
     def close(self) -> None:
         """Give everything back, for good."""

@@ -499,7 +499,7 @@ class TensorCache:
         store = self._open()
         if not total or not isinstance(store, Store):
             return
-        claims = Claims(store, columns)
+        claims = Claims(store, columns, count)
 
         def carried_out(parts: Iterator[torch.Tensor]) -> Generator[tuple[torch.Tensor, Mapping[str, Any]], None, None]:
             if model is None:

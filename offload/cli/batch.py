@@ -19,7 +19,7 @@ from offload.cli import arguments
 from offload.cli.models import add_model_options, folder_of_model, loaded_model, tokenizer_of
 from offload.cli.output import allow_json, print_json, print_pairs
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
-from offload.errors import ArgumentError
+from offload.errors import ArgumentError, OffloadError
 from offload.prefetch.engine import counts
 from offload.progress import Bar
 from offload.storage.reasons import first_line
@@ -32,7 +32,9 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("batch", help="answer a file of requests", description=batch.__doc__)
     add_model_options(command)
-    source = command.add_argument("input", type=arguments.path, help="JSON lines: custom_id, and messages or a prompt")
+    source = command.add_argument(
+        "input", type=arguments.path, help="JSON lines: custom_id, and messages or a prompt; - for standard input"
+    )
     target = command.add_argument("output", type=arguments.path, help="where answers are appended, as JSON lines")
     command.add_argument("--errors", type=arguments.path, metavar="FILE", help="for bad lines (OUTPUT.errors.jsonl)")
     command.add_argument("--max-new-tokens", type=arguments.count, default=256, metavar="N", help="256 if not given")
@@ -51,7 +53,8 @@ def batch(options: argparse.Namespace) -> int:
     appended as they are ready. Called again after a kill, the command does what has no answer yet.
     """
     errors = options.errors or options.output.with_name(f"{options.output.name}.errors.jsonl")
-    places = {arguments.existing(options.input).resolve(), options.output.resolve(), errors.resolve()}
+    source = options.input if str(options.input) == "-" else arguments.existing(options.input).resolve()
+    places = {source, options.output.resolve(), errors.resolve()}
     if len(places) < 3:
         raise ArgumentError("requests, answers and errors are one file: give three")
     with closing(Answers(options.output)) as answers, closing(_Refusals(errors)) as refusals:
@@ -120,6 +123,8 @@ class _Answering:
         self._longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def __call__(self, numbered: tuple[int, Request]) -> Answer | tuple[str, int, str]:
+        import torch
+
         number, request = numbered
         try:
             inputs = self._inputs(request)
@@ -133,9 +138,19 @@ class _Answering:
             if length >= self._longest:
                 return request.custom_id, number, f"{length} tokens are more than the model takes ({self._longest})"
             most = min(most, self._longest - length)
-        tokens = self.model.generate(**inputs.to(self.model.device), **self._options(request.options, most, length))[
-            0, length:
-        ]
+        options = self._options(request.options, most, length)
+        try:
+            tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, length:]
+        except OffloadError:
+            raise
+        except (
+            ValueError,
+            IndexError,
+            RuntimeError,
+        ) as error:  # a temperature of nearly 0, a token it does not know...
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return request.custom_id, number, f"the model does not take it: {first_line(error)}"
         text, has_stopped = _up_to(self._tokenizer.decode(tokens, skip_special_tokens=True), request.options)
         reason = "length" if len(tokens) == most and not has_stopped and not self._is_end(tokens[-1]) else "stop"
         return Answer(request, text, length, len(tokens), reason)
@@ -192,12 +207,12 @@ class _Refusals:
         self._path = path
         self._file: Answers | None = None
         if is_there(path):  # those of a run before, which are looked at again
-            self._file = Answers(path)
+            self._file = Answers(path, refused=True)
             self._file.clear()
 
     def add(self, custom_id: str | None, line: int, why: str) -> None:
         """One more of them."""
-        self._file = self._file or Answers(self._path)
+        self._file = self._file or Answers(self._path, refused=True)
         self._file.append(refusal(custom_id, line, why))
         self.count += 1
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,16 +88,19 @@ def refusal(custom_id: str | None, line: int, why: str) -> dict[str, Any]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers from 1.
+    """The lines of a file that are not empty, with their numbers from 1; `-` is what is typed, or piped in.
 
     Raises:
         ReadError: it can't be read.
     """
     try:
-        with path.open("rb") as file:
+        with open(0 if str(path) == "-" else path, "rb", closefd=str(path) != "-") as file:
             number = 0
             while line := file.readline(_LONGEST + 1):
                 number += 1
+                end = line
+                while len(end) > _LONGEST and not end.endswith(b"\n"):  # the rest of it is no line of its own
+                    end = file.readline(_LONGEST + 1)
                 if line.strip():
                     yield number, line
     except OSError as error:
@@ -170,7 +174,7 @@ def _prompt(body: dict[str, Any]) -> str | None:
 
 
 def _max_tokens(body: dict[str, Any]) -> int | None:
-    found = body.get("max_completion_tokens", body.get("max_tokens"))
+    found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
     if found is not None and (type(found) is not int or found < 1):
         raise BadRequest(f"max_tokens is {found!r}, and should be a number of 1 or more")
     return found
@@ -179,7 +183,7 @@ def _max_tokens(body: dict[str, Any]) -> int | None:
 def _options(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     outside = {"custom_id", "method", "url", "body"}
     for name, value in body.items():
-        if name in _SILENT or name in _HEEDED or (body is said and name in outside):
+        if value is None or name in _SILENT or name in _HEEDED or (body is said and name in outside):
             continue
         usual = _USUAL.get(name, ())
         if value not in (usual if isinstance(usual, tuple) else (usual,)):
@@ -189,20 +193,27 @@ def _options(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         value = options.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise BadRequest(f"{name} is {value!r}, and should be a number from {least} to {most}")
-    if type(options.get("seed", 0)) is not int:
-        raise BadRequest(f"seed is {options['seed']!r}, and should be a whole number")
+    seed = options.get("seed", 0)
+    if type(seed) is not int or not -(2**63) <= seed < 2**64:  # those that torch takes
+        raise BadRequest(f"seed is {seed!r}, and should be a whole number of 64 bits")
     stop = options.get("stop", [])
     options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(one, str) for one in stop)):
         raise BadRequest(f"stop is {stop!r}, and should be text, or a list of texts")
+    if "stop" in options:
+        options["stop"] = [one for one in options["stop"] if one]
     return options
 
 
 class Answers:
-    """A file of answers that is appended to. One process at a time has it."""
+    """A file of answers that is appended to, or one of refusals. One process at a time has it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, refused: bool = False) -> None:
         """Open it, or make it; what a killed process left of a line is cut off.
+
+        Args:
+            path: of the file.
+            refused: whether it is for refusals.
 
         Raises:
             ForeignFileError: it holds something else.
@@ -211,6 +222,7 @@ class Answers:
         """
         self.path = path
         self.done: set[str] = set()
+        self._refused = refused
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
@@ -218,6 +230,8 @@ class Answers:
         try:
             if not flock(self._fd, path, wait=False):
                 raise ArgumentError(f"another process is writing answers to {path}")
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise ForeignFileError(errno.EINVAL, "answers go to a file that can be read again", str(path))
             self._look()
         except BaseException:
             os.close(self._fd)
@@ -242,8 +256,10 @@ class Answers:
             said = json.loads(line) if whole else None
         except ValueError:
             said = None
-        if not isinstance(said, dict) or {"custom_id", "response", "error"} - said.keys():
-            message = "it is there already and holds more than answers: give another file"
+        names = {"custom_id", "response", "error"}
+        if not isinstance(said, dict) or names - said.keys() or (said["response"] is None) != self._refused:
+            kind = "refusals" if self._refused else "answers"
+            message = f"it is there already and holds more than {kind}: give another file"
             raise ForeignFileError(errno.EEXIST, message, str(self.path))
         return str(said["custom_id"])
 

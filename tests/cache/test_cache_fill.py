@@ -252,3 +252,17 @@ def test_two_threads_that_fill_one_cache_do_not_wait_for_each_other_for_ever(cac
 
     assert not thread.is_alive()
     assert list(range(0, 2 * ROWS, 2)) == cache[:]["x"].tolist()
+
+
+def test_rows_that_are_appended_meanwhile_are_not_of_these_inputs(tmp_path):
+    cache = TensorCache.create(tmp_path / "cache", {"a": (torch.float32, ()), "b": (torch.float32, ())}, num_rows=6)
+    other = TensorCache.open(tmp_path / "cache", mode="r+")
+
+    def fn(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        if len(cache) == 6:
+            other.append({"a": torch.zeros(4), "b": torch.zeros(4)})  # and not on the disk yet
+        return {"a": batch, "b": batch}
+
+    cache.fill(fn, torch.arange(6.0), batch_size=2)
+
+    assert torch.equal(torch.arange(6.0), cache[:6]["b"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.cli import main
+from offload.cli.requests import lines_of, parsed
 from tests.processes import run_script
 
 KILLS = int(os.environ.get("OFFLOAD_BATCH_KILLS", "4"))
@@ -128,6 +131,70 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
         if words != "does not take it":  # that depends on the template
             assert words in told[at]
     assert all(said["response"] is None for said in read(errors))
+
+
+def test_a_request_that_the_model_does_not_take_does_not_stop_the_others(folder, tmp_path):
+    bad = [
+        request(1, temperature=1e-45, max_tokens=2),
+        request(2, temperature=1, top_p=0, max_tokens=2),
+        request(3, seed=2**70),
+    ]
+    source = written(tmp_path / "in.jsonl", [*bad, request(4)])
+
+    run(folder, source, tmp_path / "out.jsonl")
+
+    assert "request 4" in texts(tmp_path / "out.jsonl")
+    done = [read(tmp_path / name) for name in ("out.jsonl", "out.jsonl.errors.jsonl")]
+    assert 4 == sum(map(len, done))
+    assert 0 < len(done[1])
+
+
+def test_what_is_null_or_empty_was_not_asked_for():
+    asked = {"max_completion_tokens": None, "max_tokens": 5, "logit_bias": None, "stop": ["", "w1"], "prompt": "w2"}
+
+    found = parsed(json.dumps(asked).encode(), 1)
+
+    assert (5, {"stop": ["w1"]}) == (found.max_tokens, found.options)
+
+
+def test_a_line_that_is_too_long_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.cli.requests._LONGEST", 10)
+    (tmp_path / "in").write_bytes(b"1" * 35 + b"\n\n2\n" + b"3" * 10 + b"\n" + b"4" * 11 + b"\n5")
+
+    assert [1, 3, 4, 5, 6] == [number for number, _ in lines_of(tmp_path / "in")]
+
+
+def test_requests_may_be_piped_in(folder, tmp_path):
+    source = written(tmp_path / "in.jsonl", [request(1)])
+    command = [sys.executable, "-m", "offload.cli", "batch", str(folder), "-", str(tmp_path / "out.jsonl")]
+    with source.open("rb") as piped:
+        subprocess.run(command, stdin=piped, check=True, capture_output=True)
+
+    assert {"request 1"} == texts(tmp_path / "out.jsonl").keys()
+
+
+def test_a_file_of_answers_is_no_file_for_errors(folder, tmp_path, capsys):
+    """It would be emptied."""
+    source = written(tmp_path / "in.jsonl", [request(1)])
+    run(folder, source, tmp_path / "old.jsonl")
+    before = (tmp_path / "old.jsonl").read_bytes()
+
+    assert 1 == run(folder, source, tmp_path / "new.jsonl", "--errors", str(tmp_path / "old.jsonl"))
+
+    assert before == (tmp_path / "old.jsonl").read_bytes()
+    assert "more than refusals" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_answers_go_to_a_file(folder, tmp_path, kind, capsys):
+    source = written(tmp_path / "in.jsonl", [request(1)])
+    target = tmp_path / "out" if kind == "pipe" else Path(os.devnull)
+    if kind == "pipe":
+        os.mkfifo(target)
+
+    assert 1 == run(folder, source, target, "--errors", str(tmp_path / "errors"))
+
+    assert "read again" in capsys.readouterr().err
 
 
 def test_what_is_answered_is_not_done_again(folder, tmp_path, capsys):
