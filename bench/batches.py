@@ -2,7 +2,7 @@
 
 Always true:
 - a memory cgroup counts what loading and computing take, the page cache too
-- every way gives the same results for the same batches, and its figures are those of a batch after a first sweep
+- every way gives the same results for the same batches, and its figures are those of a batch after two sweeps
 - the limit is the larger of computing, and of reading what is over the budget once for all that are in flight
 """
 
@@ -34,6 +34,7 @@ from bench.scale import Scale
 _ONE_BY_ONE = "offload, one by one"
 _COMPUTING = "computing"
 _FACTOR = 3.0  # times the budget that a model is
+_A_BATCH = 6 * MIB  # what a batch in flight takes: a thread, and the scratch of its kernels
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ def _figures_of(
     files, size = files_in(folder), bytes_of_a_pass(folder)
     budget = max(int(size / _FACTOR), MIB)
     passes = max(work.new_tokens, 1)
-    peers = {arm: partial(_in_group, arm, folder, scratch, budget, work, 1, 2) for arm in WAYS if arm != OURS}
-    lockstep = {
-        _lockstep(count): partial(_in_group, OURS, folder, scratch, budget, work, count, 2 * count) for count in counts
-    }
-    alone = {_ONE_BY_ONE: partial(_in_group, OURS, folder, scratch, budget, work, 0, 3)}
-    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 3)
+    allowance = ALLOWANCE + max(counts) * _A_BATCH
+    capped = partial(_in_group, folder, scratch, budget, allowance, work)
+    peers = {arm: partial(capped, arm, 1, 3) for arm in WAYS if arm != OURS}
+    lockstep = {_lockstep(count): partial(capped, OURS, count, 3 * count) for count in counts}
+    alone = {_ONE_BY_ONE: partial(capped, OURS, 0, 4)}
+    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 4)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
     done = in_turn({_COMPUTING: computing, **peers, **alone, **lockstep}, scale.rounds, absent(PACKAGES))
@@ -145,9 +146,11 @@ def _of_a_count(case: str, done: Rounds[Trial], limit: list[float], least: float
     ]
 
 
-def _in_group(arm: str, folder: Path, scratch: Path, budget: int, work: Work, in_flight: int, count: int) -> Trial:
+def _in_group(
+    folder: Path, scratch: Path, budget: int, allowance: int, work: Work, arm: str, in_flight: int, count: int
+) -> Trial:
     make_cold(files_in(folder))
-    with memory_cap(budget + ALLOWANCE) as group:
+    with memory_cap(budget + allowance) as group:
         return run_apart(trial, arm, folder, scratch, work, in_flight, count, budget, group)
 
 
@@ -170,7 +173,7 @@ def trial(
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode(), MemoryTrace() as memory:
         model = WAYS[arm].load(folder, Path(own))
         fn = partial(work, model)
-        first = max(in_flight, 1)
+        first = 2 * max(in_flight, 1)  # in the first sweep it is seen which experts there are
         results = _mapped(arm, fn, range(first), model, in_flight)
         before, start = read_bytes(), time.perf_counter()
         results += _mapped(arm, fn, range(first, max(count, first + 1)), model, in_flight)

@@ -28,6 +28,7 @@ R = TypeVar("R")
 
 _MOST = 32  # batches in flight, where nobody says how many
 _SHARE = 0.25  # of the memory that is available, for what waits, where nobody says how many
+_A_THREAD = 6 << 20  # bytes that a thread takes beside: its stack, and what kernels keep for each (oneDNN 3.12)
 _BACKLOG = 4  # times as many results as batches in flight may wait for one before them
 _log = logging.getLogger("offload.batches")
 
@@ -191,7 +192,7 @@ class _Mapping:
 
     def _measured(self, call: Call, room: int) -> int:
         """How many batches there is room for, where each takes as much as this one where it waits."""
-        limit = max(1, min(_MOST, room // max(call.waiting_bytes, 1)))
+        limit = max(1, min(_MOST, room // (call.waiting_bytes + _A_THREAD)))
         if not self._largest:
             _log.info("%d batches in flight: one takes %d bytes where it waits", limit, call.waiting_bytes)
             self._lift.restart()

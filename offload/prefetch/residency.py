@@ -239,8 +239,9 @@ class Pool:
     def _plan(self) -> list[Value]:
         """Choose what stays."""
         values = self.values()
+        is_new = self._total != self._planned
         self._total = self._planned = sum(extent.nbytes for extent in joined(values))  # views may overlap
-        kept = set(values) if self.fits else _spread(values, self._room)
+        kept = set(values) if self.fits else _stable(values, self._room, is_new=is_new)
         leaving = []
         for value in values:
             if value.kept and value not in kept:
@@ -258,20 +259,34 @@ def let_go(values: Iterable[Value]) -> None:
         value.let_go()
 
 
-def _spread(values: list[Value], room: int) -> set[Value]:
-    """Those that stay: the pinned and the small ones, and of the others as many as have room, evenly spread."""
+def _stable(values: list[Value], room: int, *, is_new: bool) -> set[Value]:
+    """Those that stay: the pinned and the small ones, and of the others as many as have room.
+
+    Where the values are those of the plan before, as few as can be change: what leaves has to be read again.
+    """
     kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
-    others = [value for value in values if value not in kept]
     left = room - sum(value.nbytes for value in kept)
-    share = left / max(sum(value.nbytes for value in others), 1)
+    others = [value for value in values if value not in kept]
+    before = [] if is_new else [value for value in others if value.kept]
+    size = sum(value.nbytes for value in before)
+    if size > left:
+        return kept | _spread(before, left)
+    return kept.union(before, _spread([value for value in others if is_new or not value.kept], left - size))
+
+
+def _spread(values: list[Value], room: int) -> set[Value]:
+    """As many as have room, evenly spread."""
+    kept: set[Value] = set()
+    left = room
+    share = left / max(sum(value.nbytes for value in values), 1)
     due = 0.0
-    for value in others:
+    for value in values:
         due += share * value.nbytes
         if value.nbytes <= min(due, left):
             kept.add(value)
             due -= value.nbytes
             left -= value.nbytes
-    for value in others:
+    for value in values:
         if value.nbytes <= left and value not in kept:
             kept.add(value)
             left -= value.nbytes

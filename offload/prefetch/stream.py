@@ -131,6 +131,8 @@ class Stream:
             self._surprises = 0
         elif value.nbytes > SMALL:
             self._surprises += 1
+        if self.lease is not None:  # what one thread does not ask for, the next one may
+            return
         if self._surprises > _PATIENCE:
             self._forget(len(self._ahead))
         while self._ahead and self._moves - next(iter(self._ahead.values())) > _OVERDUE:

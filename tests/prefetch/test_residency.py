@@ -76,6 +76,21 @@ def test_what_stays_is_spread_evenly(share: float, count: int):
         assert abs(len(kept(values[:done])) - share * done) <= 2
 
 
+@given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
+def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[int]):
+    """What leaves has to be read again, and what comes too."""
+    pool = Pool(count * MIB // 3)
+    values = values_of(pool, [MIB] * count)
+    for budget in budgets:
+        before = set(kept(values))
+        pool.max_memory = budget * MIB
+        pool.reconsider(anew=True)
+
+        after = set(kept(values))
+        assert len(after) == min(budget, count)
+        assert before <= after or after <= before
+
+
 def test_small_and_pinned_values_stay_whatever_the_plan():
     pool = Pool(2 * MIB)
     values = values_of(pool, [MIB, SMALL, MIB, SMALL, MIB, MIB])
