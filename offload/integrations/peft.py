@@ -134,7 +134,8 @@ class _Merging:
         stored: dict[Any, Any] = {(module, key): parameters_of(module)[key] for module, key, _ in held}
         try:
             for (module, key), parameter in stored.items():
-                parameters_of(module)[key] = _in_memory(parameter)
+                copied = parameter.materialize() if is_offloaded(parameter) else parameter.detach().clone()
+                parameters_of(module)[key] = nn.Parameter(copied, requires_grad=False)
             merge(*args, **options)
             new: dict[Any, Any] = {(module, key): getattr(module, key).detach() for module, key in stored}
         finally:
@@ -142,7 +143,8 @@ class _Merging:
                 parameters_of(module)[key] = parameter
         for module, key, value in held:
             if mark not in marks_on(value.tensor) and not _same_bits(value.tensor, new[module, key]):
-                replace(value, new[module, key], self._marks_for(value, mark), ANY_KIND)
+                marks = dict.fromkeys((*marks_on(value.tensor), *self.journal.key, mark)) if self._run else ()
+                replace(value, new[module, key], tuple(marks), ANY_KIND)
                 self.replaced.append(value.name)
                 self.journal.note(value.name, replaced=True)
             self.advance(value.nbytes)
@@ -157,20 +159,12 @@ class _Merging:
     def _run(self) -> str:
         return "".join(self.journal.key)
 
-    def _marks_for(self, value: Slot, mark: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*marks_on(value.tensor), *self.journal.key, mark))) if self._run else ()
-
     def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Slot]]:
         """The base's values that a layer is over."""
         for module in layer.get_base_layer().modules():
             for key, parameter in parameters_of(module).items():
                 if id(parameter) in self.values:
                     yield module, key, self.values[id(parameter)]
-
-
-def _in_memory(parameter: Any) -> nn.Parameter:
-    copied = parameter.materialize() if is_offloaded(parameter) else parameter.detach().clone()
-    return nn.Parameter(copied, requires_grad=False)
 
 
 def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -198,12 +192,7 @@ def _name_of(adapter: str) -> str:
 
 
 def _kind_of(adapter: str) -> str:
-    """Which of peft's methods an adapter is of; nothing of the model is touched for that.
-
-    Raises:
-        CheckpointError: there is none.
-        UnsupportedOpError: it can't be merged.
-    """
+    """Which of peft's methods an adapter is of, if it can be merged; nothing of the model is touched for that."""
     from peft import PeftConfig
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -229,13 +218,7 @@ def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
 def _with_adapter(
     model: nn.Module, adapter: str, kind: str, values: list[Slot], *, is_resumed: bool
 ) -> tuple[Any, list[str]]:
-    """peft's model over the base, and the names of the values that reading the adapter has changed.
-
-    Raises:
-        CheckpointError: it is of another model.
-        UnsupportedOpError: the base is quantized.
-        JournalError: what the adapter is added to comes out of the base as it was: a run can't be resumed.
-    """
+    """peft's model over the base, and the names of the values that reading the adapter has changed."""
     from peft import PeftModel
 
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)

@@ -83,15 +83,21 @@ def quantize_(
         >>> offload.is_offloaded(model[0].weight), type(model[0].weight.materialize()).__name__
         (True, 'Int8Tensor')
     """
+    from torchao.core.config import AOBaseConfig
     from torchao.quantization import FqnToConfig
 
     refuse_other(model, nn.Module, "a module")
     refuse_other(resume, bool | str, "resume=True, False or the name of a run")
     if filter_fn is not None:
         refuse_uncalled(filter_fn, "filter_fn")
-    _refuse_other_configs(config)
+    is_theirs = type(config).__name__ == _THEIRS
+    if not isinstance(config, AOBaseConfig) and not is_theirs:
+        raise ArgumentTypeError(
+            f"config should be a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not "
+            f"{config!r}"
+        )
     quantizer = _quantizer_for(model, config, filter_fn)
-    if type(config).__name__ == _THEIRS:
+    if is_theirs:
         config, filter_fn = config.quant_type, _as_by(quantizer, model)
     journal, has_quantized = _journal_of(model, resume)
     by_name = isinstance(config, FqnToConfig)  # of which torchao wants no filter
@@ -111,16 +117,6 @@ def quantize_(
             quantizing.finish()
             if quantizing.has_quantized and quantizer is not None:
                 _tell(model, quantizer)
-
-
-def _refuse_other_configs(config: Any) -> None:
-    from torchao.core.config import AOBaseConfig
-
-    if not isinstance(config, AOBaseConfig) and type(config).__name__ != _THEIRS:
-        raise ArgumentTypeError(
-            f"config should be a configuration of torchao, such as torchao.quantization.Int8WeightOnlyConfig(), not "
-            f"{config!r}"
-        )
 
 
 def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
@@ -251,11 +247,7 @@ def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], obj
 
 
 def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> Any:
-    """transformers' quantizer, for a model of its and a configuration that its checkpoints can say; else None.
-
-    Raises:
-        TypeError: see `quantize_`.
-    """
+    """transformers' quantizer, for a model of its and a configuration that its checkpoints can say; else None."""
     is_theirs = type(config).__name__ == _THEIRS
     if is_theirs and (filter_fn is not None or not is_of_transformers(model)):
         raise ArgumentTypeError(

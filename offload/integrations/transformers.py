@@ -20,7 +20,7 @@ from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
-from offload.models.loader import LoadReport, finish_loading, refuse_other_names, report_of
+from offload.models.loader import finish_loading, refuse_other_names, report_of
 from offload.models.pretrained import filled
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
@@ -98,7 +98,9 @@ def from_pretrained(
         model, info = filled(type(empty), empty.config, source.tensors(offload_dir), dtype, **options)
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)
-    _refuse_other_model(model, report, source)
+    names = {name for slot in tensor_slots(model) for name in slot.keys}
+    if names and names <= set(report.missing_keys):
+        raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     finish_loading(
         model,
@@ -182,9 +184,3 @@ def _generation_config(model_class: Any, folder: Path) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     return {"generation_config": GenerationConfig.from_pretrained(folder)}
-
-
-def _refuse_other_model(model: Any, report: LoadReport, source: Checkpoint) -> None:
-    names = {name for slot in tensor_slots(model) for name in slot.keys}
-    if names and names <= set(report.missing_keys):
-        raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")

@@ -116,8 +116,10 @@ def _blocks(
     if math.prod(shape) == 0:
         return
     nbytes = math.prod(shape) * dtype.itemsize
-    if len(parts) == 1 and _lies_as_it_reads(parts[0].source, dtype):
-        yield _on_cpu(parts[0].source)
+    first = parts[0].source
+    lies_as_it_reads = first.dtype == dtype and first.is_contiguous() and not (first.is_conj() or first.is_neg())
+    if len(parts) == 1 and lies_as_it_reads:
+        yield _on_cpu(first)
     elif shape[:-1] and shape[0] == 1:
         below = [Part(part.source[0], part.start[1:]) for part in parts]
         yield from _blocks(below, shape[1:], dtype, buffer)
@@ -127,10 +129,6 @@ def _blocks(
         for start, stop in _rows(parts, shape, dtype):
             inside = [part.between(start, stop) for part in parts if part.start[0] < stop and part.end(0) > start]
             yield from _blocks(inside, (stop - start, *shape[1:]), dtype, buffer)
-
-
-def _lies_as_it_reads(source: torch.Tensor, dtype: torch.dtype) -> bool:
-    return source.dtype == dtype and source.is_contiguous() and not (source.is_conj() or source.is_neg())
 
 
 def _rows(parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,7 @@ from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_unicode
 from offload.storage.layout import Layout
 from offload.storage.reasons import reading, short
-from offload.storage.regular import absolute, is_folder, is_there
+from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
@@ -121,7 +121,7 @@ class Checkpoint(Mapping[str, StoredValue]):
 
     def is_in(self, offload_dir: PathLike | None) -> bool:
         """Whether its folder is this one."""
-        return offload_dir is not None and os.path.realpath(absolute(offload_dir)) == os.path.realpath(self.path)
+        return is_same_folder(self.path, offload_dir)
 
     def refuse_own_folder(self, offload_dir: PathLike | None) -> None:
         """Raises `CheckpointError` if values are to go where the checkpoint is, and that is no offload folder."""

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.errors import CheckpointError, CorruptFileError
-from offload.models.checkpoint import COMPANIONS, Checkpoint, open_checkpoint
+from offload.models.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.models.deferred import deferred
 from offload.models.saving import PARTS_NOTE, save_checkpoint
 from offload.progress import progress
 from offload.storage.layout import dtype_name
-from offload.storage.reasons import reading, writing
+from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
-from offload.storage.replacing import replacing_folder
+from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
@@ -60,7 +58,8 @@ def convert_checkpoint(
     opened = open_checkpoint(source)
     with replacing_folder(absolute(target)) as folder:
         if is_folder(opened.path):
-            _copy_companions(opened.path, folder, dtype)
+            with reading(opened.path):
+                _copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
             _write_one_by_one(opened, folder, dtype)
         else:
@@ -84,29 +83,15 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
 
 
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    with reading(source):
-        found = [(path, path.stat().st_size) for path in sorted(source.iterdir()) if _is_companion(path)]
-    for path, size in found:
-        with writing(folder / path.name, size):
-            if path.name == "config.json" and dtype is not None:
-                _copy_config(path, folder / path.name, dtype)
-            else:
-                shutil.copyfile(path, folder / path.name)
-            _sync(folder / path.name)
+    for path in sorted(source.iterdir()):
+        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+        if wanted and not path.name.endswith(INDEX) and path.is_file():
+            data = path.read_bytes() if dtype is None or path.name != "config.json" else _config_with(path, dtype)
+            put_file(folder / path.name, data)
 
 
-def _is_companion(path: Path) -> bool:
-    wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-    return wanted and not path.name.endswith(".index.json") and path.is_file()
-
-
-def _sync(path: Path) -> None:
-    with open(path, "r+b") as file:
-        os.fsync(file.fileno())
-
-
-def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy a model's configuration, with the new dtype: transformers loads what it says, whatever the weights are."""
+def _config_with(path: Path, dtype: torch.dtype) -> bytes:
+    """A model's configuration with the new dtype: transformers loads what it says, whatever the weights are."""
     try:
         config = read_json(path, "a model's configuration")
     except CorruptFileError as error:
@@ -119,7 +104,7 @@ def _copy_config(path: Path, target: Path, dtype: torch.dtype) -> None:
             f"their scales can't be converted to {dtype}. Leave the dtype as it is."
         )
     config = _with_dtype(config, dtype_name(dtype))
-    target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _with_dtype(config: Any, name: str) -> Any:

@@ -10,9 +10,8 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from offload.errors import UnsupportedOpError
 from offload.models.assembly import Assembly, Part, as_parts
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.regular import is_same_folder
 from offload.tensor.guests import CPU
 from offload.tensor.rules import written_arguments
 from offload.tensor.wrapper import OffloadedTensor, Rule, handle_of, is_offloaded, is_part, mapped_value
@@ -103,7 +103,7 @@ class DeferredTensor(torch.Tensor):
                 f"a tensor that is still to be put together is {layouts[0]}; its data can't become {layouts[1]}: "
                 "do it after the model is loaded"
             )
-        other = _stored_as_it_is(value.detach())
+        other = _on_disk(value.detach())
         self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -173,13 +173,11 @@ class DeferredTensor(torch.Tensor):
     def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
         """What this is a cast of, if that is stored, and open to be written, where this is to be."""
         source = self._parts[0].source
-        if offload_dir is None or len(self._parts) > 1 or not is_offloaded(source):
+        if len(self._parts) > 1 or not is_offloaded(source) or is_part(source) or source.shape != self.shape:
             return None
         handle = handle_of(source)
-        if not handle.owned or handle.folder is None or handle.name != name:
-            return None
-        is_there = os.path.realpath(handle.folder) == os.path.realpath(offload_dir)
-        return source if is_there and not is_part(source) and source.shape == self.shape else None
+        is_it = handle.owned and handle.name == name and is_same_folder(handle.folder, offload_dir)
+        return source if is_it else None
 
 
 def deferred(source: torch.Tensor) -> DeferredTensor:
@@ -249,18 +247,14 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _compute(func, args, kwargs)
     parts = tensor._copied()
     with DisableTorchFunctionSubclass():
-        was_narrowed = any(not _holds(tensor.dtype, part.source.dtype) for part in parts)
+        stored = {part.source.dtype for part in parts}
+        was_narrowed = any(tensor.dtype not in (one, *_WIDER.get(one, ())) for one in stored)
     dtype = kwargs.get("dtype") or tensor.dtype
     if was_narrowed and dtype != tensor.dtype:  # in two steps, as was asked
         tensor.settled()
         parts = tensor._copied()
     options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
     return _made(parts, func(tensor._twin, **options, device="meta"))
-
-
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a value of the other dtype is not changed by a step through this one."""
-    return dtype == other or dtype in _WIDER.get(other, ())
 
 
 def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -306,15 +300,9 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(twins, torch.Tensor):
         return view(twins, sources, cut)
     return [
-        view(twin, source, partial(_one_of, cut, at))
+        view(twin, source, lambda source, at=at: cut(source)[at])  # type: ignore[misc]
         for at, (twin, source) in enumerate(zip(twins, sources, strict=True))
     ]
-
-
-def _one_of(cut: Cut, at: int, source: torch.Tensor) -> torch.Tensor:
-    """One of several that an op cuts."""
-    cuts: Sequence[torch.Tensor] = cut(source)
-    return cuts[at]
 
 
 # What is not
@@ -322,7 +310,10 @@ def _one_of(cut: Cut, at: int, source: torch.Tensor) -> torch.Tensor:
 
 def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Ops of other kinds read; what they give, if it is big, is on disk again. Writes go to a file of its own."""
-    for tensor in _written(func, args, kwargs):
+    for position, name in written_arguments(func):
+        tensor = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
+        if not isinstance(tensor, DeferredTensor):
+            continue
         if torch.Tag.inplace_view in func.tags:
             raise UnsupportedOpError(
                 f"{func} would change the shape of a tensor that is still to be put together: "
@@ -334,14 +325,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, _back_on_disk, func(*args, **kwargs))
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[DeferredTensor]:
-    for position, name in written_arguments(func):
-        tensor = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
-        if isinstance(tensor, DeferredTensor):
-            yield tensor
-
-
-def _stored_as_it_is(tensor: torch.Tensor) -> DeferredTensor:
+def _on_disk(tensor: torch.Tensor) -> DeferredTensor:
     """One that is deferred or on disk; else it goes to disk."""
     if is_offloaded(tensor) or isinstance(tensor, DeferredTensor):
         return _deferred(tensor)
@@ -349,14 +333,11 @@ def _stored_as_it_is(tensor: torch.Tensor) -> DeferredTensor:
 
 
 def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
-    if is_offloaded(result):
-        return deferred(result)
-    if result.device != CPU or result.numel() * result.itemsize < _BIG:
-        return result
-    return deferred(OffloadedTensor.from_original_tensor(result, "deferred"))
+    is_small = result.device != CPU or result.numel() * result.itemsize < _BIG
+    return result if is_small and not is_offloaded(result) else _on_disk(result)
 
 
-_WIDER = {
+_WIDER = {  # dtypes through which a value of this one goes unchanged
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),

@@ -111,12 +111,6 @@ def held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
     return next((held[name] for name in slot.names if name in held), None)
 
 
-def device_of(slot: Slot, held: Mapping[str, Held]) -> torch.device:
-    """Where ops on a slot's tensor run."""
-    found = held_for(slot, held)
-    return found.device if found else slot.tensor.device
-
-
 def retied_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
     """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
 

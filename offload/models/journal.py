@@ -189,15 +189,13 @@ class Journal:
         moved = sorted(
             name for name in run.sources.keys() & sources.keys() if sources[name] not in (None, run.sources[name])
         )
-        if not strangers and not moved:
-            return
         if strangers:
             what = f"over {len(run.sources)} values, this one is over {len(sources)}: {_some(strangers)} differ"
+        elif moved:
+            was, now = run.sources[moved[0]] or "the folder", sources[moved[0]]
+            what = f"over other files: {moved[0]!r} was in {was}, now it is in {now}"
         else:
-            name = moved[0]
-            what = (
-                f"over other files: {name!r} was in {run.sources[name] or 'the folder'}, now it is in {sources[name]}"
-            )
+            return
         raise JournalError(
             f"{self.path} is the journal of another run: {run} is {what}. Take another offload_dir, or another name "
             "(resume='a name'), or remove the journal to begin anew"

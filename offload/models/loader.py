@@ -33,7 +33,7 @@ from offload.models.device_map import (
     places,
     warn_of_strangers,
 )
-from offload.models.hooks import device_of, filled_slots, held_for, held_values, move_activations, release, retied_slots
+from offload.models.hooks import filled_slots, held_for, held_values, move_activations, release, retied_slots
 from offload.models.pretrained import as_in, is_of_transformers, let_save
 from offload.models.slots import (
     Slot,
@@ -242,7 +242,7 @@ def disk_offload(
         if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
             refuse_lossy(slot.tensor, slot.name)
     device = None if execution_device is None else computing_device(execution_device)
-    placed = {slot.name: Place(True, device or device_of(slot, held)) for slot in slots}
+    placed = {slot.name: Place(True, device or (held_for(slot, held) or slot.tensor).device) for slot in slots}
     place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
     runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
     release(model, keep_moves=device is None and runs_elsewhere)
@@ -281,7 +281,7 @@ def load_file(
 @torch.inference_mode(False)  # tensors of that mode could not be trained later
 def _fill(
     model: nn.Module,
-    slots: Iterable[Slot],
+    slots: list[Slot],
     checkpoint: PathLike,
     placed: Mapping[str, Place],
     offload_dir: PathLike | None,
@@ -291,16 +291,22 @@ def _fill(
     offload_buffers: bool,
 ) -> LoadReport:
     """Fill the slots that the checkpoint has values for, if it fits at all."""
-    _refuse_held(model)
+    held = held_values(model)
+    if held:
+        raise DeviceMapError(
+            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
+            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
+        )
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
-    keyed, ties = _without_ties(_keyed(slots, source), source)
+    slots = _tied_as_noted(slots, source)
+    keyed = _keyed(slots, source)
     report = _compare(keyed, source)
     converted: dict[str, DeferredTensor] | None = None
     if report.differs and is_of_transformers(model):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
         converted, info = as_in(model, source.tensors(offload_dir))
-        keyed, ties = _keyed(slots, converted), []
+        keyed = _keyed(slots, converted)
         refuse_other_names(source, ((slot.keys, converted[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
         report = replace(report_of(info), missing_keys=missing)
@@ -326,20 +332,9 @@ def _fill(
         if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
         slot.fill(at_place(tensor, key, place, offload_dir))
-    for slot, filled in ties:
-        slot.fill(filled.tensor)
     if report.differs:
         log.warning("%s: %s", source.path, report)
     return report
-
-
-def _refuse_held(model: nn.Module) -> None:
-    held = held_values(model)
-    if held:
-        raise DeviceMapError(
-            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
-            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
-        )
 
 
 def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
@@ -347,26 +342,25 @@ def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, st
     return [(slot, next((key for key in slot.keys if key in values), None)) for slot in slots if slot.keys]
 
 
-def _without_ties(
-    keyed: list[tuple[Slot, str | None]], source: Checkpoint
-) -> tuple[list[tuple[Slot, str | None]], list[tuple[Slot, Slot]]]:
-    """Those that are filled from a value, and the empty ones that share another's, as the checkpoint notes.
+def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
+    """The slots, of which empty ones have joined those that have their values, as the checkpoint notes.
 
     `init_empty_weights` unties what a model without `tie_weights` has tied.
     """
-    filled = {name: slot for slot, key in keyed if key is not None for name in slot.keys}
-    rest, ties = [], []
-    for slot, key in keyed:
-        first = next((filled.get(source.ties[name]) for name in slot.keys if name in source.ties), None)
-        if key is None and first is not None and is_meta(slot.tensor) and _kind(slot) == _kind(first):
-            ties.append((slot, first))
+    stored = {name: slot for slot in slots if any(key in source for key in slot.keys) for name in slot.keys}
+    left = []
+    for slot in slots:
+        first = next((stored.get(source.ties[key]) for key in slot.keys if key in source.ties), None)
+        if first and slot.name not in stored and is_meta(slot.tensor) and _are_alike(slot, first):
+            first.join(slot)
         else:
-            rest.append((slot, key))
-    return rest, ties
+            left.append(slot)
+    return left
 
 
-def _kind(slot: Slot) -> tuple[bool, torch.Size, torch.dtype]:
-    return slot.is_parameter, slot.tensor.shape, slot.tensor.dtype
+def _are_alike(slot: Slot, other: Slot) -> bool:
+    one, two = slot.tensor, other.tensor
+    return (slot.is_parameter, one.shape, one.dtype) == (other.is_parameter, two.shape, two.dtype)
 
 
 def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> LoadReport:
@@ -427,7 +421,7 @@ def finish_loading(
         model: filled from a checkpoint.
         device_map: one that says everything.
         report: what did not match.
-        pool: see `_settle`.
+        pool: the budget that its values are to be under; None for that of the process.
         skip_keys, offload_dir, offload_buffers: see `load_checkpoint_and_dispatch`.
 
     Raises:
@@ -468,10 +462,6 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
 
     Of embeddings rows are picked, and of stacks of matrices (experts) some: they are not expected as wholes. It is a
     guess for the first pass: what is really read is learned from the reads themselves.
-
-    Args:
-        model: a module whose parameters and buffers are where they will be.
-        pool: the budget that they are to be under; None for that of the process.
     """
     let_save(model)
     handles: dict[int, Handle] = {}

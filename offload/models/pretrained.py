@@ -207,7 +207,11 @@ def _streaming(conversion: Any) -> Any:
     if not isinstance(conversion, WeightConverter):
         return conversion
     streaming = copy.copy(conversion)
-    streaming.operations = [_Undone(_mapped_alone), *conversion.operations, _Undone(_deferred_again)]
+    # What is undone first is on disk, and takes the steps after it without being read. Shards are filled by what comes
+    # of them: mapped, each in a storage of its own.
+    again = _Undone(lambda tensor: deferred(tensor.detach()) if is_offloaded(tensor) else tensor)
+    alone = _Undone(lambda tensor: tensor.alone() if isinstance(tensor, DeferredTensor) else tensor)
+    streaming.operations = [alone, *conversion.operations, again]
     return streaming
 
 
@@ -230,16 +234,6 @@ class _Undone:
             name: [change(one) for one in value] if isinstance(value, list) else change(value)
             for name, value in input_dict.items()
         }
-
-
-def _deferred_again(tensor: Any) -> Any:
-    """What is undone first, on disk, as one that takes the steps after it without being read."""
-    return deferred(tensor.detach()) if is_offloaded(tensor) else tensor
-
-
-def _mapped_alone(tensor: Any) -> Any:
-    """What came of the steps, mapped, each in a storage of its own: shards are filled by these."""
-    return tensor.alone() if isinstance(tensor, DeferredTensor) else tensor
 
 
 def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -226,20 +226,12 @@ def _parts(
 ) -> tuple[dict[str, _Part], dict[str, str]]:
     """The entries of the files, and what their metadata must say of them beside what it does."""
     of_quantized = _prefixes_of_quantized(tensors, metadata)
-    parts: dict[str, _Part] = {}
-    quantized: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        value = subclass_value(tensor)
-        if value is None:
-            inner = {name: _part(name, tensor, None if name.startswith(of_quantized) else dtype)}
-        else:
-            quantized[name] = value
-            inner = {key: _part(key, part, None) for key, part in _inner_tensors(name, value).items()}
-            refuse_lossy(value, name)
-        if not parts.keys().isdisjoint(inner):
-            raise ArgumentError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
-        parts |= inner
-    return parts, _torchao_notes(tensors, quantized) if quantized else {}
+    quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
+    plain, notes = in_torchaos_form(tensors) if quantized else (tensors, {})
+    for name, value in quantized.items():
+        refuse_lossy(value, name)
+    stay = {key for key in plain if key not in tensors or key.startswith(of_quantized)}
+    return {key: _part(key, tensor, None if key in stay else dtype) for key, tensor in plain.items()}, notes
 
 
 def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Part:
@@ -300,19 +292,29 @@ def _positive(size: int | str) -> int:
 def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """What `flatten_tensor_state_dict` of torchao gives, without the copies: plain tensors by key, and the metadata.
 
+    The metadata can't say names without a dot.
+
     Raises:
         UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
     """
-    quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
     parts: dict[str, torch.Tensor] = {}
+    notes: dict[str, str] = {}
     for name, tensor in tensors.items():
-        parts |= _inner_tensors(name, quantized[name]) if name in quantized else {name: tensor}
-    return parts, _torchao_notes(tensors, quantized)
+        value = subclass_value(tensor)
+        inner = {name: tensor}
+        if value is not None:
+            keys, notes[name] = _torchaos(name, value)
+            inner = _inner_tensors(name, value, keys)
+        elif "." in name:
+            _, notes[name] = _torchaos(name, torch.empty(0))
+        if not parts.keys().isdisjoint(inner):
+            raise ArgumentError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
+        parts |= inner
+    return parts, {**notes, PARTS_NOTE: json.dumps(list(notes))}
 
 
-def _inner_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+def _inner_tensors(name: str, value: torch.Tensor, keys: list[str]) -> dict[str, torch.Tensor]:
     """The plain tensors of a quantized weight, by the keys under which torchao looks for them."""
-    keys = _in_torchaos_form(name, value)[0]
     if len(keys) == 0 or not all(key.startswith(_prefix(name)) for key in keys):
         raise _no_form(name, value, "its form is not the known one")
     return {key: getattr(value, key.removeprefix(_prefix(name))) for key in keys}
@@ -334,14 +336,7 @@ def _prefixes_of_quantized(tensors: Mapping[str, torch.Tensor], metadata: Mappin
         ) from error
 
 
-def _torchao_notes(tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The metadata by which torchao and transformers rebuild quantized weights; names without a dot can't be said."""
-    named = {name: quantized.get(name, torch.empty(0)) for name in tensors if "." in name}
-    notes = {name: _in_torchaos_form(name, value)[1] for name, value in named.items()}
-    return {**notes, PARTS_NOTE: json.dumps(list(notes))}
-
-
-def _in_torchaos_form(name: str, value: torch.Tensor) -> tuple[list[str], str]:
+def _torchaos(name: str, value: torch.Tensor) -> tuple[list[str], str]:
     """The keys of a weight's inner tensors, and the note about it.
 
     Source: `torchao.prototype.safetensors`, which copies the tensors too: hence of tensors without data.
@@ -349,16 +344,14 @@ def _in_torchaos_form(name: str, value: torch.Tensor) -> tuple[list[str], str]:
     try:
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
-        flat, notes = flatten_tensor_state_dict({name: _without_data(value)})
+        is_plain = not is_subclass_value(value)
+        bare = value if is_plain else with_inner(value, lambda part: part.to("meta"))
+        flat, notes = flatten_tensor_state_dict({name: bare})
     except ImportError as error:
         raise _no_form(name, value, "torchao, which knows such forms, can't be imported") from error
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise _no_form(name, value, f"torchao has no form for it ({error})") from error
     return list(flat), notes[name]
-
-
-def _without_data(value: torch.Tensor) -> torch.Tensor:
-    return with_inner(value, lambda part: part.to("meta")) if is_subclass_value(value) else value
 
 
 def _no_form(name: str, value: torch.Tensor, why: str) -> UnknownSubclassError:

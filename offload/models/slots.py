@@ -8,7 +8,6 @@ Always true:
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from offload.models.device_map import Place
 from offload.prefetch.residency import books_of
 from offload.progress import progress
 from offload.storage.handle import Handle
+from offload.storage.regular import is_same_folder
 from offload.tensor.guests import CPU
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
@@ -110,7 +110,7 @@ class Slot:
     def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
         with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
-                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad and _can_require_grad(tensor))
+                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad)
         carry_attributes(self.tensor, tensor)
         return tensor
 
@@ -230,9 +230,7 @@ def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
     """Whether writes to an offloaded tensor go to this folder, if one is named; of another tensor nothing is asked."""
     if offload_dir is None or not is_offloaded(tensor):
         return True
-    folder = handle_of(tensor).folder
-    is_it = folder is not None and os.fspath(folder) == os.path.abspath(offload_dir)
-    return is_it or (folder is not None and os.path.realpath(folder) == os.path.realpath(offload_dir))
+    return is_same_folder(handle_of(tensor).folder, offload_dir)
 
 
 def at_place(
@@ -295,10 +293,7 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
 
 
 def _parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    requires_grad = requires_grad and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     if is_offloaded(tensor):
         return dressed(tensor, requires_grad=requires_grad, is_parameter=True)
     return nn.Parameter(tensor, requires_grad)
-
-
-def _can_require_grad(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

@@ -208,7 +208,7 @@ def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torc
 def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
     """Give a value another one, in all its places; its file says these runs."""
     tensor = slot.tensor
-    if is_offloaded(tensor) and not _is_cut_from_a_checkpoint(tensor):
+    if is_offloaded(tensor) and (handle_of(tensor).owned or not is_part(tensor)):
         replace_value(tensor, new, _notes(marks), **strict)
         _follow(slot, tensor)
         return
@@ -253,10 +253,6 @@ def _follow(slot: Slot, stored: OffloadedTensor) -> None:
     for tensor in (slot.tensor, *slot.others):
         if tensor is not stored and is_offloaded(tensor):
             become(tensor, stored)
-
-
-def _is_cut_from_a_checkpoint(tensor: OffloadedTensor) -> bool:
-    return is_part(tensor) and not handle_of(tensor).owned
 
 
 def source_of(slot: Slot) -> str | None:

@@ -70,17 +70,12 @@ class Verdict:
                 self.files[path] = file
                 unreadable = file.header.unreadable.items()
                 self.findings.extend(Finding(path, f"{name!r} {why}") for name, why in unreadable)
-                self.findings.extend(_of_subclass(file))
+                try:
+                    if "subclass" in file.notes:
+                        layout_from(file.notes["subclass"])
+                except OffloadError as error:
+                    self.findings.append(Finding(path, str(error)))
         return self.files[path]
-
-
-def _of_subclass(file: TensorFile) -> Iterator[Finding]:
-    """What is wrong with what a file says of a tensor subclass."""
-    try:
-        if "subclass" in file.notes:
-            layout_from(file.notes["subclass"])
-    except OffloadError as error:
-        yield Finding(file.path, str(error))
 
 
 def verify(path: str | os.PathLike[str]) -> Verdict:
@@ -149,13 +144,10 @@ def _verify_index(path: Path, verdict: Verdict) -> None:
             Finding(path, f"places {name!r} in {shard}, and it is not there") for name in sorted(names - there)
         )
         verdict.findings.extend(
-            Finding(file.path, f"holds {name!r}, which {path.name} {_elsewhere(places.get(name))}", is_error=False)
+            Finding(file.path, f"holds {name!r}, which {path.name} {elsewhere}", is_error=False)
             for name in sorted(there - names)
+            for elsewhere in [f"places in {places[name]}" if name in places else "does not name"]
         )
-
-
-def _elsewhere(shard: str | None) -> str:
-    return "does not name" if shard is None else f"places in {shard}"
 
 
 def _names(file: TensorFile) -> set[str]:

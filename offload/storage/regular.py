@@ -122,6 +122,14 @@ def is_there(path: Path) -> bool:
     return True
 
 
+def is_same_folder(one: str | os.PathLike[str] | None, other: str | os.PathLike[str] | None) -> bool:
+    """Whether two paths lead to one place, whatever stands there; None, which is no folder, leads nowhere."""
+    if one is None or other is None:
+        return False
+    one, other = absolute(one), absolute(other)
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
+
+
 def is_folder(path: Path) -> bool:
     """Whether a folder stands at `path`, or a link to one.
 
