@@ -90,7 +90,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 
 def _works(scale: Scale) -> list[tuple[Work, Sequence[int]]]:
     if scale.name == "toy":
-        return [(Work(4), (2,)), (Work(4, 2), (2,))]
+        return [(Work(4, 2), (2,))]
     return [(Work(32), (1, 4, 16, 64)), (Work(256), (4,)), (Work(32, 16), (16,))]
 
 
