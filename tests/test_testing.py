@@ -40,6 +40,7 @@ def two(value: torch.Tensor) -> TwoTensor:
         (torch.tensor([NAN, -0.0]), torch.tensor([NAN, -0.0])),
         (torch.ones(1, 3), torch.ones(3, 1).t()),
         (torch.ones(0, 3), torch.ones(3, 0).t()),
+        (torch.ones(1).as_strided((1,), (5,)), torch.ones(1)),
         (torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2, dtype=torch.float8_e4m3fn)),
         (torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().resolve_conj()),
         (torch.ones(2).to_sparse(), torch.ones(2).to_sparse()),

@@ -190,7 +190,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a plain tensor, in the order of its elements."""
     tensor = tensor.resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.view(_INTEGERS[tensor.itemsize]).contiguous().view(-1).view(torch.uint8)
+    flat = tensor.view(_INTEGERS[tensor.itemsize]).contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a view of one element may have any stride
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
