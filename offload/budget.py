@@ -103,6 +103,7 @@ def keep_resident(*what: Any) -> None:
         TypeError: something else was given.
 
     Example:
+        >>> from offload import OffloadedTensor
         >>> w = OffloadedTensor.zeros((2, 2), name="w")
         >>> keep_resident(w)
     """
@@ -136,6 +137,7 @@ def evict(*what: Any) -> None:
         TypeError: something else.
 
     Example:
+        >>> from offload import OffloadedTensor
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
     values = _values_in(what)

@@ -20,7 +20,7 @@ OTHERS = {
     ("offload", "raise ImportError"): "on another system nothing of ours is there to be caught",
     ("offload.batches.lift", "raise Stopped"): "unwinds a call of ours that is not needed any more; `_run` catches it",
     ("offload.batches.mapping", "raise error"): "what the user's function met; handed over as it was",
-    ("offload.batches.mapping", "raise self._failure[1]"): "what the user's function met; handed over as it was",
+    ("offload.batches.mapping", "raise failure[1]"): "what the user's function met; handed over as it was",
     ("offload.testing.equal", "raise _told"): "an assertion that fails, as of `assert`",
     ("offload.testing.ops", "raise error"): "what the op met; a census takes note of it",
     ("offload.torch_api", "raise AttributeError"): "`Frames.add` tells of it, with the feature",

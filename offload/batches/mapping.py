@@ -81,6 +81,7 @@ def map_batches(
         Exception: what `fn` or `batches` raise; batches before it have given their results by then.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         >>> batches = [torch.zeros(1, 2), torch.ones(1, 2)]
         >>> [out.shape for out in map_batches(model, batches, model)]

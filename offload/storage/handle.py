@@ -524,6 +524,7 @@ class Handle:
 
 
 def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:
+    file_name(name)  # refuses what is no name, before anything is done with it
     with naming(name):
         return None if offload_dir is None else named_folder(offload_dir)
 

@@ -23,6 +23,7 @@ def materialize(value: Any) -> Any:
         value: a tensor; or lists, tuples and dicts of them, which are rebuilt; or a module, which is changed in place.
 
     Example:
+        >>> from offload import OffloadedTensor
         >>> w = OffloadedTensor.full((2,), 1.0, name="w")
         >>> materialize({"w": w})
         {'w': tensor([1., 1.])}

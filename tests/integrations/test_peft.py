@@ -170,9 +170,9 @@ def test_a_saved_adapter_merges_into_files_and_out_again(
         assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
     for act in ("merge_adapter", "unmerge_adapter"):
         getattr(plain, act)(), getattr(on_disk, act)()
-        assert_equal(plain, on_disk)
+        assert_equal(plain, on_disk, strides=False)  # what is replaced keeps its strides
     plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
-    assert_equal(plain, on_disk)
+    assert_equal(plain, on_disk, strides=False)
     assert all_on_disk(on_disk)
     assert before == contents(folder)
     on_disk.save_pretrained(tmp_path / "merged")
