@@ -137,7 +137,7 @@ def _true(path: Path) -> Path:
 
 def _free_private_path(file: str, root: Path) -> Path:
     """A path in a private folder; a name that lives there already gets a numbered folder below."""
-    if root / file not in _CLAIMS:
+    if root / file not in _CLAIMS and not os.path.lexists(root / file):  # an interrupt may have left one
         return root / file
     folder = root / str(next(_NUMBERS))
     try:

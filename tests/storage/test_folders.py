@@ -253,3 +253,21 @@ def test_where_no_temporary_folder_can_be_made_the_way_out_is_told(tmp_path, mon
 
     with pytest.raises(WriteError, match="set TMPDIR, or give an offload_dir"):
         private_folder()
+
+
+def test_what_an_interrupt_left_in_a_private_folder_is_in_nobodys_way():
+    from offload import OffloadedTensor
+    from offload.storage.folders import private_folder
+
+    left = private_folder() / "left behind.safetensors"
+    first = OffloadedTensor.from_original_tensor(torch.zeros(2), "left behind")
+    place = first.offload_path
+    del first
+    place.write_bytes(b"half of a file")
+
+    again = OffloadedTensor.from_original_tensor(torch.ones(2), "left behind")
+
+    assert [1.0, 1.0] == again.tolist()
+    assert place != again.offload_path
+    place.unlink()
+    left.unlink(missing_ok=True)
