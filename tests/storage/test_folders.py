@@ -11,6 +11,7 @@ import textwrap
 import time
 
 import pytest
+import torch
 
 from offload.errors import NameInUseError, WriteError
 from offload.storage.folders import claim, discard, named_folder, private_folder, release
@@ -257,9 +258,7 @@ def test_where_no_temporary_folder_can_be_made_the_way_out_is_told(tmp_path, mon
 
 def test_what_an_interrupt_left_in_a_private_folder_is_in_nobodys_way():
     from offload import OffloadedTensor
-    from offload.storage.folders import private_folder
 
-    left = private_folder() / "left behind.safetensors"
     first = OffloadedTensor.from_original_tensor(torch.zeros(2), "left behind")
     place = first.offload_path
     del first
@@ -270,4 +269,3 @@ def test_what_an_interrupt_left_in_a_private_folder_is_in_nobodys_way():
     assert [1.0, 1.0] == again.tolist()
     assert place != again.offload_path
     place.unlink()
-    left.unlink(missing_ok=True)
