@@ -47,14 +47,16 @@ def optimizer_is_whole(given):
 def backward(folder):
     """Gradients over activations that were on disk."""
     w = torch.linspace(-1, 1, 64, requires_grad=True)
-    with offload.training.offload_activations(offload_dir=folder, min_bytes=1):
-        y = w
-        for _ in range(4):
-            y = y.exp()
-        y = y.sum()
-        settled()
-    y.backward()
-    settled()
+    try:
+        with offload.training.offload_activations(offload_dir=folder, min_bytes=1):
+            y = w
+            for _ in range(4):
+                y = y.exp()
+            y = y.sum()
+            settled()
+        y.backward()
+    finally:
+        settled()  # an error ends this while the writer, which goes on, has a file open
     return w.grad.tolist()
 
 
