@@ -28,7 +28,7 @@ from offload.storage.reasons import writing
 from offload.storage.regular import absolute
 from offload.storage.replacing import remove, temporary_for
 
-_PACKAGES = ("torch", "safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
+_PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
 _LEAST = 16 << 20  # bytes to measure with; less says nothing
 
@@ -100,7 +100,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     pool = Pool()
     pool.reconsider(anew=True)
     return Diagnosis(
-        versions={"python": platform.python_version(), **_installed()},
+        versions={"python": platform.python_version(), "torch": str(torch.__version__), **_installed()},
         devices=_devices(),
         memory=psutil.virtual_memory().total,
         available=available_bytes(),
