@@ -119,6 +119,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
+    "inkling2_text": {
+        "unpadded_vocab_size": 96,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 32,
+        "sliding_window_size": 8,
+        "d_rel": 8,
+        "rel_extent": 16,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_layers_per_attn_res_block": 1,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -145,7 +158,7 @@ def model_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes), dtype=dtype)
-        for value in model.parameters():
+        for value in model.state_dict().values():
             if value.dim() == 1:
                 value.add_(torch.randn_like(value), alpha=0.1)
     return model.eval()
@@ -569,6 +582,7 @@ def _of_floats() -> Iterator[tuple[str, Form]]:
     yield "gpt_oss", form("nothing: stored joined, (experts, inputs, outputs)", written("gpt_oss"))
     yield "hrm_text", form("Chunk(0): four projections are stored as one, and gate and up", written("hrm_text"))
     yield "olmo_hybrid", form("Concatenate(0): three convolutions are stored apart", written("olmo_hybrid"))
+    yield "inkling2_text", form("Interleave(1): rows of gate and up alternate", written("inkling2_text"))
     for stored, asked in (("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")):
         for name in ("llama", "qwen3_moe"):
             write = written(name, getattr(torch, stored))
