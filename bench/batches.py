@@ -2,7 +2,9 @@
 
 Always true:
 - a memory cgroup counts what loading and computing take, the page cache too
-- every way gives the same results for the same batches, and its figures are those of a batch after two sweeps
+- every way gives the same results for the same batches, and its figures are those of a batch after two sweeps or more
+- in lockstep three sweeps are measured, or those of one text: what is read ahead of the next sweep, which does not come
+  after the last one, counts
 - the limit is the larger of computing, and of reading what is over the budget once for all that are in flight
 """
 
@@ -49,6 +51,21 @@ class Work:
     tokens: int
     new_tokens: int = 0
 
+    @property
+    def passes(self) -> int:
+        """Of a batch, through the model."""
+        return max(self.new_tokens, 1)
+
+    @property
+    def first(self) -> int:
+        """Batches, one after the other, that are not measured: two passes or more."""
+        return -(-2 // self.passes)
+
+    @property
+    def measured(self) -> int:
+        """Batches, one after the other, that are measured in lockstep."""
+        return -(-3 // self.passes)
+
     def __call__(self, model: Any, number: int) -> list[int]:
         generator = torch.Generator().manual_seed(number)
         prompt = torch.randint(1, 500, (1, self.tokens), generator=generator)
@@ -91,7 +108,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 def _works(scale: Scale) -> list[tuple[Work, Sequence[int]]]:
     if scale.name == "toy":
         return [(Work(4, 2), (2,))]
-    return [(Work(32), (1, 4, 16, 64)), (Work(256), (4,)), (Work(32, 16), (16,))]
+    return [(Work(32), (1, 4, 16, 64)), (Work(256), (4, 16)), (Work(32, 16), (16,))]
 
 
 def _figures_of(
@@ -99,13 +116,12 @@ def _figures_of(
 ) -> list[Figure]:
     files, size = files_in(folder), bytes_of_a_pass(folder)
     budget = max(int(size / _FACTOR), MIB)
-    passes = max(work.new_tokens, 1)
     allowance = ALLOWANCE + max(counts) * _A_BATCH
     capped = partial(_in_group, folder, scratch, budget, allowance, work)
-    peers = {arm: partial(capped, arm, 1, 3) for arm in WAYS if arm != OURS}
-    lockstep = {_lockstep(count): partial(capped, OURS, count, 3 * count) for count in counts}
-    alone = {_ONE_BY_ONE: partial(capped, OURS, 0, 4)}
-    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 4)
+    peers = {arm: partial(capped, arm, 0, 1) for arm in WAYS if arm != OURS}
+    lockstep = {_lockstep(count): partial(capped, OURS, count, work.measured) for count in counts}
+    alone = {_ONE_BY_ONE: partial(capped, OURS, 0, 2)}
+    computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 2)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
     done = in_turn({_COMPUTING: computing, **peers, **alone, **lockstep}, scale.rounds, absent(PACKAGES))
@@ -113,7 +129,7 @@ def _figures_of(
     done.strike(lambda one: one.results[:2], computed[0].results[:2], "results")
     found = []
     for count in counts:
-        least = (size - budget) * passes / count
+        least = (size - budget) * work.passes / count
         limit = [max(least / rate, one.seconds) for one in computed]
         case = f"batches, {name}, {work}, {count} in flight"
         found += _of_a_count(case, _for(done, count, counts), limit, least)
@@ -147,11 +163,11 @@ def _of_a_count(case: str, done: Rounds[Trial], limit: list[float], least: float
 
 
 def _in_group(
-    folder: Path, scratch: Path, budget: int, allowance: int, work: Work, arm: str, in_flight: int, count: int
+    folder: Path, scratch: Path, budget: int, allowance: int, work: Work, arm: str, in_flight: int, times: int
 ) -> Trial:
     make_cold(files_in(folder))
     with memory_cap(budget + allowance) as group:
-        return run_apart(trial, arm, folder, scratch, work, in_flight, count, budget, group)
+        return run_apart(trial, arm, folder, scratch, work, in_flight, times, budget, group)
 
 
 def trial(
@@ -160,11 +176,11 @@ def trial(
     scratch: Path,
     work: Work,
     in_flight: int,
-    count: int,
+    times: int,
     budget: int | None = None,
     group: Group | None = None,
 ) -> Trial:
-    """Load, do the first batches, and measure the others; those in flight at a time are one sweep of the model."""
+    """Load, do the first batches, and measure the others: so many, or so many times those in flight."""
     rehearse(arm, folder, scratch)
     if group:
         group.join()
@@ -173,10 +189,11 @@ def trial(
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode(), MemoryTrace() as memory:
         model = WAYS[arm].load(folder, Path(own))
         fn = partial(work, model)
-        first = 2 * max(in_flight, 1)  # in the first sweep it is seen which experts there are
+        each = max(in_flight, 1)
+        first = work.first * each
         results = _mapped(arm, fn, range(first), model, in_flight)
         before, start = read_bytes(), time.perf_counter()
-        results += _mapped(arm, fn, range(first, max(count, first + 1)), model, in_flight)
+        results += _mapped(arm, fn, range(first, first + times * each), model, in_flight)
         seconds, read = time.perf_counter() - start, read_bytes() - before
     measured = len(results) - first
     return Trial(seconds / measured, read / measured, memory.peak, results)

@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,11 @@ class Group:
     folder: Path
 
     def join(self) -> None:
-        """Put this process into it."""
+        """Put this process into it.
+
+        The collector writes to all objects: pages that a forked process shares with its parent are its own by then.
+        """
+        gc.collect()
         (self.folder / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
 
     def facts(self) -> dict[str, int]:

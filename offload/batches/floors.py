@@ -14,6 +14,8 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError
 from offload.models.loader import blocks_of
+from offload.storage.handle import Handle
+from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.torch_api import buffers_of, parameters_of
 
 
@@ -46,6 +48,18 @@ def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
     found = (members for model in models for members in blocks_of(model))
     floors = dict.fromkeys(members[0] for members in found if any(map(_has_values, members)))
     return [floor for floor in floors if not isinstance(floor, torch.jit.ScriptModule)]  # they take no hooks
+
+
+def lots_of(models: Iterable[nn.Module], floors: Sequence[nn.Module]) -> list[list[Handle]]:
+    """What is on disk of each floor, and of what comes behind it, up to the next one."""
+    lots: dict[int, dict[Handle, None]] = {id(floor): {} for floor in floors}
+    for model in models:
+        lot: dict[Handle, None] = {}
+        for module in model.modules():
+            lot = lots.get(id(module), lot)
+            members = (*parameters_of(module).values(), *buffers_of(module).values())
+            lot.update(dict.fromkeys(handle_of(member) for member in members if is_offloaded(member)))
+    return [list(lot) for lot in lots.values()]
 
 
 def _has_values(module: nn.Module) -> bool:

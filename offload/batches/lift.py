@@ -29,6 +29,7 @@ from offload.batches.world import Settings, World
 from offload.memory import count_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
+from offload.storage.handle import Handle
 from offload.torch_api import not_compiled
 
 
@@ -149,9 +150,10 @@ class Lift:
         lease: what calls at the present floor use of the disk.
     """
 
-    def __init__(self, floors: Sequence[nn.Module], *, spills: bool) -> None:
+    def __init__(self, floors: Sequence[nn.Module], lots: Sequence[Sequence[Handle]], *, spills: bool) -> None:
+        """Floors, and the values that each of them is expected to use."""
         self.spills = spills
-        self._floors = floors
+        self._floors, self._lots = floors, lots
         self._places = 2 * max(len(floors), 1)
         self._at = 0
         self._calls: list[Call] = []
@@ -215,6 +217,7 @@ class Lift:
         hooked: Callable[[Any], Any] = not_compiled if "torch._dynamo" in sys.modules else lambda hook: hook
         with ExitStack() as stack:
             stack.callback(self.lease.end)
+            self.lease.expect(self._lots)
             for floor, module in enumerate(self._floors):
                 before = hooked(partial(self._arrive, floor))
                 after = hooked(partial(self._leave, self._places - 1 - floor))

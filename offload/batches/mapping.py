@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from offload.batches.floors import floors_of, models_of
+from offload.batches.floors import floors_of, lots_of, models_of
 from offload.batches.lift import Call, Lift
 from offload.batches.world import Seeds, Settings, World
 from offload.errors import ArgumentTypeError
@@ -91,7 +91,9 @@ def map_batches(
     if inspect.isgeneratorfunction(fn):
         raise ArgumentTypeError("fn yields: it would run outside its batch. Have it return a list")
     most = None if in_flight is None else checked_count(in_flight, "in_flight")
-    lift = Lift(floors_of(models_of(model), blocks), spills=spill)
+    models = models_of(model)
+    floors = floors_of(models, blocks)
+    lift = Lift(floors, lots_of(models, floors), spills=spill)
     mapping = _Mapping(fn, iterated(batches, "batches"), lift, most)
     bar = Bar(desc="batches", total=_length(batches), delay=1, disable=None if progress else True, leave=False)
     return mapping.results(bar, ordered=ordered)

@@ -249,6 +249,7 @@ def _begin_anew() -> None:
     global _ENGINE
     _ENGINE = Engine()
     for pool in Pool.all():
+        pool.turns = []
         for value in pool.values():
             value.state = AWAY
 

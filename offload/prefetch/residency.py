@@ -4,6 +4,7 @@ Always true:
 - what is resident are the pages of the files themselves: there is no copy that could be stale
 - values that fit in the budget all stay; of those that do not, a fixed part stays, spread evenly over the order in
   which they are read, and the rest streams: a pass then reads from the disk only what is over the budget
+- where several threads use the values lot by lot, what streams of the largest lot has room beside what stays
 - values of up to 64 KiB stay once they are read
 - a value is `AWAY` (nothing is known of it), `QUEUED`, being `READ`, or `HERE`: read ahead, and not asked for yet
 - a budget is never more than what the machine and its cgroups have room for
@@ -18,7 +19,8 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -36,6 +38,7 @@ _SHARE = 0.85  # of the memory that is available, where no budget is set; the re
 _LOOK_AGAIN = 2.0  # seconds after which available memory is looked at again
 _MOST_CONTEXTS = 16  # reads before a value that are told apart
 AWAY, QUEUED, READ, HERE = range(4)
+_BESIDE = 32 << 20  # bytes of a lot that may stream beside the budget
 _NEWS = 0.1  # by how much of itself a total or a room has to change for a new plan
 
 
@@ -101,6 +104,11 @@ class Value(Range):
             found = next(reversed(self._followers.values()), None)
         return found[0]() if found is not None and found[1] else None
 
+    @property
+    def has_stayed(self) -> bool:
+        """Whether it stays by the plan, and has been read since that was made."""
+        return self.kept and self.calm_until > 0
+
     def let_go(self) -> None:
         """Drop it from memory; the next read brings it back."""
         if self.state == HERE:
@@ -153,13 +161,32 @@ def books_of(handle: Handle) -> Books:
     return handle.books
 
 
+@dataclass(eq=False)
+class Turns:
+    """What several threads use lot by lot; each lot is in memory until all of them have used it.
+
+    Attributes:
+        lots: what is expected to be used at a time.
+        others: bytes that have streamed with a lot, and are in none.
+    """
+
+    lots: Sequence[Sequence[Handle]] = ()
+    others: int = 0
+
+    def __iter__(self) -> Iterator[set[Value]]:
+        """The values of each lot, as far as they are known."""
+        for lot in self.lots:
+            yield {value for handle in lot for value in books_of(handle).ranges.values()}
+
+
 class Pool:
     """Values under one budget. Not thread-safe: the caller holds a lock.
 
     Attributes:
         max_memory: bytes that may stay resident; None for what there is room for.
         window: bytes that may be read ahead; 0 for none.
-        reserved: bytes of the budget that are kept free for what several threads use at a time.
+        turns: of those who use values lot by lot.
+        at_a_time: bytes of each one's lots that stream at most, as far as is known.
         on_devices: budgets for what stays on accelerators.
     """
 
@@ -172,7 +199,8 @@ class Pool:
     ) -> None:
         self.max_memory = max_memory
         self.window = window
-        self.reserved = 0
+        self.turns: list[Turns] = []
+        self.at_a_time = 0
         self.on_devices: dict[torch.device, Pool] = {}
         self._available = available
         _POOLS.add(self)
@@ -190,7 +218,17 @@ class Pool:
     @property
     def room(self) -> int:
         """Bytes that may stay resident now."""
-        return self._room
+        return max(0, self._room - self.reserved)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the budget that are kept free for what streams of lots."""
+        return self._reserve(self.at_a_time)
+
+    @property
+    def most_at_a_time(self) -> int:
+        """Bytes of a lot that may stream."""
+        return max(self.window, self._room // 2)
 
     @property
     def fits(self) -> bool:
@@ -206,7 +244,7 @@ class Pool:
         for value in values:
             self._values[next(_TURNS)] = value
             self._total += value.nbytes
-            value.kept = value.nbytes <= SMALL or self._total <= self._room
+            value.kept = value.nbytes <= SMALL or self._total <= self.room
         return self.reconsider()
 
     def reconsider(self, *, anew: bool = False) -> list[Value]:
@@ -222,8 +260,7 @@ class Pool:
             available = (self._available or available_bytes)()
             room = int(available * _SHARE)
             if self.max_memory is not None:
-                room = min(self.max_memory, available - self.window)
-            room = max(0, room - self.reserved)
+                room = max(0, min(self.max_memory, available - self.window))
         fits = self._total <= min(room, self._room)
         news = abs(room - self._room) > _NEWS * self._room or self._total - self._planned > _NEWS * self._total
         if anew or (news and not fits):
@@ -241,16 +278,55 @@ class Pool:
         values = self.values()
         is_new = self._total != self._planned
         self._total = self._planned = sum(extent.nbytes for extent in joined(values))  # views may overlap
-        kept = set(values) if self.fits else _stable(values, self._room, is_new=is_new)
+        self.at_a_time = 0
+        kept = set(values) if self.fits else self._chosen(values, is_new=is_new)
         leaving = []
         for value in values:
             if value.kept and value not in kept:
                 leaving.append(value)
             value.kept = value in kept
-        log.debug(
-            "%d bytes may stay: %d of %d values, %d bytes in all", self._room, len(kept), len(values), self._total
-        )
+        log.debug("%d bytes may stay: %d of %d values, %d bytes in all", self.room, len(kept), len(values), self._total)
         return leaving
+
+    def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
+        """What stays: the pinned and the small ones, what is due of lots, and of the others as many as have room.
+
+        Where the values are those of the plan before, as few as can be change: what leaves has to be read again.
+        """
+        kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
+        before = [] if is_new else [value for value in values if value.kept]
+        due = self._due_of_lots(kept) if self.turns else ()
+        left = self.room - _size(kept)
+        for tier in _stayed(due), due, _stayed(before), before, values:
+            others = [value for value in tier if value not in kept]
+            chosen = others if _size(others) <= left else _spread(others, left)
+            kept.update(chosen)
+            left -= _size(chosen)
+        return kept
+
+    def _due_of_lots(self, kept: set[Value]) -> list[Value]:
+        """What stays so that no lot streams more than there is room for beside all that stays."""
+        lots = [self._streaming(lot - kept) for turns in self.turns for lot in turns]
+        others, room = max(turns.others for turns in self.turns), self._room - _size(kept)
+        most = min(max(map(_size, lots), default=0), self.most_at_a_time)
+        too_small, due = 0, _due(lots, most)
+        while most - too_small > SMALL:
+            size = (too_small + most) // 2
+            found = _due(lots, size)
+            if _size(found) + self._reserve(size + others) <= room:
+                most, due = size, found
+            else:
+                too_small = size
+        self.at_a_time = most + others
+        return due
+
+    def _streaming(self, lot: Iterable[Value]) -> list[Value]:
+        """What may stream of a lot: what has stayed first, then the larger ones."""
+        own = [value for value in lot if value.pool is self]
+        return sorted(own, key=lambda value: (not value.has_stayed, -value.nbytes))
+
+    def _reserve(self, at_a_time: int) -> int:
+        return max(0, len(self.turns) * at_a_time - min(self.window // 2, _BESIDE))
 
 
 def let_go(values: Iterable[Value]) -> None:
@@ -259,19 +335,29 @@ def let_go(values: Iterable[Value]) -> None:
         value.let_go()
 
 
-def _stable(values: list[Value], room: int, *, is_new: bool) -> set[Value]:
-    """Those that stay: the pinned and the small ones, and of the others as many as have room.
+def _size(values: Iterable[Value]) -> int:
+    return sum(value.nbytes for value in values)
 
-    Where the values are those of the plan before, as few as can be change: what leaves has to be read again.
-    """
-    kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
-    left = room - sum(value.nbytes for value in kept)
-    others = [value for value in values if value not in kept]
-    before = [] if is_new else [value for value in others if value.kept]
-    size = sum(value.nbytes for value in before)
-    if size > left:
-        return kept | _spread(before, left)
-    return kept.union(before, _spread([value for value in others if is_new or not value.kept], left - size))
+
+def _stayed(values: Iterable[Value]) -> list[Value]:
+    return [value for value in values if value.has_stayed]
+
+
+def _due(lots: Iterable[list[Value]], most: int) -> list[Value]:
+    """What has to stay so that no lot streams more than so many bytes: little more of each than that."""
+    due: dict[Value, None] = {}
+    for lot in lots:
+        left = _size(lot) - most
+        others = []
+        for value in lot:
+            if value.nbytes <= left:
+                due[value] = None
+                left -= value.nbytes
+            else:
+                others.append(value)
+        if left > 0:
+            due[min(others, key=lambda value: value.nbytes)] = None
+    return list(due)
 
 
 def _spread(values: list[Value], room: int) -> set[Value]:

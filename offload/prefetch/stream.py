@@ -4,7 +4,7 @@ Always true:
 - the order is learned from the last two reads of each thread; where it has branched before, it is followed only after
   it has been seen twice
 - what is ahead, and what streams and is in use, is counted in `in_flight` until it is used, dropped or forgotten
-- what a lease holds stays until the lease moves on, and is taken from what may stay of other values
+- what a lease holds stays until the lease moves on; a part of the budget has been kept free for it
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 
 from offload.prefetch.reader import Reader
-from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Value, let_go, log
+from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Turns, Value, books_of, let_go, log
+from offload.storage.handle import Handle
 
 _MOST_STEPS = 256  # that the order is followed at a time
 _NEARLY = 0.75  # of the window: with more in flight, the order is not followed on yet
@@ -209,10 +211,23 @@ class Lease:
         self._streams = streams
         self._stream = Stream(streams)
         self._stream.lease = self
+        self._lots: Sequence[Sequence[Handle]] = ()
         self._held: dict[Value, None] = {}
         self._bytes: dict[Pool, int] = {}  # that are held
-        self._reserved: dict[Pool, int] = {}  # of the budget, for the most that were at a time
+        self._turns: dict[Pool, Turns] = {}
         self._has_told = self._has_ended = False
+
+    def expect(self, lots: Sequence[Sequence[Handle]]) -> None:
+        """Have room for these lots: each of them is what is used until the lease moves on. Others may be used too."""
+        leaving: list[Value] = []
+        try:
+            with self._streams.reader.lock:
+                self._lots = lots
+                known = [value for lot in lots for handle in lot for value in books_of(handle).ranges.values()]
+                for pool in dict.fromkeys(value.pool for value in known):
+                    leaving.extend(self._take_part(pool))
+        finally:
+            let_go(leaving)
 
     def join(self) -> None:
         """Have the running thread read as one with the others."""
@@ -232,9 +247,8 @@ class Lease:
                     if not value.kept and not self._stream.expects(value):
                         self._streams.reader.drop(value)
                 for pool, size in sizes.items():
-                    size -= pool.window // 2  # for which there is room beside the budget
-                    if size > self._reserved.get(pool, 0):
-                        leaving.extend(self._reserve(pool, size))
+                    if size > pool.at_a_time:
+                        leaving.extend(self._take_part(pool, held))
         finally:
             let_go(leaving)
 
@@ -246,8 +260,10 @@ class Lease:
         try:
             with self._streams.reader.lock:
                 self._stream.give_up()
-                for pool in list(self._reserved):
-                    leaving.extend(self._reserve(pool, 0))
+                for pool, turns in self._turns.items():
+                    pool.turns.remove(turns)
+                    leaving.extend(pool.reconsider(anew=True))
+                self._turns = {}
         finally:
             let_go(leaving)
 
@@ -259,7 +275,7 @@ class Lease:
             return value.is_held
         pool = value.pool
         size = self._bytes.get(pool, 0) + value.nbytes
-        if size > max(pool.window, (pool.room + pool.reserved) // 2):
+        if size > pool.most_at_a_time:
             self._tell(size)
             return False
         value.is_held = True
@@ -267,10 +283,14 @@ class Lease:
         self._bytes[pool] = size
         return True
 
-    def _reserve(self, pool: Pool, size: int) -> list[Value]:
-        pool.reserved += size - self._reserved.pop(pool, 0)
-        if size:
-            self._reserved[pool] = size
+    def _take_part(self, pool: Pool, held: Iterable[Value] = ()) -> list[Value]:
+        """Have a budget keep room for the lots, and for what was held beside them. Gives what has to leave."""
+        turns = self._turns.get(pool)
+        if turns is None:
+            turns = self._turns[pool] = Turns(self._lots)
+            pool.turns.append(turns)
+        others = {value for value in held if value.pool is pool}.difference(*turns)
+        turns.others = max(turns.others, sum(value.nbytes for value in others))
         return pool.reconsider(anew=True)
 
     def _tell(self, size: int) -> None:

@@ -119,6 +119,11 @@ class Range:
             return
         address = mapped.data_ptr() + self._start
         takes_care = self._ask_for_huge_pages(address, exactly=exactly)
+        if takes_care and exactly:  # of the huge pages that it shares with its neighbours, its own part only
+            head = min(-self._start % _HUGE, self.nbytes)
+            tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
+            announce(address, head)
+            announce(address + self.nbytes - tail, tail)
         read = bring_in_exactly if (exactly or self.is_part) and not takes_care else bring_in
         try:
             read(address, self.nbytes)

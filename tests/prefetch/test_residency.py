@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.prefetch import residency
-from offload.prefetch.residency import SMALL, Pool, Value
+from offload.prefetch.residency import SMALL, WINDOW, Books, Pool, Turns, Value
 
 MIB = 1 << 20
 
@@ -89,6 +90,78 @@ def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[in
         after = set(kept(values))
         assert len(after) == min(budget, count)
         assert before <= after or after <= before
+
+
+def lots_of(pool: Pool, lots: list[list[int]]) -> tuple[list[list[Value]], Turns]:
+    """Values of these sizes, used lot by lot."""
+    made, handles = [], []
+    for start, sizes in enumerate(lots):
+        values = values_of(pool, sizes, start << 40)
+        books = Books()
+        books.ranges = {(place, value.nbytes): value for place, value in enumerate(values)}
+        made.append(values)
+        handles.append([SimpleNamespace(books=books)])
+    return made, Turns(handles)  # type: ignore[arg-type]
+
+
+def streams(lot: list[Value]) -> int:
+    return sum(value.nbytes for value in lot if not value.kept)
+
+
+BLOCK = [8 * MIB] * 4 + [22 * MIB] * 3  # of a Llama of a gigabyte
+
+
+def test_what_streams_of_a_lot_has_room_beside_what_stays():
+    pool = Pool(283 * MIB)
+    lots, turns = lots_of(pool, [*([BLOCK] * 8), [62 * MIB]])
+    pool.turns.append(turns)
+    pool.reconsider(anew=True)
+
+    stays = sum(value.nbytes for lot in lots for value in lot if value.kept)
+    most = max(map(streams, lots))
+    assert WINDOW // 2 < pool.at_a_time - SMALL <= most <= pool.at_a_time
+    assert stays + most <= 283 * MIB + WINDOW // 2
+    assert sum(map(streams, lots)) <= 1.08 * (sum(sum(BLOCK) for _ in range(8)) + 62 * MIB - 283 * MIB)
+
+
+@given(
+    lots=st.lists(st.lists(st.integers(SMALL + 1, 20 * MIB), max_size=6), min_size=1, max_size=8),
+    budget=st.integers(0, 200 * MIB),
+    others=st.integers(0, 8 * MIB),
+)
+def test_whatever_the_lots_are_the_budget_holds(lots: list[list[int]], budget: int, others: int):
+    pool = Pool(budget)
+    made, turns = lots_of(pool, lots)
+    turns.others = others
+    pool.turns.append(turns)
+    pool.reconsider(anew=True)
+
+    stays = sum(value.nbytes for lot in made for value in lot if value.kept)
+    assert stays <= max(0, budget - pool.reserved)
+    if budget >= sum(map(sum, lots)):
+        assert stays == sum(map(sum, lots))
+    elif pool.at_a_time < others + min(pool.most_at_a_time, max(map(sum, lots))):
+        assert max(map(streams, made)) + others <= pool.at_a_time
+
+
+@pytest.mark.parametrize("budget", [100, 150, 200])
+def test_who_uses_lots_again_finds_what_has_stayed(budget: int):
+    pool = Pool(budget * MIB)
+    lots, turns = lots_of(pool, [BLOCK] * 4)
+    before: list[Value] = []
+    for _ in range(3):
+        pool.turns.append(turns)
+        pool.reconsider(anew=True)
+        found = [value for lot in lots for value in lot if value.kept]
+        assert before in ([], found)
+        for value in found:  # they are read
+            value.calm_until = 1.0
+        pool.turns.remove(turns)
+        pool.reconsider(anew=True)
+        before = found
+
+    assert before
+    assert 0 == pool.reserved
 
 
 def test_small_and_pinned_values_stay_whatever_the_plan():
