@@ -3,8 +3,8 @@
 Always true:
 - a memory cgroup counts what loading and computing take, the page cache too
 - every way gives the same results for the same batches, and its figures are those of a batch after two sweeps or more
-- in lockstep three sweeps are measured, or those of one text: what is read ahead of the next sweep, which does not come
-  after the last one, counts
+- in lockstep these are sweeps in the course of one call: three, or those of a text; what is read ahead after the last
+  one, and then not used, counts
 - the limit is the larger of computing, and of reading what is over the budget once for all that are in flight
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -191,15 +191,16 @@ def trial(
         fn = partial(work, model)
         each = max(in_flight, 1)
         first = work.first * each
-        results = _mapped(arm, fn, range(first), model, in_flight)
+        results = _mapped(arm, fn, range(first + times * each), model, in_flight)
+        done = [next(results) for _ in range(first)]
         before, start = read_bytes(), time.perf_counter()
-        results += _mapped(arm, fn, range(first, first + times * each), model, in_flight)
+        done.extend(results)
         seconds, read = time.perf_counter() - start, read_bytes() - before
-    measured = len(results) - first
-    return Trial(seconds / measured, read / measured, memory.peak, results)
+    measured = len(done) - first
+    return Trial(seconds / measured, read / measured, memory.peak, done)
 
 
-def _mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> list[Any]:
+def _mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> Iterator[Any]:
     if arm == OURS and in_flight:
-        return list(offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False))
-    return [fn(number) for number in numbers]
+        return offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False)
+    return map(fn, numbers)
