@@ -22,6 +22,7 @@ from offload.prefetch.reader import Counts
 from offload.prefetch.residency import WINDOW, Pool, Value, books_of, let_go
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
+from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.torch_api import tree_leaves
 
@@ -279,7 +280,7 @@ def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None
 
 
 def _values_in(what: Iterable[Any]) -> list[Value]:
-    values = [tracked(handle, *handle.extent) for handle in _handles_in(what)]
+    values = [tracked(handle, *handle.extent) for handle in stored_in(_handles_in(what))]
     return [value for value in values if value is not UNTRACKED]
 
 

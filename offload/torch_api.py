@@ -169,7 +169,7 @@ def needed(found: _T) -> _T:
 
 
 _ACTIVATIONS = "offload_activations"
-storage_uses = _for(_ACTIVATIONS, lambda: torch._C._storage_Use_Count)  # how many hold a storage
+storage_uses = _for("offload_activations, or a recipe,", lambda: torch._C._storage_Use_Count)  # how many hold a storage
 _not_compiled: Any = _for(_ACTIVATIONS, lambda: torch._disable_dynamo)  # imports the compiler at the first call only
 
 _MODES = "offloading, or map_batches,"

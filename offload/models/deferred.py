@@ -3,7 +3,7 @@
 Always true:
 - nothing is read before it is stored, or an op needs its numbers
 - stacking, joining, cutting, casting and making contiguous are recorded; parts are offloaded tensors, or views of them
-- what comes of it is written, by an `Assembly`, when it is stored; what is a stored value as it is, is not copied
+- what comes of it is a recipe over what is stored: nothing is written, unless it is asked for
 - at its first write it goes to a file of its own, which its views see, and what was copied from it before does not
 """
 
@@ -18,11 +18,21 @@ import torch
 
 from offload.errors import UnsupportedOpError
 from offload.models.assembly import Assembly, Part, as_parts
+from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import is_same_folder
 from offload.tensor.guests import CPU
 from offload.tensor.rules import written_arguments
-from offload.tensor.wrapper import OffloadedTensor, Rule, handle_of, is_offloaded, is_part, mapped_value
+from offload.tensor.wrapper import (
+    OffloadedTensor,
+    Rule,
+    current_twin,
+    handle_of,
+    is_offloaded,
+    is_part,
+    mapped_value,
+    wrap_handle,
+)
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
@@ -36,15 +46,15 @@ class Body:
     """What a tensor and its views are put together from.
 
     Attributes:
-        made: the only part is a file that was written for it.
-        own: no other body has that file among its parts: it may be written to.
+        made: the only part is a value that was made for it.
+        own: no other body has that value among its parts: it may be written to.
     """
 
     parts: tuple[Part, ...]
     made: bool = False
     own: bool = False
 
-    def become(self, stored: torch.Tensor) -> None:
+    def become(self, stored: OffloadedTensor) -> None:
         self.parts, self.made, self.own = as_parts(stored), True, True
 
 
@@ -52,7 +62,7 @@ class DeferredTensor(torch.Tensor):
     """A tensor that is still to be put together from stored ones. Make one with `deferred`.
 
     It may be handed to code that renames, stacks, joins, splits, transposes and casts the tensors of a checkpoint.
-    `stored` then writes what came of it; ops of other kinds read, and give their result.
+    `stored` then gives what came of it as a value on disk; ops of other kinds read, and give their result.
     """
 
     _body: Body
@@ -74,7 +84,7 @@ class DeferredTensor(torch.Tensor):
         if not self._cuts:
             return self._body.parts
         if self._seen[0] is not self._body.parts:
-            source = self._body.parts[0].source
+            source: Any = self._body.parts[0].source
             for cut in self._cuts:
                 source = cut(source)
             self._seen = (self._body.parts, as_parts(source))
@@ -103,7 +113,7 @@ class DeferredTensor(torch.Tensor):
                 f"a tensor that is still to be put together is {layouts[0]}; its data can't become {layouts[1]}: "
                 "do it after the model is loaded"
             )
-        other = _on_disk(value.detach())
+        other = _deferred(value.detach())
         self._body, self._root, self._cuts, self._seen = other._body, other._root, other._cuts, other._seen
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -113,17 +123,19 @@ class DeferredTensor(torch.Tensor):
     def is_stored(self) -> bool:
         """Whether it is on disk as it is, as a whole value: it will stay there."""
         source = self.assembly.as_it_is()
-        return is_offloaded(source) and not (is_part(source) or self._body.made)
+        return source is not None and not (is_part(source) or self._body.made)
 
     @torch.no_grad()
     def stored(
         self, name: str, offload_dir: str | os.PathLike[str] | None = None, device: torch.device = CPU
     ) -> OffloadedTensor:
-        """The value on disk: where it is now if it stands there as it is, else in a file of its own.
+        """The value on disk: where it is now if it stands there as it is, else as a recipe over what is there.
+
+        What it is put together from may be open to be written; then it is put together now, in a file of its own.
 
         Args:
-            name: of that file.
-            offload_dir: the folder for it, which then stays; None for a private one, where it goes with the tensor.
+            name: of the value, and of its file once it has one.
+            offload_dir: the folder for that, which then stays; None for a private one, where it goes with the tensor.
             device: where ops on it run.
 
         Raises:
@@ -135,14 +147,17 @@ class DeferredTensor(torch.Tensor):
         if written is not None:
             written.update_values(self.settled(), strict_dtype=False)
             return written.to(device)  # type: ignore[return-value]
-        return self.assembly.in_file(name, offload_dir, device)
+        assembly = self.assembly
+        if any(handle_of(part.source).owned and handle_of(part.source).folder is not None for part in assembly.parts):
+            return assembly.in_file(name, offload_dir, device)
+        return wrap_handle(Handle.compose(assembly.recipe(), name, offload_dir), device)
 
     @torch.no_grad()
     def materialize(self, device: torch.device = CPU) -> torch.Tensor:
         """The value in memory, as a plain tensor."""
         return self.assembly.in_memory(device)
 
-    def settled(self) -> torch.Tensor:
+    def settled(self) -> OffloadedTensor:
         """The value as one tensor that is on disk now."""
         source = self.assembly.as_it_is()
         if source is None:
@@ -152,8 +167,9 @@ class DeferredTensor(torch.Tensor):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Put the body together, in a file that is its own."""
-        self._body.become(Assembly(self._body.parts, self._root).in_file("deferred", None, CPU))
+        """Make the body one value: a recipe, until it is written to."""
+        recipe = Assembly(self._body.parts, self._root).recipe()
+        self._body.become(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
 
     def _copied(self) -> tuple[Part, ...]:
         """The parts, for another body: the next write to this one goes to another file."""
@@ -163,9 +179,13 @@ class DeferredTensor(torch.Tensor):
     def alone(self) -> torch.Tensor:
         """The value as a plain tensor over a file, in a storage of its own, for those who write it elsewhere."""
         is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
-        source = settled(self if is_dense else self.contiguous())
+        tensor = self if is_dense else _clone(_aten.clone.default, (self,), {"memory_format": torch.contiguous_format})
+        source = tensor.settled()
+        composed = handle_of(source).composed
+        if composed is not None and not composed.stands(current_twin(source)):
+            source = Assembly(as_parts(source), tensor._twin).in_file("deferred", None, CPU)  # memory is for others
         with no_functions(), no_modes():
-            value = mapped_value(source) if is_offloaded(source) else source
+            value = mapped_value(source)
             start = value.storage_offset() * value.itemsize
             span = value.untyped_storage()[start : start + value.numel() * value.itemsize]
             return torch.empty(0, dtype=value.dtype, device=CPU).set_(span, 0, value.shape, value.stride())
@@ -173,15 +193,15 @@ class DeferredTensor(torch.Tensor):
     def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
         """What this is a cast of, if that is stored, and open to be written, where this is to be."""
         source = self._parts[0].source
-        if len(self._parts) > 1 or not is_offloaded(source) or is_part(source) or source.shape != self.shape:
+        if len(self._parts) > 1 or is_part(source) or source.shape != self.shape:
             return None
         handle = handle_of(source)
         is_it = handle.owned and handle.name == name and is_same_folder(handle.folder, offload_dir)
         return source if is_it else None
 
 
-def deferred(source: torch.Tensor) -> DeferredTensor:
-    """A deferred tensor of one part, which is on disk and for the CPU."""
+def deferred(source: OffloadedTensor) -> DeferredTensor:
+    """A deferred tensor of one part, for the CPU."""
     with no_functions(), no_modes():
         twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     return _made(as_parts(source), twin)
@@ -196,11 +216,6 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         tensor.update_values(tensor.to(dtype), strict_dtype=False)
         return tensor
     return (deferred(tensor) if is_offloaded(tensor) else tensor).to(dtype)
-
-
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is stored; one that is deferred is stored now."""
-    return tensor.settled() if isinstance(tensor, DeferredTensor) else tensor
 
 
 def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
@@ -279,9 +294,10 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _deferred(tensor: torch.Tensor) -> DeferredTensor:
+    """One that is deferred, or on disk; else it goes to disk."""
     if isinstance(tensor, DeferredTensor):
         return tensor
-    return deferred(tensor if is_offloaded(tensor) else tensor.clone())  # it may be written to later
+    return deferred(tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
 
 def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -293,7 +309,7 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def cut(source: torch.Tensor) -> Any:
         return func(source, *args[1:], **kwargs)
 
-    def view(twin: torch.Tensor, source: torch.Tensor, cut: Cut) -> DeferredTensor:
+    def view(twin: torch.Tensor, source: OffloadedTensor, cut: Cut) -> DeferredTensor:
         return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twin, as_parts(source))
 
     twins, sources = cut(tensor._twin), cut(tensor._parts[0].source)
@@ -325,16 +341,9 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, _back_on_disk, func(*args, **kwargs))
 
 
-def _on_disk(tensor: torch.Tensor) -> DeferredTensor:
-    """One that is deferred or on disk; else it goes to disk."""
-    if is_offloaded(tensor) or isinstance(tensor, DeferredTensor):
-        return _deferred(tensor)
-    return deferred(OffloadedTensor.from_original_tensor(tensor, "deferred"))
-
-
 def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
     is_small = result.device != CPU or result.numel() * result.itemsize < _BIG
-    return result if is_small and not is_offloaded(result) else _on_disk(result)
+    return result if is_small and not is_offloaded(result) else _deferred(result)
 
 
 _WIDER = {  # dtypes through which a value of this one goes unchanged

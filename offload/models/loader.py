@@ -50,6 +50,7 @@ from offload.progress import progress
 from offload.storage.handle import Handle
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
+from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of
 
@@ -473,7 +474,7 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
         stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
         for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
             handles.setdefault(id(handle_of(tensor)), handle_of(tensor))
-    expect(handles.values(), pool)
+    expect(stored_in(handles.values()), pool)
     if log.isEnabledFor(logging.INFO):
         _tell(model)
 

@@ -30,7 +30,7 @@ from offload.models.saving import in_torchaos_form
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
-from offload.tensor.wrapper import is_offloaded, mapped_value
+from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value
 from offload.torch_api import is_of_a_module
 
 # The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
@@ -44,7 +44,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def filled(
-    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, **options: Any
+    model_class: Any, config: Any, tensors: Mapping[str, OffloadedTensor], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A model whose tensors are deferred, and transformers' report.
 
@@ -73,7 +73,7 @@ def filled(
     return model, report
 
 
-def as_in(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, DeferredTensor], dict[str, Any]]:
+def as_in(model: Any, tensors: Mapping[str, OffloadedTensor]) -> tuple[dict[str, DeferredTensor], dict[str, Any]]:
     """The tensors of a checkpoint as a model of transformers has them, in the widest dtype, and transformers' report.
 
     Deferred as they are, they can be cast to any other as from their own.
@@ -209,7 +209,7 @@ def _streaming(conversion: Any) -> Any:
     streaming = copy.copy(conversion)
     # What is undone first is on disk, and takes the steps after it without being read. Shards are filled by what comes
     # of them: mapped, each in a storage of its own.
-    again = _Undone(lambda tensor: deferred(tensor.detach()) if is_offloaded(tensor) else tensor)
+    again = _Undone(lambda one: deferred(one.detach()) if is_offloaded(one) else one)  # type: ignore[arg-type]
     alone = _Undone(lambda tensor: tensor.alone() if isinstance(tensor, DeferredTensor) else tensor)
     streaming.operations = [alone, *conversion.operations, again]
     return streaming

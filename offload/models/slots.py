@@ -22,7 +22,6 @@ from offload.models.deferred import DeferredTensor
 from offload.models.device_map import Place
 from offload.prefetch.residency import books_of
 from offload.progress import progress
-from offload.storage.handle import Handle
 from offload.storage.regular import is_same_folder
 from offload.tensor.guests import CPU
 from offload.tensor.saved import identity_of
@@ -286,8 +285,7 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
         value = tensor.detach().to(CPU)
         stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
     else:
-        other = Handle.reference(handle.file, handle.name, offload_dir)
-        stored = wrap(other, current_twin(tensor), target_of(tensor))
+        stored = wrap(handle.elsewhere(offload_dir), current_twin(tensor), target_of(tensor))
     books_of(handle_of(stored)).pool = books_of(handle).pool
     return stored
 

@@ -4,6 +4,7 @@ Always true:
 - `base` is the file itself (a mapping), never a copy that could grow stale
 - a process has at most `MOST_MAPPINGS` files of ours mapped; one that was let go comes back when it is asked for
 - what is written goes to a file of ours: a referenced file is copied to one before the first write
+- a composed value has no file before its first write: it is carried out from others at each read
 - a value is replaced whole, or keeps the one that it has
 - a temporary file goes with the last that knows it, in the process that made it
 """
@@ -28,6 +29,7 @@ from offload.storage.folders import claim, discard, file_name, named_folder, rel
 from offload.storage.header import Head
 from offload.storage.layout import Layout, Loose
 from offload.storage.locks import fork_safe_lock
+from offload.storage.mapping import addresses
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming, writing
 from offload.storage.regular import absolute
@@ -58,8 +60,31 @@ class Books(Protocol):
         """The value is in another file now."""
 
 
+class Composed(Protocol):
+    """How a value is carried out from others, which are stored and which nobody writes to.
+
+    Attributes:
+        layout: that it has once it is carried out.
+    """
+
+    layout: Layout
+
+    @property
+    def file(self) -> TensorFile:
+        """The file of the first of these values."""
+
+    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+        """What a meta tensor cuts out of it, or all, as a plain tensor: not to be written to, nor kept."""
+
+    def stands(self, twin: torch.Tensor, /) -> bool:
+        """Whether what a meta tensor cuts out of it is in a file as it reads, so that `value` is over that."""
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Contiguous plain tensors that make up the whole, as its layout orders them; each is good until the next."""
+
+
 class Handle:
-    """The value called `name`. Use `create`, `allocate`, `reference` or `adopt`.
+    """The value called `name`. Use `create`, `allocate`, `reference`, `compose` or `adopt`.
 
     Attributes:
         name: the tensor's name; its key in the file.
@@ -68,6 +93,7 @@ class Handle:
         extent: where the value is in its file: the first byte, and how many.
         generation: counts changes of `layout`, so that views can tell that they are stale.
         owned: whether `file` is ours to write.
+        composed: how it is carried out, while it has no file; `file` is then one of those that it is carried out from.
         twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
         books: what is known of its bytes in memory; kept for those who read ahead.
         has_holes: whether the file may lack blocks on the disk, which are then reserved before it is stored into.
@@ -76,10 +102,12 @@ class Handle:
 
     __slots__ = (
         "__weakref__",
+        "_addresses",
         "_base",
         "_lock",
         "_pid",
         "books",
+        "composed",
         "extent",
         "file",
         "folder",
@@ -98,9 +126,11 @@ class Handle:
         self.folder = folder
         self.generation = 0
         self.owned = False
+        self.composed: Composed | None = None
         self.has_holes = False
         self.is_fixed = False
         self._base: torch.Tensor | None = None
+        self._addresses: torch.UntypedStorage | None = None
         self._lock = fork_safe_lock()
         self.books: Books | None = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
@@ -195,6 +225,21 @@ class Handle:
         handle = cls(key, None if offload_dir is None else absolute(offload_dir))
         handle._open(file)
         return handle
+
+    @classmethod
+    def compose(cls, composed: Composed, name: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
+        """A value that is carried out at each read; its first write puts it into a file in `offload_dir`."""
+        handle = cls(name, None if offload_dir is None else absolute(offload_dir))
+        handle.composed = composed
+        handle.recipe = handle.twin = None
+        handle.layout, handle.file, handle.extent = composed.layout, composed.file, (0, 0)
+        return handle
+
+    def elsewhere(self, offload_dir: str | os.PathLike[str] | None) -> Handle:
+        """The same value, which is not ours to write, with another folder for its first write."""
+        if self.composed is not None:
+            return Handle.compose(self.composed, self.name, offload_dir)
+        return Handle.reference(self.file, self.name, offload_dir)
 
     @classmethod
     def _copied_out(cls, file: TensorFile, loose: Loose, offload_dir: str | os.PathLike[str] | None) -> Handle:
@@ -305,9 +350,10 @@ class Handle:
             self.twin: torch.Tensor | None = None
         self.layout: Layout = layout
         self.file = file
+        self.composed = None
         start = min(entry.start for entry in entries)
         self.extent = start, max(entry.start + entry.layout.nbytes for entry in entries) - start
-        self._base = None
+        self._base = self._addresses = None
         if self.books is not None:
             self.books.begin_anew()
 
@@ -316,10 +362,14 @@ class Handle:
     def base(self) -> torch.Tensor:
         """The whole value as a plain CPU tensor over the mapped file. Reads nothing; must not be written to.
 
+        One that is composed is carried out: that reads all of it.
+
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
             ReadError: it can't be read now.
         """
+        if self.composed is not None:
+            return self.composed.value()
         file, base = self.file, self._base  # in this order: a file older than its base is looked at again
         if base is not None:
             try:
@@ -384,12 +434,22 @@ class Handle:
 
     def another_base(self) -> torch.Tensor:
         """As `base`, but a tensor of one's own over the file."""
-        self.base()
+        base = self.base()
+        if self.composed is not None:
+            return base
         with no_functions(), no_modes():
             return self._mapped()
 
     def pointers(self) -> torch.UntypedStorage:
-        """The value's bytes as a storage of their own, for those who tell tensors apart by address."""
+        """The value's bytes as a storage of their own, for those who tell tensors apart by address.
+
+        Of a composed value it has the addresses alone: nothing can be read from it.
+        """
+        if self.composed is not None:
+            with self._lock:
+                if self._addresses is None:
+                    self._addresses = addresses(self.layout.nbytes)
+                return self._addresses
         self.base()
         return self.file.storage(self.file.entry(self.name), shared=self.owned)
 
@@ -418,6 +478,11 @@ class Handle:
 
     def _copy_to(self, other: Handle) -> None:
         """Make it the value of `other`, from file to file."""
+        composed = self.composed
+        if composed is not None:
+            with other._new({other.name: self.layout}) as (fd, head), no_functions(), no_modes():
+                write_blocks(fd, head.start(other.name), composed.blocks())
+            return
         with self._lock:
             self.base()
             with naming(self.name):
@@ -504,11 +569,13 @@ class Handle:
                 raise WriteError(errno.EIO, reason, str(self.path))
 
     def duplicate(self) -> Handle:
-        """An independent copy in a private folder, made from file to file.
+        """An independent copy, made from file to file, in a private folder; of a composed value another one.
 
         Raises:
             WriteError, and as `base`.
         """
+        if self.composed is not None:  # nobody writes to what it is carried out from
+            return self.elsewhere(None)
         copy = Handle(self.name, None)
         self._copy_to(copy)
         return copy

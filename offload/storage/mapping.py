@@ -70,6 +70,21 @@ def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
         os.close(fd)
 
 
+def addresses(count: int) -> torch.UntypedStorage:
+    """Addresses that nothing else has, and that nothing can be read from: for those who tell tensors apart by them.
+
+    Raises:
+        ReadError: the system does not give them.
+    """
+    address = libc.mmap(None, max(count, 1), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise ReadError(code, f"there are no {count} addresses left for a value ({os.strerror(code)})")
+    buffer = view_memory(address, max(count, 1))
+    weakref.finalize(buffer, libc.munmap, address, max(count, 1)).atexit = False
+    return torch.frombuffer(buffer, dtype=torch.uint8, requires_grad=False).untyped_storage()
+
+
 def scratch_bytes(count: int) -> mmap.mmap:
     """At least `count` writable bytes, all zero.
 

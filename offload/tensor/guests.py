@@ -100,7 +100,13 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
 
 def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
     """The byte of the file at which a view begins whose elements lie there as they read; None for any other view."""
-    if handle.recipe is not None or not twin.is_contiguous() or twin.is_conj() or twin.is_neg():
+    if (
+        handle.recipe is not None
+        or handle.composed is not None
+        or not twin.is_contiguous()
+        or twin.is_conj()
+        or twin.is_neg()
+    ):
         return None
     return handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
 
@@ -175,7 +181,7 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
 def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
     books = books_of(handle)
     pool = (books.pool or POOL).on_devices.get(target)
-    if pool is None or handle.owned or handle.recipe is not None:
+    if pool is None or handle.owned or handle.recipe is not None or handle.composed is not None:
         return None
     leaving: list[Value] = []
     try:
@@ -200,6 +206,7 @@ class Traced:
     owned = True
     has_holes = False
     recipe = None
+    composed = None
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner

@@ -9,8 +9,10 @@ Always true:
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ import torch
 
 from offload.errors import ChangedFileError, UnsupportedOpError
 from offload.storage.file import Identity, TensorFile
-from offload.storage.handle import Handle
+from offload.storage.handle import Composed, Handle
 from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import metadata_of, twin_with, whole_twin
+from offload.tensor.recipes import Piece
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handle_of, wrap
 
 
@@ -44,28 +47,76 @@ class Reference:
     entry: Entry | None
 
 
+@dataclass(frozen=True)
+class ComposedReference:
+    """How a value is carried out that has no file; `number` tells it from others."""
+
+    composed: Composed
+    name: str
+    folder: Path | None
+    number: tuple[int, int]
+
+
 def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
     if tensor.requires_grad and not tensor.is_leaf:
         raise UnsupportedOpError(
             f"{tensor.name!r} is not a leaf and requires grad: it can't be passed to a process. detach() it first."
         )
     handle = handle_of(tensor)
+    cut = metadata_of(current_twin(tensor))
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return _rebuild, (_reference(handle), cut, tensor._target, tensor.requires_grad, is_parameter)
+
+
+def _reference(handle: Handle) -> Reference | ComposedReference:
+    if handle.composed is not None:
+        with _LOCK:
+            number = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
+            _COMPOSED[number] = handle
+        return ComposedReference(handle.composed, handle.name, handle.folder, number)
     identity = None if handle.owned else handle.file.identity
     entry = handle.file.entry(handle.name) if handle.file.is_raw else None
     reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry)
     with _LOCK:
         _PASSED[reference.path, reference.name] = handle
-    cut = metadata_of(current_twin(tensor))
-    return _rebuild, (reference, cut, tensor._target, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+    return reference
 
 
-def _rebuild(
-    reference: Reference, cut: Any, target: torch.device, requires_grad: bool, is_parameter: bool
-) -> OffloadedTensor:
+def _reduce_piece(piece: Piece) -> tuple[Any, ...]:
+    return _rebuild_piece, (_reference(piece.handle), metadata_of(piece.twin))
+
+
+def _rebuild_piece(reference: Reference | ComposedReference, cut: Any) -> Piece:
+    handle = _handle(reference)
+    with no_functions(), no_modes():
+        return Piece(handle, twin_with(whole_twin(handle.layout), cut))
+
+
+def _handle(reference: Reference | ComposedReference) -> Handle:
+    """The value in this process: one for all the tensors over it."""
+    if isinstance(reference, ComposedReference):
+        with _LOCK:
+            handle = _COMPOSED.get(reference.number)
+            if handle is None:
+                handle = Handle.compose(reference.composed, reference.name, reference.folder)
+                _COMPOSED[reference.number] = handle
+                _NUMBERS[handle] = reference.number
+            return handle
     with _LOCK:
         known = _PASSED.get((reference.path, reference.name))
         handle = known if known is not None and known.path == reference.path else _opened(reference)
         _PASSED[reference.path, reference.name] = handle
+        return handle
+
+
+def _rebuild(
+    reference: Reference | ComposedReference, cut: Any, target: torch.device, requires_grad: bool, is_parameter: bool
+) -> OffloadedTensor:
+    handle = _handle(reference)
+    if isinstance(reference, ComposedReference):
+        with no_functions(), no_modes():
+            twin = twin_with(whole_twin(handle.layout), cut)
+        return dressed(wrap(handle, twin, target), requires_grad=requires_grad, is_parameter=is_parameter)
     if handle.layout != reference.layout:
         raise ChangedFileError(
             f"tensor {reference.name!r}: {reference.path} now holds {handle.layout}, not {reference.layout}, "
@@ -92,4 +143,8 @@ def _opened(reference: Reference) -> Handle:
 
 _LOCK = fork_safe_lock()
 _PASSED: weakref.WeakValueDictionary[tuple[Path, str], Handle] = weakref.WeakValueDictionary()
+_COMPOSED: weakref.WeakValueDictionary[tuple[int, int], Handle] = weakref.WeakValueDictionary()
+_NUMBERS: weakref.WeakKeyDictionary[Handle, tuple[int, int]] = weakref.WeakKeyDictionary()
+_COUNT = count()
 ForkingPickler.register(OffloadedTensor, _reduce)
+ForkingPickler.register(Piece, _reduce_piece)

@@ -483,7 +483,13 @@ class OffloadedTensor(torch.Tensor):
             return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)
 
     def data_ptr(self) -> int:
-        """An address of the mapped value; views of one file have addresses inside the same storage."""
+        """An address of the mapped value; views of one file have addresses inside the same storage.
+
+        A value that is carried out from others is stored first: there has to be something at its address.
+        """
+        handle = self._handle
+        if handle.composed is not None:
+            handle_of(self).writable_base()
         return self.untyped_storage().data_ptr() + int(self._twin.storage_offset()) * self._twin.itemsize
 
     def storage(self) -> Any:
@@ -695,6 +701,8 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     """As `guest_of`, but where the file is mapped, whatever the target device."""
     value = mapped_value(tensor)
+    if tensor._handle.composed is not None:  # reading it has brought in what it is carried out from
+        return value
     known = tensor._range
     if known is None or known.calm_until < monotonic():
         tensor._range = brought_in(handle_of(tensor), tensor._twin)
@@ -706,6 +714,8 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     handle, twin = tensor._handle, tensor._twin
     if tensor._generation != handle.generation:
         current_twin(tensor)  # raises
+    if handle.composed is not None:
+        return handle.composed.value(twin)
     base = handle.base()
     if twin is not handle.twin:
         base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)

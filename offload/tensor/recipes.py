@@ -1,0 +1,450 @@
+"""Values that are carried out from others when they are read: joined, cut, cast, laid out anew, decoded.
+
+Always true:
+- what they are carried out from is stored, and nobody writes to it; it is read, and read ahead, as any value is
+- what an op needs of a value is carried out, and no more: its rows, its expert; where a piece lies as it reads, a view
+  of its mapping serves, and nothing is copied
+- it is carried out by blocks that fit the processor's cache, into memory that is used again once nobody holds it
+- the numbers are those of carrying out the whole at once
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from offload.prefetch.engine import brought_in
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.layout import Layout, contiguous, contiguous_stride
+from offload.storage.locks import fork_safe_lock
+from offload.storage.mapping import scratch
+from offload.storage.modes import no_functions, no_modes
+from offload.tensor.guests import cut, twin_of, with_bits_of
+from offload.torch_api import storage_id, storage_uses
+
+BLOCK = 1 << 20  # bytes that are carried out at a time, so that what is done with them finds them in the cache
+_MOST_KEPT = 64 << 20  # bytes of memory that are kept for the next value
+
+Decode: TypeAlias = Callable[..., torch.Tensor]
+Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # what a piece has of a box, and where in that it is
+
+
+class Piece:
+    """What a value is carried out from: a cut of another one."""
+
+    __slots__ = ("handle", "twin")
+
+    def __init__(self, handle: Handle, twin: torch.Tensor | None = None) -> None:
+        self.handle = handle
+        self.twin = twin_of(handle) if twin is None else twin
+
+    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+        """What `twin`, a cut of its own, has: over the file where it can be.
+
+        Raises: as `Handle.base`.
+        """
+        handle, twin = self.handle, self.twin if twin is None else twin
+        if handle.composed is not None:
+            return handle.composed.value(twin)
+        base = handle.base()
+        brought_in(handle, twin)
+        return cut(base, twin)
+
+    def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
+        """Copy what `twin`, a cut of its own, has to a tensor, in the dtype of that."""
+        composed = self.handle.composed
+        if isinstance(composed, Decoded):
+            composed.put(place, twin)
+        else:
+            place.copy_(self.value(twin))
+
+
+class Recipe:
+    """What the kinds have in common.
+
+    Attributes:
+        layout: of the value.
+        pieces: all that it is carried out from.
+    """
+
+    __slots__ = ("layout", "pieces")
+
+    layout: Layout
+    pieces: tuple[Piece, ...]
+
+    @property
+    def file(self) -> TensorFile:
+        return self.pieces[0].handle.file
+
+    def handles(self) -> Iterator[Handle]:
+        """Of the stored values that it is carried out from in the end, in the order in which they are read."""
+        return stored_in(piece.handle for piece in self.pieces)
+
+    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Composed`."""
+        with no_functions(), no_modes():
+            layout = self.layout
+            if twin is None:
+                box = Box((0,) * len(layout.shape), tuple(layout.shape[dim] for dim in layout.order), 0)
+                return self._in_box(box).as_strided(layout.shape, layout.stride)
+            if twin.numel() == 0:
+                return torch.empty_strided(twin.shape, twin.stride(), dtype=twin.dtype)
+            box = Box.around(layout, twin)
+            return _recut(self._in_box(box), box.first * layout.dtype.itemsize, twin)
+
+    def _in_box(self, box: Box) -> torch.Tensor:
+        """A tensor whose elements lie as those of the box do in the whole value."""
+        raise NotImplementedError
+
+    def rows(self, twin: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What `twin` cuts out, by blocks of rows; each is good until the next."""
+        step = max(1, BLOCK * len(twin) // max(1, twin.numel() * twin.itemsize))
+        for start in range(0, len(twin), step):
+            yield self.value(twin[start : start + step])
+
+    def stands(self, _: torch.Tensor, /) -> bool:
+        """See `Composed`."""
+        return False
+
+    def put_into(self, place: torch.Tensor) -> None:
+        """Carry all of it out into a plain tensor of its shape, in the dtype of that."""
+        with no_functions(), no_modes():
+            place.copy_(self.value())
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """See `Composed`."""
+        layout = self.layout
+        twin = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(layout.order)
+        yield from _small(self, twin)
+
+
+def _small(recipe: Recipe, twin: torch.Tensor) -> Iterator[torch.Tensor]:
+    """By blocks of rows, and of rows of rows, until they are small."""
+    if twin.numel() == 0:
+        return
+    if twin.dim() > 1 and len(twin) > 0 and twin[0].numel() * twin.itemsize > BLOCK:
+        for row in twin.unbind():
+            yield from _small(recipe, row)
+    elif twin.dim():
+        yield from (block.contiguous() for block in recipe.rows(twin))
+    else:
+        yield recipe.value(twin).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a value that lies in one piece in its memory; dimensions are from the outermost there to the innermost.
+
+    Attributes:
+        start, size: in each dimension.
+        first: the element of the value, as they lie, at which it begins.
+    """
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    first: int
+
+    @classmethod
+    def around(cls, layout: Layout, twin: torch.Tensor) -> Box:
+        """The smallest that holds what `twin` cuts out of a dense value."""
+        shape = [layout.shape[dim] for dim in layout.order]
+        first = int(twin.storage_offset()) * twin.itemsize
+        steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
+        last = (first + int(steps) * twin.itemsize + twin.itemsize - 1) // layout.dtype.itemsize
+        first //= layout.dtype.itemsize
+        start, size, begin = [0] * len(shape), list(shape), 0
+        for dim, step in enumerate(contiguous_stride(tuple(shape))):
+            low, high = first // step, last // step
+            start[dim], size[dim] = low, high - low + 1
+            begin += low * step
+            if low != high:
+                break
+            first, last = first - low * step, last - low * step
+        return cls(tuple(start), tuple(size), begin)
+
+
+def _recut(found: torch.Tensor, first: int, twin: torch.Tensor) -> torch.Tensor:
+    """`found` lies as a part of a value does that begins at the byte `first`: what `twin` cuts out of the value."""
+    if found.dtype == twin.dtype:
+        offset = found.storage_offset() + int(twin.storage_offset()) - first // twin.itemsize
+        value = found.as_strided(twin.shape, twin.stride(), offset)
+    else:
+        offset = (found.storage_offset() * found.itemsize - first) // twin.itemsize + int(twin.storage_offset())
+        value = torch.empty(0, dtype=twin.dtype)
+        value.set_(found.untyped_storage(), offset, twin.shape, twin.stride())
+    return with_bits_of(value, twin) if twin.is_conj() or twin.is_neg() else value
+
+
+class Joined(Recipe):
+    """Pieces that cover a value, each put at its place, in another dtype or order if need be.
+
+    Args:
+        layout: of the value; dense.
+        places: for each piece where its first element is in the value; it has as many dimensions.
+    """
+
+    __slots__ = ("_places", "_rows")
+
+    def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
+        order = layout.order
+        turned = [
+            (tuple(place[dim] for dim in order), Piece(piece.handle, piece.twin.permute(order)))
+            for place, piece in zip(places, pieces, strict=True)
+            if piece.twin.numel()
+        ]
+        turned.sort(key=lambda one: one[0])
+        self.layout = layout
+        self.pieces = tuple(piece for _, piece in turned)
+        self._places = [place for place, _ in turned]
+        ends = [place[0] + piece.twin.shape[0] for place, piece in turned] if order else []
+        covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
+        self._rows = [place[0] for place in self._places] if order and covered else None  # one piece after the other
+
+    def stands(self, twin: torch.Tensor, /) -> bool:
+        """See `Composed`."""
+        found = self._only_one(list(self._inside(Box.around(self.layout, twin)))) if twin.numel() else None
+        if found is None:
+            return False
+        piece, twin = found
+        return piece.handle.composed is None or piece.handle.composed.stands(twin)
+
+    def _only_one(self, inside: list[Inside]) -> tuple[Piece, torch.Tensor] | None:
+        """The piece that a box is all in, and lies in as in the value; None if there is none."""
+        if len(inside) == 1:
+            [(piece, twin, _)] = inside
+            if twin.dtype == self.layout.dtype and _lies_as(twin, contiguous_stride(self._turned_shape())):
+                return piece, twin
+        return None
+
+    def _in_box(self, box: Box) -> torch.Tensor:
+        inside = list(self._inside(box))
+        found = self._only_one(inside)
+        if found is not None:
+            piece, twin = found
+            return piece.value(twin)
+        whole = room(contiguous(self.layout.dtype, box.size))
+        for piece, twin, at in inside:
+            place = whole
+            for dim, size in enumerate(twin.shape):
+                place = place.narrow(dim, at[dim], size)
+            piece.put(place, twin)
+        return whole
+
+    def put_into(self, place: torch.Tensor) -> None:
+        """As of all recipes, piece by piece."""
+        with no_functions(), no_modes():
+            turned = place.permute(self.layout.order)
+            for piece, begin in zip(self.pieces, self._places, strict=True):
+                part = turned
+                for dim, size in enumerate(piece.twin.shape):
+                    part = part.narrow(dim, begin[dim], size)
+                piece.put(part, piece.twin)
+
+    def _turned_shape(self) -> tuple[int, ...]:
+        return tuple(self.layout.shape[dim] for dim in self.layout.order)
+
+    def _inside(self, box: Box) -> Iterator[Inside]:
+        """What each piece has of a box, and where in the box that is."""
+        first, end = 0, len(self.pieces)
+        if self._rows is not None:
+            first = max(0, bisect_right(self._rows, box.start[0]) - 1)
+            end = bisect_right(self._rows, box.start[0] + box.size[0] - 1)
+        for piece, place in zip(self.pieces[first:end], self._places[first:end], strict=True):
+            twin, at = piece.twin, []
+            for dim, begin in enumerate(place):
+                low = max(begin, box.start[dim])
+                high = min(begin + twin.shape[dim], box.start[dim] + box.size[dim])
+                if low >= high:
+                    break
+                at.append(low - box.start[dim])
+                if high - low < twin.shape[dim]:
+                    twin = twin.narrow(dim, low - begin, high - low)
+            else:
+                yield piece, twin, at
+
+    def rows(self, twin: torch.Tensor) -> Iterator[torch.Tensor]:
+        """As of all recipes; but what lies as it reads is given as a whole, one piece after the other."""
+        box = Box.around(self.layout, twin) if twin.numel() else None
+        if box is None or not _is_full(twin, box):
+            yield from super().rows(twin)
+            return
+        dim = next((dim for dim, size in enumerate(box.size) if size > 1), 0)
+        for _, part, at in sorted(self._inside(box), key=lambda one: one[2]):
+            if part.shape[dim] * math.prod(box.size[dim + 1 :]) != part.numel():  # pieces side by side
+                yield from super().rows(twin)
+                return
+            cut_out = twin.narrow(0, at[dim], part.shape[dim]) if twin.dim() else twin
+            strides = contiguous_stride(self._turned_shape())
+            if part.dtype == self.layout.dtype and _lies_as(part, strides):
+                piece_value = self.value(cut_out)
+                yield piece_value
+            else:
+                yield from super().rows(cut_out)
+
+
+def _is_full(twin: torch.Tensor, box: Box) -> bool:
+    """Whether a cut is all of a box, row by row as it lies."""
+    rows = next((size for size in box.size if size > 1), 1)
+    return twin.is_contiguous() and twin.numel() == math.prod(box.size) and twin.dim() > 0 and len(twin) == rows
+
+
+def _lies_as(twin: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether its elements lie as those of a value with these strides."""
+    return not (twin.is_conj() or twin.is_neg()) and all(
+        has == step or size == 1 for has, step, size in zip(twin.stride(), strides, twin.shape, strict=True)
+    )
+
+
+class Decoded(Recipe):
+    """Rows that a function makes of rows of the pieces.
+
+    Args:
+        layout: of the value; row-major, of one dimension at least.
+        decode: makes a tensor of some rows from the pieces' rows, in any dtype that a copy takes to that of the layout.
+            It is pure, and can be pickled.
+        pieces: what it is called with, in its order.
+        granule: rows that can be made only together, as blocks that share a scale.
+        per: for each piece, how many of its rows a granule takes; None for all of it, always.
+    """
+
+    __slots__ = ("_order", "decode", "granule", "per")
+
+    def __init__(
+        self,
+        layout: Layout,
+        decode: Decode,
+        pieces: Sequence[Piece],
+        *,
+        granule: int = 1,
+        per: Sequence[int | None],
+    ) -> None:
+        self.layout = layout
+        self.decode = decode
+        self.pieces = tuple(pieces)
+        self.granule = granule
+        self.per = tuple(per)
+        sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
+        self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
+
+    def handles(self) -> Iterator[Handle]:
+        return stored_in(self.pieces[number].handle for number in self._order)
+
+    def _in_box(self, box: Box) -> torch.Tensor:
+        step = math.prod(self.layout.shape[1:])
+        start, count = box.start[0], box.size[0]
+        whole = room(contiguous(self.layout.dtype, (count, *self.layout.shape[1:])))
+        self._into(whole, start)
+        inside = box.first - start * step
+        return whole.view(-1)[inside:] if inside else whole
+
+    def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
+        """As `Piece.put`: whole rows are decoded straight to their place."""
+        step = math.prod(self.layout.shape[1:])
+        offset = int(twin.storage_offset())
+        is_rows = tuple(twin.shape[1:]) == self.layout.shape[1:] and _lies_as(twin, self.layout.stride)
+        if is_rows and twin.dtype == self.layout.dtype and offset % step == 0:
+            self._into(place, offset // step)
+        else:
+            place.copy_(self.value(twin))
+
+    def rows(self, twin: torch.Tensor) -> Iterator[torch.Tensor]:
+        """As of all recipes; the pieces are brought in once, and the blocks are made of whole granules."""
+        step = math.prod(self.layout.shape[1:])
+        offset = int(twin.storage_offset())
+        is_rows = tuple(twin.shape[1:]) == self.layout.shape[1:] and _lies_as(twin, self.layout.stride)
+        if not (twin.numel() and is_rows and twin.dtype == self.layout.dtype and offset % step == 0):
+            yield from super().rows(twin)
+            return
+        for _, part in self._parts(offset // step, len(twin)):
+            block = room(contiguous(self.layout.dtype, tuple(part.shape)))
+            yield block.copy_(part)
+
+    def _into(self, place: torch.Tensor, start: int) -> None:
+        """Make the rows from `start` on that `place` has room for."""
+        for at, part in self._parts(start, len(place)):
+            place[at : at + len(part)].copy_(part)
+
+    def _parts(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """These rows by blocks, each with where it begins among them."""
+        granule, end = self.granule, start + count
+        first, last = start // granule, -(-end // granule)
+        found: list[torch.Tensor] = [torch.empty(0)] * len(self.pieces)
+        for number in self._order:
+            piece, per = self.pieces[number], self.per[number]
+            twin = piece.twin if per is None else piece.twin[first * per : last * per]
+            found[number] = piece.value(twin)
+        row = math.prod(self.layout.shape[1:]) * self.layout.dtype.itemsize
+        step = max(1, BLOCK // max(1, row * granule))
+        for begin in range(first, last, step):
+            stop = min(begin + step, last)
+            given = [
+                value if per is None else value[(begin - first) * per : (stop - first) * per]
+                for value, per in zip(found, self.per, strict=True)
+            ]
+            part = self.decode(*given)
+            low, high = max(begin * granule, start), min(stop * granule, end)
+            yield low - start, part[low - begin * granule : high - begin * granule]
+
+
+def stored_in(handles: Iterable[Handle]) -> Iterator[Handle]:
+    """Of the stored values that these are carried out from; those that are not composed as they are."""
+    for handle in handles:
+        if isinstance(handle.composed, Recipe):
+            yield from handle.composed.handles()
+        else:
+            yield handle
+
+
+# Memory that is used again
+
+
+class _Rooms:
+    """Memory that values were carried out into, for others once nobody holds these."""
+
+    def __init__(self) -> None:
+        self._lock = fork_safe_lock()
+        self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes, with anything in them."""
+        with self._lock:
+            for flat, storage in self._kept:
+                if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, BLOCK) and _is_free(storage):
+                    return flat[:nbytes]
+            flat = scratch(contiguous(torch.uint8, (max(nbytes, BLOCK),)))
+            if nbytes <= _MOST_KEPT:
+                self._kept.append((flat, flat.untyped_storage()))
+                self._shrink()
+            return flat[:nbytes]
+
+    def _shrink(self) -> None:
+        """Let go of the oldest that nobody holds, where there is too much; the newest stays."""
+        total = sum(flat.numel() for flat, _ in self._kept)
+        left = []
+        for flat, storage in self._kept[:-1]:
+            if total > _MOST_KEPT and _is_free(storage):
+                total -= flat.numel()
+            else:
+                left.append((flat, storage))
+        self._kept = [*left, self._kept[-1]]
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    return storage_uses(storage_id(storage)) == _BY_US
+
+
+def room(layout: Layout) -> torch.Tensor:
+    """A plain tensor of that dense layout, with anything in it."""
+    flat = _ROOMS.take(max(layout.nbytes, 1))
+    return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
+
+
+_MOST_TIMES = 4  # times as much as is needed that a room may have
+_BY_US = 2  # holders of a storage that is not in use: the tensor over all of it, and the storage that stands beside
+_ROOMS = _Rooms()
