@@ -20,6 +20,7 @@ from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
+from offload.models.forms.decoding import unpacked
 from offload.models.loader import finish_loading, refuse_other_names, report_of
 from offload.models.pretrained import filled
 from offload.models.slots import tensor_slots
@@ -90,12 +91,18 @@ def from_pretrained(
     source = open_checkpoint(folder)
     source.refuse_own_folder(offload_dir)
     dtype = _requested_dtype(dtype, empty.config, source)
-    if getattr(config, "quantization_config", None) is not None:
+    quantization, tensors = _quantization(empty.config), source.tensors(offload_dir)
+    dense = None if quantization is None else unpacked(tensors, quantization)
+    if dense is not None:
+        log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
+        model, info = filled(type(empty), _without_quantization(empty.config), dense, dtype, **options)
+        model.packed_as = quantization
+    elif quantization is not None:
         log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     else:
-        model, info = filled(type(empty), empty.config, source.tensors(offload_dir), dtype, **options)
+        model, info = filled(type(empty), empty.config, tensors, dtype, **options)
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)
     names = {name for slot in tensor_slots(model) for name in slot.keys}
@@ -140,6 +147,22 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
         raise
     except Exception as error:  # whatever it makes of a configuration that is damaged, or of another kind of model
         raise CheckpointError(f"transformers can't make a model of {folder}: {first_line(error)}") from error
+
+
+def _quantization(config: Any) -> Any:
+    """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def _without_quantization(config: Any) -> Any:
+    """The configuration of the dense model."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if getattr(one, "quantization_config", None) is not None:
+            del one.quantization_config
+    return config
 
 
 def _refuse_options(options: dict[str, Any]) -> None:

@@ -1,0 +1,11 @@
+"""The forms that weights are packed in: what a checkpoint's quantization says, as recipes of dense weights.
+
+| module | what is in it |
+| --- | --- |
+| `decoding` | a dense weight as a recipe over packed pieces; which form a configuration names |
+| `fp8` | 8-bit floats with a scale for each block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |
+
+Always true:
+- nothing is decoded by loading: shapes and dtypes of all pieces are checked then, and an error names tensor and file
+- what an op sees is bit for bit what plain transformers loads where it dequantizes, by its own code where it has some
+"""

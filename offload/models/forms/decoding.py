@@ -1,0 +1,117 @@
+"""A dense weight as a recipe over packed pieces; which form a configuration names.
+
+Always true:
+- a function that decodes is pure, can be pickled, and makes rows of the weight from rows of the pieces
+- pieces keep the names that they have in the checkpoint: saving writes them back under these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.errors import CheckpointError
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
+from offload.storage.modes import no_functions, no_modes
+from offload.tensor.guests import CPU
+from offload.tensor.recipes import Decode, Decoded, Piece
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
+
+Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
+Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
+
+_MODULES = {"fp8": "fp8"}  # by what a configuration calls the method
+
+
+def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor] | None:
+    """The tensors of a quantized checkpoint as those of a dense one, by the names that it would have.
+
+    Args:
+        tensors: of the checkpoint, referenced.
+        quantization: the `quantization_config` of the model.
+
+    Returns:
+        None if the weights are to stay as they are packed, as transformers computes with them so.
+
+    Raises:
+        CheckpointError: pieces are missing, or do not fit each other; the message names the tensor and its file.
+    """
+    module = _MODULES.get(str(quantization.get("quant_method")))
+    if module is None:
+        return None
+    unpack: Unpack = import_module(f"offload.models.forms.{module}").unpack
+    return unpack(tensors, quantization)
+
+
+def decoded(
+    name: str,
+    decode: Decode,
+    pieces: Sequence[OffloadedTensor],
+    *,
+    shape: Sequence[int],
+    granule: int = 1,
+    per: Sequence[int | None],
+) -> OffloadedTensor:
+    """The dense value called `name`, made from packed pieces when it is read. For the rest see `Decoded`.
+
+    Args:
+        shape: of the dense value.
+
+    Raises:
+        CheckpointError: the pieces have not as many rows as that takes, or can't be decoded.
+    """
+    rows = shape[0]
+    granules = -(-rows // granule)
+    for piece, each in zip(pieces, per, strict=True):
+        if each is not None and not granules * each - each < len(piece) <= granules * each:
+            raise _unfit(name, pieces, f"{list(piece.shape)} does not make {granules} times {each} rows")
+    with no_functions(), no_modes():
+        twins = [current_twin(piece) for piece in pieces]
+    given = tuple(
+        (tuple(twin.shape) if each is None else (min(each, len(twin)), *twin.shape[1:]), twin.dtype)
+        for twin, each in zip(twins, per, strict=True)
+    )
+    try:
+        found, dtype = _tried(decode, given)
+    except Exception as error:  # whatever a decoder makes of shapes that it does not know
+        raise _unfit(name, pieces, str(error)) from error
+    if found != (min(granule, rows), *shape[1:]) and found != (granule, *shape[1:]):
+        raise _unfit(name, pieces, f"they make rows of {list(found[1:])}, and {list(shape[1:])} are needed")
+    recipe = Decoded(
+        contiguous(dtype, tuple(shape)),
+        decode,
+        [Piece(handle_of(piece), twin) for piece, twin in zip(pieces, twins, strict=True)],
+        granule=granule,
+        per=per,
+    )
+    return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
+
+
+@lru_cache(maxsize=1024)
+def _tried(
+    decode: Decode, given: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of what a granule decodes to; tried once for all the weights of a kind."""
+    with no_functions(), no_modes():
+        made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
+        return tuple(made.shape), made.dtype
+
+
+def _unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
+    kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
+    return CheckpointError(
+        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Get the checkpoint again."
+    )
+
+
+def missing(name: str, piece: str, tensors: Tensors) -> CheckpointError:
+    """The error for a packed weight that lacks a piece."""
+    return CheckpointError(
+        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which it is decoded with: get "
+        "the checkpoint again"
+    )

@@ -1,0 +1,95 @@
+"""Weights of 8-bit floats with a scale for each block, as DeepSeek, Qwen and Mistral publish them.
+
+Always true:
+- a weight is its numbers times the scales of their blocks, in float32: what transformers' `Fp8Dequantize` computes
+- two 4-bit floats (e2m1) to a byte, for experts, are told by their dtype, int8
+- scales of activations are left out: weights are dense here, and activations are not quantized
+
+Source: transformers, `integrations/finegrained_fp8.py`; the 4-bit numbers: OCP Microscaling Formats (MX) 1.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError
+from offload.models.forms.decoding import Tensors, decoded, missing
+from offload.tensor.wrapper import OffloadedTensor, handle_of
+
+_PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+    """See `decoding.unpacked`."""
+    renamed = {_usual(name): tensor for name, tensor in tensors.items()}
+    dense: dict[str, OffloadedTensor] = {}
+    for name, tensor in renamed.items():
+        scales = renamed.get(f"{name}_scale_inv")
+        if name.endswith(("_scale_inv", "activation_scale")):
+            continue
+        if tensor.dtype not in _PACKED:
+            dense[name] = tensor
+        elif scales is None:
+            raise missing(handle_of(tensor).name, f"{name}_scale_inv", {handle_of(tensor).name: tensor})
+        else:
+            dense[name] = _weight(name, tensor, scales, quantization.get("weight_block_size"))
+    return dense
+
+
+def _usual(name: str) -> str:
+    """A name as most checkpoints have it."""
+    name = re.sub(r"\.scale$", ".weight_scale_inv", name)
+    return name.replace(".qscale_weight", ".weight_scale_inv")
+
+
+def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: Any) -> OffloadedTensor:
+    shape = list(weight.shape)
+    is_fp4 = weight.dtype == torch.int8
+    if is_fp4:
+        shape[-1] *= 2
+    if scales.dim() < 2 or scales.numel() == 1:
+        decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)
+        return decoded(name, decode, [weight, scales], shape=shape, per=(1, None))
+    grid = scales.shape[-2:]
+    rows, columns = (-(-sides // count) for sides, count in zip(shape[-2:], grid, strict=True))
+    if isinstance(size, list) and len(size) == 2 and not is_fp4:  # a last block may be smaller
+        rows, columns = size
+    fits = all(-(-side // block) == count for side, block, count in zip(shape[-2:], (rows, columns), grid, strict=True))
+    if not fits or scales.dim() != weight.dim():
+        raise CheckpointError(
+            f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
+            f"{list(scales.shape)}: they do not cover it. Get the checkpoint again."
+        )
+    decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
+    if weight.dim() == 3:
+        return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1))
+    return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1))
+
+
+def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
+    """Rows of a weight, in float32; `rows` and `columns` of it share a scale."""
+    numbers = _fp4_numbers(weight) if is_fp4 else weight.to(torch.float32)
+    factors = (scales.to(torch.float32) - 127.0).exp2() if scales.dtype == torch.uint8 else scales.to(torch.float32)
+    if factors.numel() == 1:
+        return numbers.mul_(factors.view(()))
+    *_, height, width = numbers.shape
+    if height % rows or width % columns:
+        factors = factors.repeat_interleave(rows, -2)[..., :height, :]
+        return numbers.mul_(factors.repeat_interleave(columns, -1)[..., :width])
+    blocks = numbers.view(*numbers.shape[:-2], height // rows, rows, width // columns, columns)
+    blocks.mul_(factors.unsqueeze(-1).unsqueeze(-3))
+    return numbers
+
+
+def _fp4_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """The low half of a byte first."""
+    table = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=torch.float32, device="cpu")
+    numbers = packed.view(torch.uint8).int()
+    pairs = torch.stack([table[numbers & 15], table[numbers >> 4]], -1)
+    return pairs.view(*packed.shape[:-1], 2 * packed.shape[-1])
