@@ -151,7 +151,7 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
 
 def _quantization(config: Any) -> Any:
     """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
-    found = getattr(config, "quantization_config", None)
+    found: Any = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     return found.to_dict() if hasattr(found, "to_dict") else found

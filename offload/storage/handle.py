@@ -76,6 +76,9 @@ class Composed(Protocol):
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
         """What a meta tensor cuts out of it, or all, as a plain tensor: not to be written to, nor kept."""
 
+    def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of what a meta tensor cuts out of it, by their sorted numbers, as a tensor of their own."""
+
     def stands(self, twin: torch.Tensor, /) -> bool:
         """Whether what a meta tensor cuts out of it is in a file as it reads, so that `value` is over that."""
 

@@ -104,7 +104,8 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     table = args[1] if len(args) > 1 else kwargs["weight"]
     writes = len(args) > 3 or kwargs.get("max_norm") is not None
     with DisableTorchFunctionSubclass():
-        if writes or not _is_picked_here(table) or modes_are_on() or records_graph(args, kwargs):
+        is_mapped = _is_picked_here(table) and table._handle.composed is None
+        if writes or not is_mapped or modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
         return on_guests(func, args, kwargs, {id(table): mapped_value(table)})
 
@@ -215,12 +216,47 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     table, *picks = args
     if not _has_file(table) or table._handle.is_subclass:
         return read(func, args, kwargs)
+    if table._handle.composed is not None:
+        return _pick_what_is_carried_out(func, args, kwargs)
     if table._target == CPU:
         return read(func, args, kwargs, {id(table): mapped_value(table)})
     memo: dict[int, torch.Tensor] = {}
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
     return sent_to(call(func, [mapped_value(table), *picks], named), table._target)
+
+
+def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of a recipe the rows that are picked are carried out, each once, and picked from these."""
+    table, place = args[0], _PICKS.get(func)
+    if place is None or modes_are_on():
+        return read(func, args, kwargs)
+    found = _row_numbers(func, args[place])
+    if found is None or (func is aten.index_select.default and args[1] % table.dim()):
+        return read(func, args, kwargs)
+    rows, again = torch.unique(found, return_inverse=True)
+    if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
+        return read(func, args, kwargs)  # also for the error that torch has for numbers that are none of its rows
+    twin = current_twin(table)
+    few = sent_to(table._handle.composed.picked(twin, rows), table._target)
+    again = again.view(found.shape).to(table._target)
+    given = [few, *args[1:]]
+    given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again
+    named = {} if func is aten.embedding.default else kwargs  # a padding's number, which only backward asks for
+    if func is aten.embedding.default:
+        given = given[:2]
+    return call(func, guests_of(given, {}), named_guests(named, {}))
+
+
+def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
+    """The rows that an op picks, on the CPU, from 0; None if it picks something else."""
+    numbers = picks[0] if func is aten.index.Tensor else picks
+    if not isinstance(numbers, torch.Tensor) or numbers.dtype not in (torch.int64, torch.int32) or numbers.is_meta:
+        return None
+    return guest_of(numbers).to(CPU)
+
+
+_PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument says the rows
 
 
 @implements(aten._grouped_mm.default)
@@ -234,6 +270,13 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         return read(func, args, kwargs)
     ends = guest_of(ends)
     groups = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu")).nonzero().flatten()
+    if matrices._handle.composed is not None:
+
+        def matrix(group: int) -> torch.Tensor:
+            twin = current_twin(matrices)[group : group + 1]
+            return guest_of(wrap(matrices._handle, twin, matrices._target))
+
+        return _multiply_one_by_one(func, guest_of(rows), matrix, ends.cpu(), groups.tolist(), rest, kwargs)
     for group in groups.tolist():
         brought_in(matrices._handle, current_twin(matrices).select(0, group))
     if matrices._target == CPU:
@@ -241,6 +284,28 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
     ends = ends[groups.to(ends.device)]
     return call(func, [guest_of(rows), chosen, ends, *guests_of(rest[1:], {})], _without_ends(kwargs))
+
+
+def _multiply_one_by_one(
+    func: Any,
+    rows: torch.Tensor,
+    matrix: Callable[[int], torch.Tensor],
+    ends: torch.Tensor,
+    groups: list[int],
+    rest: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Of a recipe one matrix after the other is carried out: all of a layer's would be many times what is stored."""
+    results, begin = [], 0
+    for group in groups:
+        end = int(ends[group])
+        only = torch.tensor([end - begin], dtype=ends.dtype, device=rows.device)
+        arguments = [rows[begin:end], matrix(group), only, *guests_of(rest[1:], {})]
+        results.append(call(func, arguments, _without_ends(kwargs)))
+        begin = end
+    if begin < len(rows) or not results:  # rows of no group: torch leaves them as they were in memory
+        results.append(rows.new_zeros(len(rows) - begin, matrix(0).shape[-1]))
+    return torch.cat(results)
 
 
 def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from offload.tensor.guests import cut, twin_of, with_bits_of
 from offload.torch_api import storage_id, storage_uses
 
 BLOCK = 1 << 20  # bytes that are carried out at a time, so that what is done with them finds them in the cache
+_WRITTEN = 8 << 20  # the same, for what is written to a file
 _MOST_KEPT = 64 << 20  # bytes of memory that are kept for the next value
 
 Decode: TypeAlias = Callable[..., torch.Tensor]
@@ -102,11 +103,18 @@ class Recipe:
         """A tensor whose elements lie as those of the box do in the whole value."""
         raise NotImplementedError
 
-    def rows(self, twin: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What `twin` cuts out, by blocks of rows; each is good until the next."""
-        step = max(1, BLOCK * len(twin) // max(1, twin.numel() * twin.itemsize))
-        for start in range(0, len(twin), step):
-            yield self.value(twin[start : start + step])
+    def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of what `twin` cuts out, by their sorted numbers, as a tensor of their own."""
+        with no_functions(), no_modes():
+            made = torch.empty((len(rows), *twin.shape[1:]), dtype=twin.dtype, device="cpu")
+            numbers, at = rows.tolist(), 0
+            while at < len(numbers):
+                end = at + 1
+                while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+                    end += 1
+                made[at:end].copy_(self.value(twin[numbers[at] : numbers[end - 1] + 1]))
+                at = end
+            return made
 
     def stands(self, _: torch.Tensor, /) -> bool:
         """See `Composed`."""
@@ -121,20 +129,20 @@ class Recipe:
         """See `Composed`."""
         layout = self.layout
         twin = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(layout.order)
-        yield from _small(self, twin)
+        for part in _cuts(twin) if twin.numel() else ():
+            yield self.value(part).contiguous()
 
 
-def _small(recipe: Recipe, twin: torch.Tensor) -> Iterator[torch.Tensor]:
-    """By blocks of rows, and of rows of rows, until they are small."""
-    if twin.numel() == 0:
-        return
-    if twin.dim() > 1 and len(twin) > 0 and twin[0].numel() * twin.itemsize > BLOCK:
+def _cuts(twin: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A cut by blocks of rows, and of rows of rows, until they are small."""
+    nbytes = twin.numel() * twin.itemsize
+    if nbytes <= _WRITTEN:
+        yield twin
+    elif nbytes > _WRITTEN * len(twin):
         for row in twin.unbind():
-            yield from _small(recipe, row)
-    elif twin.dim():
-        yield from (block.contiguous() for block in recipe.rows(twin))
+            yield from _cuts(row)
     else:
-        yield recipe.value(twin).contiguous()
+        yield from twin.split(_WRITTEN * len(twin) // nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,31 +276,6 @@ class Joined(Recipe):
             else:
                 yield piece, twin, at
 
-    def rows(self, twin: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As of all recipes; but what lies as it reads is given as a whole, one piece after the other."""
-        box = Box.around(self.layout, twin) if twin.numel() else None
-        if box is None or not _is_full(twin, box):
-            yield from super().rows(twin)
-            return
-        dim = next((dim for dim, size in enumerate(box.size) if size > 1), 0)
-        for _, part, at in sorted(self._inside(box), key=lambda one: one[2]):
-            if part.shape[dim] * math.prod(box.size[dim + 1 :]) != part.numel():  # pieces side by side
-                yield from super().rows(twin)
-                return
-            cut_out = twin.narrow(0, at[dim], part.shape[dim]) if twin.dim() else twin
-            strides = contiguous_stride(self._turned_shape())
-            if part.dtype == self.layout.dtype and _lies_as(part, strides):
-                piece_value = self.value(cut_out)
-                yield piece_value
-            else:
-                yield from super().rows(cut_out)
-
-
-def _is_full(twin: torch.Tensor, box: Box) -> bool:
-    """Whether a cut is all of a box, row by row as it lies."""
-    rows = next((size for size in box.size if size > 1), 1)
-    return twin.is_contiguous() and twin.numel() == math.prod(box.size) and twin.dim() > 0 and len(twin) == rows
-
 
 def _lies_as(twin: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """Whether its elements lie as those of a value with these strides."""
@@ -352,18 +335,6 @@ class Decoded(Recipe):
             self._into(place, offset // step)
         else:
             place.copy_(self.value(twin))
-
-    def rows(self, twin: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As of all recipes; the pieces are brought in once, and the blocks are made of whole granules."""
-        step = math.prod(self.layout.shape[1:])
-        offset = int(twin.storage_offset())
-        is_rows = tuple(twin.shape[1:]) == self.layout.shape[1:] and _lies_as(twin, self.layout.stride)
-        if not (twin.numel() and is_rows and twin.dtype == self.layout.dtype and offset % step == 0):
-            yield from super().rows(twin)
-            return
-        for _, part in self._parts(offset // step, len(twin)):
-            block = room(contiguous(self.layout.dtype, tuple(part.shape)))
-            yield block.copy_(part)
 
     def _into(self, place: torch.Tensor, start: int) -> None:
         """Make the rows from `start` on that `place` has room for."""

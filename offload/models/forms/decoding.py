@@ -105,13 +105,14 @@ def _tried(
 def _unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
     kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
     return CheckpointError(
-        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Get the checkpoint again."
+        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Get the checkpoint "
+        "again."
     )
 
 
 def missing(name: str, piece: str, tensors: Tensors) -> CheckpointError:
     """The error for a packed weight that lacks a piece."""
     return CheckpointError(
-        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which it is decoded with: get "
-        "the checkpoint again"
+        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which it is decoded with: "
+        "get the checkpoint again"
     )
