@@ -21,6 +21,7 @@ from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
 from offload.models.forms.decoding import unpacked
+from offload.models.forms.packing import Packed, left_beside
 from offload.models.loader import finish_loading, refuse_other_names, report_of
 from offload.models.pretrained import filled
 from offload.models.slots import tensor_slots
@@ -96,7 +97,6 @@ def from_pretrained(
     if dense is not None:
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
         model, info = filled(type(empty), _without_quantization(empty.config), dense, dtype, **options)
-        model.packed_as = quantization
     elif quantization is not None:
         log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
@@ -118,6 +118,8 @@ def from_pretrained(
         pool=pool,
         skip_keys=getattr(model, "_skip_keys_device_placement", None),
     )
+    if dense is not None:
+        model.packed_as = Packed.of(model, quantization, left_beside(tensors, dense))
     return (model, info) if output_loading_info else model
 
 

@@ -177,13 +177,16 @@ class DeferredTensor(torch.Tensor):
         return self._parts
 
     def alone(self) -> torch.Tensor:
-        """The value as a plain tensor over a file, in a storage of its own, for those who write it elsewhere."""
+        """The value for those who write it elsewhere: a plain tensor over a file, in a storage of its own.
+
+        What has to be carried out is a value on disk that nobody else has: it gets a file when its address is asked.
+        """
         is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
         tensor = self if is_dense else _clone(_aten.clone.default, (self,), {"memory_format": torch.contiguous_format})
         source = tensor.settled()
         composed = handle_of(source).composed
         if composed is not None and not composed.stands(current_twin(source)):
-            source = Assembly(as_parts(source), tensor._twin).in_file("deferred", None, CPU)  # memory is for others
+            return tensor.stored("deferred")
         with no_functions(), no_modes():
             value = mapped_value(source)
             start = value.storage_offset() * value.itemsize

@@ -13,11 +13,13 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import json
 import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +28,12 @@ from torch import nn
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
 from offload.models import log
 from offload.models.deferred import DeferredTensor, deferred
+from offload.models.forms.packing import Packed, packed_state
 from offload.models.saving import in_torchaos_form
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
+from offload.storage.replacing import put_file
+from offload.storage.state_file import read_json
 from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value
 from offload.torch_api import is_of_a_module
@@ -152,7 +157,10 @@ class _Looking:
         refuse_sources({name: file for name, tensor in named if (file := file_of(tensor))}, replaced)
         refuse_referenced(replaced)
         log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
-        return save(model, *args, **options)
+        packed = getattr(model, "packed_as", None)
+        if saves_adapter or packed is None or options.get("state_dict") is not None:
+            return save(model, *args, **options)
+        return _save_packed(model, packed, absolute(folder), partial(save, model, *args), options)
 
     def _only_holder(self) -> Any:
         """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
@@ -174,6 +182,24 @@ class _Looking:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
         copied = memo.get(id(self._model()))
         return self if copied is None else _Looking(copied)
+
+
+def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """What is still as it was packed goes back under the names that it was read by, file to file."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    pieces, others = packed_state(model.state_dict())
+    if pieces.keys() & others.keys() or not options.get("save_original_format", True):
+        return save(**options)
+    quantization = packed.now(others)
+    beside = packed.beside if quantization is not None else {}
+    dense = revert_weight_conversion(model, others)
+    saved = save(**{**options, "state_dict": {**dense, **pieces, **beside}, "save_original_format": False})
+    path = folder / "config.json"
+    if quantization is not None and options.get("is_main_process", True):
+        config = read_json(path, "a model's configuration")
+        put_file(path, (json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n").encode())
+    return saved
 
 
 def _conversions(model: Any) -> Any:

@@ -37,6 +37,7 @@ from offload.errors import (
 from offload.memory import as_bytes
 from offload.models import log
 from offload.models.checkpoint import Checkpoint
+from offload.models.forms.packing import packed_state
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, is_standard, is_unicode
@@ -69,7 +70,8 @@ def save_checkpoint(
 ) -> list[Path]:
     """Write `model.safetensors`, or shards with an index, as `save_pretrained` does, in bounded memory.
 
-    Tied weights are written once. Quantized weights of torchao are written in torchao's own form.
+    Tied weights are written once. Quantized weights of torchao are written in torchao's own form. What was loaded from
+    packed weights, and has not been changed, is written as it was packed, under the names that it had there.
 
     An earlier checkpoint in the folder is replaced as a whole: a process that is killed leaves it, or the new one.
     Where its shards have the usual names, new ones are called `model-2-00001-of-00003.safetensors`, as the index says.
@@ -160,6 +162,9 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
         noted = source.ties
     elif isinstance(source, nn.Module):
         tensors = dict(source.state_dict())
+        if dtype is None and getattr(source, "packed_as", None) is not None:
+            pieces, others = packed_state(tensors)
+            tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **source.packed_as.beside}
         discarded = _discarded_names(source)
     elif isinstance(source, Mapping):
         tensors = dict(source)

@@ -244,6 +244,12 @@ class Joined(Recipe):
             piece.put(place, twin)
         return whole
 
+    def parts(self, twin: torch.Tensor) -> Iterator[Piece]:
+        """What a cut of the value is carried out from."""
+        with no_functions(), no_modes():
+            for piece, part, _ in self._inside(Box.around(self.layout, twin)) if twin.numel() else ():
+                yield Piece(piece.handle, part)
+
     def put_into(self, place: torch.Tensor) -> None:
         """As of all recipes, piece by piece."""
         with no_functions(), no_modes():

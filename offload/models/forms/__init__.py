@@ -4,6 +4,7 @@
 | --- | --- |
 | `decoding` | a dense weight as a recipe over packed pieces; which form a configuration names |
 | `fp8` | 8-bit floats with a scale for each block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |
+| `packing` | the packed pieces of a model's values, for saving |
 
 Always true:
 - nothing is decoded by loading: shapes and dtypes of all pieces are checked then, and an error names tensor and file

@@ -1,0 +1,111 @@
+"""A quantized model as it goes back into a checkpoint: its packed pieces, where its values are still made of them.
+
+Always true:
+- pieces are written as they are, under the names that they were read by; nothing is packed anew
+- a value that was changed, or of whose pieces another value has changed a part, is dense
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.storage.handle import Handle
+from offload.tensor.guests import CPU, twin_of
+from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
+from offload.tensor.saved import identity_of
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, wrap_handle
+
+_LEFT_OUT = {  # where a configuration says which modules are dense, by method
+    "bitsandbytes": "llm_int8_skip_modules",
+    "compressed-tensors": "ignore",
+}
+_USUAL = "modules_to_not_convert"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How the checkpoint of a model was quantized: its attribute `packed_as`.
+
+    Attributes:
+        quantization: what its configuration said.
+        names: of the model's values that were packed.
+        beside: what the checkpoint has for kernels that quantize activations, and the model has not.
+    """
+
+    quantization: Mapping[str, Any]
+    names: tuple[str, ...]
+    beside: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, quantization: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> Packed:
+        """As a model is that has just been loaded."""
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return cls(quantization, tuple(name for name, tensor in named if _is_packed(tensor)), beside)
+
+    def now(self, dense: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
+        """What the configuration is to say when these values of the model are dense; None if all are."""
+        changed = sorted(set(self.names) & dense.keys())
+        if len(changed) == len(self.names):
+            return None
+        if not changed:
+            return dict(self.quantization)
+        key = _LEFT_OUT.get(str(self.quantization.get("quant_method")), _USUAL)
+        modules = {name.removesuffix(".weight") for name in changed}
+        return {**self.quantization, key: sorted({*(self.quantization.get(key) or ()), *modules})}
+
+
+def left_beside(
+    tensors: Mapping[str, OffloadedTensor], dense: Mapping[str, OffloadedTensor]
+) -> dict[str, OffloadedTensor]:
+    """The tensors of a packed checkpoint that none of the dense ones is made of."""
+    used = set(stored_in(handle_of(tensor) for tensor in dense.values()))
+    return {name: tensor for name, tensor in tensors.items() if handle_of(tensor) not in used}
+
+
+def packed_state(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The packed pieces of a model's values, by the names in their checkpoint; and the other values, by their own."""
+    owners = {name: list(_owners(tensor)) for name, tensor in state.items()}
+    made = {name for name, found in owners.items() if any(isinstance(owner, Decoded) for owner, _ in found)}
+    distinct = {identity_of(state[name]): name for name in made}  # tied values count once
+    used: Counter[Any] = Counter()
+    for name in distinct.values():
+        for owner, count in owners[name]:
+            used[owner] += count
+    whole = {owner for owner, count in used.items() if count == _size(owner)}
+    packed = {name for name in made if whole.issuperset(owner for owner, _ in owners[name])}
+    pieces: dict[str, torch.Tensor] = {
+        handle.name: wrap_handle(handle, CPU)
+        for name in sorted(packed)
+        for owner, _ in owners[name]
+        for handle in ([piece.handle for piece in owner.pieces] if isinstance(owner, Decoded) else [owner])
+    }
+    return pieces, {name: tensor for name, tensor in state.items() if name not in packed}
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    return any(isinstance(owner, Decoded) for owner, _ in _owners(tensor))
+
+
+def _owners(tensor: torch.Tensor) -> Iterator[tuple[Decoded | Handle, int]]:
+    """What a value is carried out from, in the end, and how many elements of each it has; nothing of other values."""
+    if is_offloaded(tensor) and not is_part(tensor) and handle_of(tensor).composed is not None:
+        yield from _of_piece(Piece(handle_of(tensor)))
+
+
+def _of_piece(piece: Piece) -> Iterator[tuple[Decoded | Handle, int]]:
+    composed = piece.handle.composed
+    if isinstance(composed, Joined):
+        for inner in composed.parts(piece.twin):
+            yield from _of_piece(inner)
+    else:
+        yield composed if isinstance(composed, Decoded) else piece.handle, piece.twin.numel()
+
+
+def _size(owner: Decoded | Handle) -> int:
+    return twin_of(owner).numel() if isinstance(owner, Handle) else torch.Size(owner.layout.shape).numel()
