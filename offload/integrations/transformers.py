@@ -96,6 +96,7 @@ def from_pretrained(
     dense = None if quantization is None else unpacked(tensors, quantization)
     if dense is not None:
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
+        beside = left_beside(tensors, dense)
         model, info = filled(type(empty), _without_quantization(empty.config), dense, dtype, **options)
     elif quantization is not None:
         log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
@@ -119,7 +120,7 @@ def from_pretrained(
         skip_keys=getattr(model, "_skip_keys_device_placement", None),
     )
     if dense is not None:
-        model.packed_as = Packed.of(model, quantization, left_beside(tensors, dense))
+        model.packed_as = Packed.of(model, quantization, beside)
     return (model, info) if output_loading_info else model
 
 

@@ -162,9 +162,10 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
         noted = source.ties
     elif isinstance(source, nn.Module):
         tensors = dict(source.state_dict())
-        if dtype is None and getattr(source, "packed_as", None) is not None:
+        packed: Any = getattr(source, "packed_as", None)
+        if dtype is None and packed is not None:
             pieces, others = packed_state(tensors)
-            tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **source.packed_as.beside}
+            tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **packed.beside}
         discarded = _discarded_names(source)
     elif isinstance(source, Mapping):
         tensors = dict(source)
