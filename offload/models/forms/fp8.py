@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
-from offload.models.forms.decoding import Tensors, decoded, missing
+from offload.models.forms.decoding import Tensors, decoded, missing, numbers_of
 from offload.tensor.wrapper import OffloadedTensor, handle_of
 
 _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -74,7 +74,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
 
 def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
     """Rows of a weight, in float32; `rows` and `columns` of it share a scale."""
-    numbers = _fp4_numbers(weight) if is_fp4 else weight.to(torch.float32)
+    numbers = _fp4_numbers(weight) if is_fp4 else numbers_of(weight)
     factors = (scales.to(torch.float32) - 127.0).exp2() if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if factors.numel() == 1:
         return numbers.mul_(factors.view(()))
