@@ -28,7 +28,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import cut, twin_of, with_bits_of
 from offload.torch_api import storage_id, storage_uses
 
-BLOCK = 1 << 20  # bytes that are carried out at a time, so that what is done with them finds them in the cache
+BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
 _WRITTEN = 8 << 20  # the same, for what is written to a file
 _MOST_KEPT = 64 << 20  # bytes of memory that are kept for the next value
 
@@ -300,9 +300,11 @@ class Decoded(Recipe):
         pieces: what it is called with, in its order.
         granule: rows that can be made only together, as blocks that share a scale.
         per: for each piece, how many of its rows a granule takes; None for all of it, always.
+        is_divisible: whether some rows of a granule can be made by themselves: from as many rows of each piece in
+            proportion, or from all that a granule takes where these are fewer than its rows.
     """
 
-    __slots__ = ("_order", "decode", "granule", "per")
+    __slots__ = ("_order", "decode", "granule", "is_divisible", "per")
 
     def __init__(
         self,
@@ -312,11 +314,13 @@ class Decoded(Recipe):
         *,
         granule: int = 1,
         per: Sequence[int | None],
+        is_divisible: bool = False,
     ) -> None:
         self.layout = layout
         self.decode = decode
         self.pieces = tuple(pieces)
         self.granule = granule
+        self.is_divisible = is_divisible
         self.per = tuple(per)
         sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
@@ -356,17 +360,37 @@ class Decoded(Recipe):
             piece, per = self.pieces[number], self.per[number]
             twin = piece.twin if per is None else piece.twin[first * per : last * per]
             found[number] = piece.value(twin)
-        row = math.prod(self.layout.shape[1:]) * self.layout.dtype.itemsize
-        step = max(1, BLOCK // max(1, row * granule))
-        for begin in range(first, last, step):
-            stop = min(begin + step, last)
-            given = [
-                value if per is None else value[(begin - first) * per : (stop - first) * per]
-                for value, per in zip(found, self.per, strict=True)
-            ]
+        for low, high in self._blocks_of_rows(start, end):
+            begin, stop = low // granule, -(-high // granule)
+            inside = begin * granule  # the first row that is made
+            given = []
+            for value, per in zip(found, self.per, strict=True):
+                if per is None:
+                    given.append(value)
+                    continue
+                rows = value[(begin - first) * per : (stop - first) * per]
+                if self.is_divisible and stop - begin == 1 and per >= granule:
+                    each = per // granule
+                    rows = rows[(low - inside) * each : (high - inside) * each]
+                given.append(rows)
             part = self.decode(*given)
-            low, high = max(begin * granule, start), min(stop * granule, end)
-            yield low - start, part[low - begin * granule : high - begin * granule]
+            if self.is_divisible and stop - begin == 1:
+                inside = low
+            yield low - start, part[low - inside : high - inside]
+
+    def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Rows that are made at a time: of whole granules, or of one."""
+        granule = self.granule
+        row = math.prod(self.layout.shape[1:]) * self.layout.dtype.itemsize
+        step = max(1, BLOCK // max(1, row))
+        if step >= granule or not self.is_divisible:
+            step = max(1, step // granule) * granule
+        low = start
+        while low < end:
+            border = low // granule * granule + (granule if step < granule else step)
+            high = min(end, border, low + step) if step < granule else min(end, border)
+            yield low, high
+            low = high
 
 
 def stored_in(handles: Iterable[Handle]) -> Iterator[Handle]:

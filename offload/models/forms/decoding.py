@@ -56,6 +56,7 @@ def decoded(
     shape: Sequence[int],
     granule: int = 1,
     per: Sequence[int | None],
+    is_divisible: bool = False,
 ) -> OffloadedTensor:
     """The dense value called `name`, made from packed pieces when it is read. For the rest see `Decoded`.
 
@@ -88,6 +89,7 @@ def decoded(
         [Piece(handle_of(piece), twin) for piece, twin in zip(pieces, twins, strict=True)],
         granule=granule,
         per=per,
+        is_divisible=is_divisible,
     )
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
 

@@ -69,7 +69,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
     decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
     if weight.dim() == 3:
         return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1))
-    return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1))
+    return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1), is_divisible=True)
 
 
 def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
@@ -79,6 +79,7 @@ def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: i
     if factors.numel() == 1:
         return numbers.mul_(factors.view(()))
     *_, height, width = numbers.shape
+    rows = min(rows, height)  # some of a block's, or of the last one
     if height % rows or width % columns:
         factors = factors.repeat_interleave(rows, -2)[..., :height, :]
         return numbers.mul_(factors.repeat_interleave(columns, -1)[..., :width])
