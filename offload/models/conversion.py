@@ -25,6 +25,7 @@ from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
+from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
@@ -79,7 +80,7 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
         elif subclass_value(tensor) is not None:
             OffloadedTensor.from_original_tensor(tensor.to(dtype), name, folder)
         else:
-            deferred(tensor).to(dtype).stored(name, folder)  # type: ignore[attr-defined]
+            deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
 
 
 def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:

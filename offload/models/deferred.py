@@ -131,7 +131,8 @@ class DeferredTensor(torch.Tensor):
     ) -> OffloadedTensor:
         """The value on disk: where it is now if it stands there as it is, else as a recipe over what is there.
 
-        What it is put together from may be open to be written; then it is put together now, in a file of its own.
+        What it is put together from may be in files that are ours, since it was written to or is open to be; for a named
+        folder it is then put together now, in a file of its own.
 
         Args:
             name: of the value, and of its file once it has one.
@@ -148,7 +149,8 @@ class DeferredTensor(torch.Tensor):
             written.update_values(self.settled(), strict_dtype=False)
             return written.to(device)  # type: ignore[return-value]
         assembly = self.assembly
-        if any(handle_of(part.source).owned and handle_of(part.source).folder is not None for part in assembly.parts):
+        ours = [handle for handle in (handle_of(part.source) for part in assembly.parts) if handle.owned]
+        if any(handle.folder is not None or offload_dir is not None for handle in ours):
             return assembly.in_file(name, offload_dir, device)
         return wrap_handle(Handle.compose(assembly.recipe(), name, offload_dir), device)
 

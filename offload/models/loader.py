@@ -493,11 +493,13 @@ def _tell(model: nn.Module) -> None:
     """Log how many of a model's values are where."""
     tensors = [slot.tensor for slot in tensor_slots(model)]
     handles = [handle_of(tensor) for tensor in tensors if is_offloaded(tensor)]
-    written = sum(handle.owned for handle in handles)
+    written, recipes = sum(handle.owned for handle in handles), sum(handle.composed is not None for handle in handles)
     log.info(
-        "%s is ready; values referenced in their checkpoint: %d, in files of their own: %d, in memory: %d",
+        "%s is ready; values referenced in their checkpoint: %d, recipes over it: %d, in files of their own: %d, "
+        "in memory: %d",
         type(model).__name__,
-        len(handles) - written,
+        len(handles) - written - recipes,
+        recipes,
         written,
         len(tensors) - len(handles),
     )

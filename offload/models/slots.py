@@ -274,7 +274,9 @@ def _put_together(tensor: DeferredTensor, name: str, place: Place, offload_dir: 
         log.debug("%s: read into memory, for %s: %s", name, place.device, steps)
         return tensor.materialize(place.device)
     stored = tensor.stored(name, offload_dir, place.device)
-    log.debug("%s: %s %s: %s", name, "stays in" if tensor.is_stored else "written to", stored.offload_path, steps)
+    is_recipe = handle_of(stored).composed is not None
+    how = "stays in" if tensor.is_stored else "a recipe over" if is_recipe else "written to"
+    log.debug("%s: %s %s: %s", name, how, stored.offload_path, steps)
     return stored
 
 

@@ -240,8 +240,8 @@ class Handle:
 
     def elsewhere(self, offload_dir: str | os.PathLike[str] | None) -> Handle:
         """The same value, which is not ours to write, with another folder for its first write."""
-        if self.composed is not None:
-            return Handle.compose(self.composed, self.name, offload_dir)
+        if (composed := self.composed) is not None:
+            return Handle.compose(composed, self.name, offload_dir)
         return Handle.reference(self.file, self.name, offload_dir)
 
     @classmethod
@@ -371,8 +371,8 @@ class Handle:
             MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
             ReadError: it can't be read now.
         """
-        if self.composed is not None:
-            return self.composed.value()
+        if (composed := self.composed) is not None:
+            return composed.value()
         file, base = self.file, self._base  # in this order: a file older than its base is looked at again
         if base is not None:
             try:

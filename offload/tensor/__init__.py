@@ -18,6 +18,7 @@ How an op is carried out, in this order:
 | `guests` | the plain tensors that ops compute with, and what does while a compiler traces |
 | `arguments` | what users hand in, checked |
 | `materialize` | tensors, modules and nests of them, plain again |
+| `recipes` | values that are carried out from others when they are read: joined, cast, decoded |
 | `saved` | tensors on their way into a file that is not theirs |
 | `processes` | passing to another process |
 """

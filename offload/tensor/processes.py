@@ -56,6 +56,10 @@ class ComposedReference:
     folder: Path | None
     number: tuple[int, int]
 
+    @property
+    def layout(self) -> Layout:
+        return self.composed.layout
+
 
 def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
     if tensor.requires_grad and not tensor.is_leaf:
@@ -69,11 +73,11 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
 
 
 def _reference(handle: Handle) -> Reference | ComposedReference:
-    if handle.composed is not None:
+    if (composed := handle.composed) is not None:
         with _LOCK:
             number = _NUMBERS.setdefault(handle, (os.getpid(), next(_COUNT)))
             _COMPOSED[number] = handle
-        return ComposedReference(handle.composed, handle.name, handle.folder, number)
+        return ComposedReference(composed, handle.name, handle.folder, number)
     identity = None if handle.owned else handle.file.identity
     entry = handle.file.entry(handle.name) if handle.file.is_raw else None
     reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry)
@@ -113,13 +117,9 @@ def _rebuild(
     reference: Reference | ComposedReference, cut: Any, target: torch.device, requires_grad: bool, is_parameter: bool
 ) -> OffloadedTensor:
     handle = _handle(reference)
-    if isinstance(reference, ComposedReference):
-        with no_functions(), no_modes():
-            twin = twin_with(whole_twin(handle.layout), cut)
-        return dressed(wrap(handle, twin, target), requires_grad=requires_grad, is_parameter=is_parameter)
     if handle.layout != reference.layout:
         raise ChangedFileError(
-            f"tensor {reference.name!r}: {reference.path} now holds {handle.layout}, not {reference.layout}, "
+            f"tensor {reference.name!r}: {handle.path} now holds {handle.layout}, not {reference.layout}, "
             "which was passed: pass it again"
         )
     with no_functions(), no_modes():

@@ -204,8 +204,8 @@ class Joined(Recipe):
         turned = [
             (tuple(place[dim] for dim in order), Piece(piece.handle, piece.twin.permute(order)))
             for place, piece in zip(places, pieces, strict=True)
-            if piece.twin.numel()
         ]
+        turned = [one for one in turned if one[1].twin.numel()] or turned[:1]
         turned.sort(key=lambda one: one[0])
         self.layout = layout
         self.pieces = tuple(piece for _, piece in turned)

@@ -483,12 +483,8 @@ class OffloadedTensor(torch.Tensor):
             return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)
 
     def data_ptr(self) -> int:
-        """An address of the mapped value; views of one file have addresses inside the same storage.
-
-        A value that is carried out from others is stored first: there has to be something at its address.
-        """
-        handle = self._handle
-        if handle.composed is not None:
+        """An address of the mapped value, inside the storage of all its views; a value without a file is stored first."""
+        if self._handle.composed is not None:
             handle_of(self).writable_base()
         return self.untyped_storage().data_ptr() + int(self._twin.storage_offset()) * self._twin.itemsize
 
@@ -510,11 +506,8 @@ class OffloadedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
         plain = self._on_cpu()
-        if isinstance(self, torch.nn.Parameter):
-            plain = torch.nn.Parameter(plain, self.requires_grad)
-        else:
-            plain = plain.detach().requires_grad_(self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        plain = torch.nn.Parameter(plain) if isinstance(self, torch.nn.Parameter) else plain.detach()
+        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     # How ops are carried out
 
@@ -585,8 +578,7 @@ def _unread(nbytes: int) -> torch.SymInt:
 
 def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
     """An offloaded tensor over the whole value of `handle`."""
-    [wrapper] = wrap_handles([(handle, target)])
-    return wrapper
+    return wrap_handles([(handle, target)])[0]
 
 
 def wrap_handles(handles: Iterable[tuple[Handle, torch.device]]) -> list[OffloadedTensor]:
@@ -714,8 +706,8 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     handle, twin = tensor._handle, tensor._twin
     if tensor._generation != handle.generation:
         current_twin(tensor)  # raises
-    if handle.composed is not None:
-        return handle.composed.value(twin)
+    if (composed := handle.composed) is not None:
+        return composed.value(twin)
     base = handle.base()
     if twin is not handle.twin:
         base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)

@@ -28,6 +28,7 @@ import offload
 from offload.errors import CheckpointError
 from offload.models import pretrained
 from offload.models.conversion import convert_checkpoint
+from offload.tensor.wrapper import handle_of
 
 SMALL = {
     "vocab_size": 96,
@@ -74,20 +75,33 @@ def assert_same(expected: torch.nn.Module, model: torch.nn.Module, tokens: torch
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_fused_experts_are_put_together_on_disk(
+def test_fused_experts_are_put_together_when_they_are_read(
     folder: Path, tmp_path: Path, tokens: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
-    before = contents(folder)
+    before = contents(tmp_path)
 
     model = offload.from_pretrained(folder, dtype=dtype, offload_dir=tmp_path / "offload")
 
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
     assert_same(expected, model, tokens)
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
-    written = {path.name for path in (tmp_path / "offload").iterdir()}
-    assert "model.layers.1.mlp.experts.gate_up_proj.safetensors" in written
-    if dtype is None:
-        assert all("experts" in name for name in written)  # the others are referenced
+    assert before == contents(tmp_path)
+
+
+def test_experts_that_are_written_to_have_a_file_in_the_offload_folder(folder: Path, tmp_path: Path) -> None:
+    before = contents(folder)
+    model = offload.from_pretrained(folder, offload_dir=tmp_path / "offload")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    experts = model.get_parameter(name)
+    expected = experts.materialize()
+
+    with torch.no_grad():
+        for tensor in (experts, expected):
+            tensor[1, 2] = 0
+
+    assert [f"{name}.safetensors"] == [path.name for path in (tmp_path / "offload").iterdir()]
+    assert torch.equal(expected, load_file(tmp_path / "offload" / f"{name}.safetensors")[name])
+    assert torch.equal(expected, model.get_parameter(name).materialize())
     assert before == contents(folder)
 
 
@@ -135,10 +149,10 @@ def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_
 
     offload.load_checkpoint_and_dispatch(model, tmp_path / "x.bin", offload_dir=tmp_path / "values")
 
-    written = {path.name for path in (tmp_path / "values").iterdir()}
-    assert written
-    assert all("experts" in name for name in written)
+    assert not (tmp_path / "values").exists()
     for name, parameter in model.named_parameters():
+        assert tmp_path / "x.bin" == parameter.offload_path
+        assert (handle_of(parameter).composed is not None) == ("experts" in name), name  # type: ignore[arg-type]
         if name in tensors:
             assert torch.equal(values.get(name, tensors[name]), parameter.materialize()), name
 

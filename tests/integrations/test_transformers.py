@@ -214,8 +214,13 @@ def test_a_model_and_its_files_go_with_its_last_name(llama_folder: Path) -> None
     """Nothing in it refers to it: no garbage has to be collected."""
     for make in (lambda model: model, copy.deepcopy):
         model = make(offload.from_pretrained(llama_folder, dtype=torch.float16))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(2)
         gone = weakref.ref(model)
         paths = {weight.offload_path for weight in model.parameters()}
+        assert all(path.exists() and path.parent != llama_folder for path in paths)
+        del weight
         gc.disable()
         try:
             del model

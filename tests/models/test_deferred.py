@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import offload
 from offload.errors import WriteError
 from offload.models.deferred import DeferredTensor, deferred
+from offload.tensor.recipes import Joined
 
 EXPERTS, INNER, WIDTH = 4, 6, 5
 Tensors = dict[str, torch.Tensor]
@@ -103,32 +104,57 @@ def test_a_stored_value_as_it_is_stays_where_it_is(waiting: Tensors, file: Path)
     assert before == contents(file.parent)
 
 
-def test_what_was_put_together_has_its_name_and_folder(waiting: Tensors, plain: Tensors, tmp_path: Path) -> None:
-    folder = tmp_path / "offload"
+def test_what_is_put_together_writes_nothing(waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
 
+    stored = fused(waiting).stored("experts.gate_up", tmp_path / "offload")  # type: ignore[attr-defined]
+
+    assert torch.equal(fused(plain), stored.materialize())
+    assert (file, "experts.gate_up") == (stored.offload_path, stored.name)
+    assert before == contents(tmp_path)
+
+
+@torch.no_grad()
+def test_what_was_put_together_has_its_name_and_folder_once_it_is_written_to(
+    waiting: Tensors, plain: Tensors, tmp_path: Path
+) -> None:
+    folder, expected = tmp_path / "offload", fused(plain)
     stored = fused(waiting).stored("experts.gate_up", folder)  # type: ignore[attr-defined]
 
+    for tensor in (stored, expected):
+        tensor[2, 3] = 7
+
     assert ["experts.gate_up.safetensors"] == [path.name for path in folder.iterdir()]
-    assert torch.equal(fused(plain), load_file(stored.offload_path)["experts.gate_up"])
+    assert folder / "experts.gate_up.safetensors" == stored.offload_path
+    assert torch.equal(expected, load_file(stored.offload_path)["experts.gate_up"])
+    assert torch.equal(fused(plain), fused(waiting).stored("another").materialize())  # type: ignore[attr-defined]
 
 
-def test_a_part_of_a_value_gets_a_file_of_its_own(waiting: Tensors, plain: Tensors, file: Path) -> None:
+def test_a_part_of_a_value_gets_a_file_of_its_own_at_its_first_write(
+    waiting: Tensors, plain: Tensors, file: Path
+) -> None:
     stored = waiting["gate0"].chunk(2)[1].stored("half")  # type: ignore[attr-defined]
 
-    assert file != stored.offload_path
+    assert file == stored.offload_path
     stored.update_values(stored.materialize() + 1)
+    assert file != stored.offload_path
     assert torch.equal(plain["gate0"].chunk(2)[1] + 1, stored.materialize())
     assert torch.equal(plain["gate0"], load_file(file)["gate0"])
 
 
-def test_blocks_are_smaller_than_the_value(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
+@pytest.mark.parametrize("block", [4, 8, 20, 100, 300, 1000])
+@torch.no_grad()
+def test_blocks_are_smaller_than_the_value(
+    monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors, block: int
+) -> None:
     """Also where one row is more than a block, and where parts begin inside one."""
-    for block, few in ((4, 0), (8, 0), (20, 100), (100, 0), (100, 50), (300, 0), (1000, 0), (1000, 200)):
-        monkeypatch.setattr("offload.models.assembly._BLOCK", block)
-        monkeypatch.setattr("offload.models.assembly._FEW", few)
+    monkeypatch.setattr("offload.tensor.recipes.BLOCK", block)
 
-        for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
-            assert torch.equal(make(plain), make(waiting).stored("value").materialize())  # type: ignore[attr-defined]
+    for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
+        expected, stored = make(plain), make(waiting).stored("value")  # type: ignore[attr-defined]
+        for tensor in (expected, stored):
+            tensor[0, 0] = 1
+        assert torch.equal(expected, stored.materialize())
 
 
 def test_big_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
@@ -146,8 +172,9 @@ def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> No
 
 
 def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
-    folder, real = tmp_path / "offload", offload.models.assembly._joined
-    calls = []
+    folder, real = tmp_path / "offload", Joined.value
+    stored = RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
+    expected, calls = stored.materialize(), []
 
     def full(*args: object) -> torch.Tensor:
         calls.append(args)
@@ -155,13 +182,15 @@ def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, wait
             raise OSError(28, "No space left on device")
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("offload.models.assembly._BLOCK", 100)
-    monkeypatch.setattr("offload.models.assembly._joined", full)
+    monkeypatch.setattr("offload.tensor.recipes.BLOCK", 100)
+    monkeypatch.setattr(Joined, "value", full)
 
-    with pytest.raises(WriteError, match="No space left"):
-        RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
+    with pytest.raises(WriteError, match="No space left"), torch.no_grad():
+        stored.zero_()
 
+    monkeypatch.undo()
     assert [] == list(folder.iterdir())
+    assert torch.equal(expected, stored.materialize())
 
 
 def test_what_is_widened_and_narrowed_again_stays_where_it_is(tmp_path: Path) -> None:

@@ -101,7 +101,12 @@ def offload_optimizer(folder):
 def load(folder):
     model = nn.Linear(2, 2)
     offload.save_checkpoint(model, folder.parent / "saved")
-    return offload.load_checkpoint_and_dispatch(model, folder.parent / "saved", offload_dir=folder, dtype=torch.float64)
+    loaded = offload.load_checkpoint_and_dispatch(
+        model, folder.parent / "saved", offload_dir=folder, dtype=torch.float64
+    )
+    with torch.no_grad():
+        loaded.weight.zero_()
+    return loaded
 
 
 def map_values(folder):

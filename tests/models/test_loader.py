@@ -106,7 +106,7 @@ def test_a_model_is_loaded_from_what_torch_save_wrote(net: Net, pickled: Path, t
     assert before == contents(tmp_path)
 
 
-def test_in_what_torch_save_wrote_another_dtype_is_converted_once_to_disk(
+def test_in_what_torch_save_wrote_another_dtype_is_converted_when_it_is_read(
     net: Net, pickled: Path, tmp_path: Path
 ) -> None:
     before = contents(tmp_path)
@@ -116,6 +116,9 @@ def test_in_what_torch_save_wrote_another_dtype_is_converted_once_to_disk(
     )
 
     assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
+    assert not (tmp_path / "half" / "first.weight.safetensors").exists()
+    with torch.no_grad():
+        loaded.first.weight.zero_()
     assert tmp_path / "half" / "first.weight.safetensors" == loaded.first.weight.offload_path
     assert before == {name: found for name, found in contents(tmp_path).items() if not name.startswith("half")}
 
@@ -224,7 +227,7 @@ def test_meta_in_the_map_leaves_a_module_empty(checkpoint: Path) -> None:
     assert not loaded.first.weight.is_meta
 
 
-def test_another_dtype_is_converted_once_to_disk(net: Net, checkpoint: Path, tmp_path: Path) -> None:
+def test_another_dtype_is_converted_when_it_is_read(net: Net, checkpoint: Path, tmp_path: Path) -> None:
     loaded = offload.load_checkpoint_and_dispatch(
         empty_net(), checkpoint, offload_dir=tmp_path / "half", dtype=torch.float16, offload_buffers=True
     )
@@ -232,7 +235,12 @@ def test_another_dtype_is_converted_once_to_disk(net: Net, checkpoint: Path, tmp
     assert torch.float16 == loaded.first.weight.dtype
     assert torch.int64 == loaded.norm.num_batches_tracked.dtype
     assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
-    assert (tmp_path / "half" / "first.weight.safetensors").is_file()
+    in_no_checkpoint = ["scale.safetensors"]
+    assert in_no_checkpoint == [path.name for path in (tmp_path / "half").iterdir()]
+    with torch.no_grad():
+        loaded.first.weight.add_(1)
+    assert tmp_path / "half" / "first.weight.safetensors" == loaded.first.weight.offload_path
+    assert torch.equal(net.first.weight.half() + 1, loaded.first.weight.materialize())
 
 
 def test_the_model_s_dtype_decides_when_none_is_given(net: Net, checkpoint: Path) -> None:
@@ -481,7 +489,7 @@ def test_a_parameter_that_nobody_else_holds_stays_the_same_object() -> None:
     assert isinstance(before, offload.OffloadedTensor)
 
 
-def test_the_log_says_what_was_written_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_is_a_recipe_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A line for each value, and one for the model."""
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.float16)}, tmp_path / "model.safetensors")
     model = nn.Linear(3, 2, device="meta", dtype=torch.float16)
@@ -492,9 +500,10 @@ def test_the_log_says_what_was_written_and_why(tmp_path: Path, caplog: pytest.Lo
     said = {record.getMessage() for record in caplog.records if record.name == "offload.models"}
     path = model.weight.offload_path
     assert said == {
-        f"weight: written to {path}: cast from torch.float32 to torch.float16",
+        f"weight: a recipe over {path}: cast from torch.float32 to torch.float16",
         "bias: read into memory, for cpu",
-        "Linear is ready; values referenced in their checkpoint: 0, in files of their own: 1, in memory: 1",
+        "Linear is ready; values referenced in their checkpoint: 0, recipes over it: 1, in files of their own: 0, "
+        "in memory: 1",
     }
 
 
