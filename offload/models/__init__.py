@@ -1,8 +1,8 @@
 """A model and its checkpoint: filled, moved to disk, changed value by value, and saved.
 
 Always true:
-- loading writes nothing: what lies in a checkpoint as the model wants it is referenced there, and what has to be joined,
-  cut, cast or decoded first is a recipe over that; only what lies in a pickle as no tensor can is copied
+- loading writes nothing: what lies in a checkpoint as the model wants it is referenced there, and what has to be
+  joined, cut, cast or decoded first is a recipe over that; only what lies in a pickle as no tensor can is copied
 - tied weights are one parameter, over one file
 - a checkpoint is replaced whole or not at all, and a value is the old one or the new one
 - what is copied or replaced goes through memory value by value, or in pieces

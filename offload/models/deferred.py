@@ -131,8 +131,8 @@ class DeferredTensor(torch.Tensor):
     ) -> OffloadedTensor:
         """The value on disk: where it is now if it stands there as it is, else as a recipe over what is there.
 
-        What it is put together from may be in files that are ours, since it was written to or is open to be; for a named
-        folder it is then put together now, in a file of its own.
+        What it is put together from may be in files that are ours, since it was written to or is open to be; for a
+        named folder it is then put together now, in a file of its own.
 
         Args:
             name: of the value, and of its file once it has one.

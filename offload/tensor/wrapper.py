@@ -483,7 +483,7 @@ class OffloadedTensor(torch.Tensor):
             return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)
 
     def data_ptr(self) -> int:
-        """An address of the mapped value, inside the storage of all its views; a value without a file is stored first."""
+        """An address of the mapped value, inside the storage of all its views; what has no file is stored first."""
         if self._handle.composed is not None:
             handle_of(self).writable_base()
         return self.untyped_storage().data_ptr() + int(self._twin.storage_offset()) * self._twin.itemsize
