@@ -148,7 +148,7 @@ def test_blocks_are_smaller_than_the_value(
     monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors, block: int
 ) -> None:
     """Also where one row is more than a block, and where parts begin inside one."""
-    monkeypatch.setattr("offload.tensor.recipes.BLOCK", block)
+    monkeypatch.setattr("offload.tensor.recipes._WRITTEN", block)
 
     for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
         expected, stored = make(plain), make(waiting).stored("value")  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> No
 
 
 def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
-    folder, real = tmp_path / "offload", Joined.value
+    folder, real = tmp_path / "offload", Joined._in_box
     stored = RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
     expected, calls = stored.materialize(), []
 
@@ -182,8 +182,8 @@ def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, wait
             raise OSError(28, "No space left on device")
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("offload.tensor.recipes.BLOCK", 100)
-    monkeypatch.setattr(Joined, "value", full)
+    monkeypatch.setattr("offload.tensor.recipes._WRITTEN", 100)
+    monkeypatch.setattr(Joined, "_in_box", full)
 
     with pytest.raises(WriteError, match="No space left"), torch.no_grad():
         stored.zero_()
