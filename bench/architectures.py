@@ -4,6 +4,7 @@ Always true:
 - each is a row: what fails, crashes or takes too long costs its own row alone
 - a model on disk is compared with transformers' own `from_pretrained` of the same checkpoint, bit for bit
 - a reason that is not ours is one that the plain model has too
+- loading must write nothing: what it wrote is counted by the kernel, files that are gone again too
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import torch
 import offload
 from bench import equality
 from bench.probes import probes
+from bench.process import written_bytes
 from bench.tiny import config_for, tiny_configs
+from offload.tensor.wrapper import handle_of, is_offloaded
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -52,6 +55,8 @@ class Row:
         equal: EQUAL; VALUES, if the plain model's forward pass needs inputs that are not known here, so that values
             and written files alone were compared; ABSENT, if there is no plain model; DIFFERS.
         note: inputs, or what is missing, or what differs.
+        recipes: values of the model on disk that are carried out from others; None if it was not loaded.
+        written: bytes that loading it wrote.
     """
 
     kind: str
@@ -59,6 +64,8 @@ class Row:
     model_class: str
     equal: str
     note: str
+    recipes: int | None = None
+    written: int | None = None
 
 
 @dataclass
@@ -76,7 +83,7 @@ class NoPlainModel(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a model on disk differs from the plain one, else 0."""
+    """1 if a model on disk differs from the plain one, or was written by loading it, else 0."""
     chosen = _options().parse_args(arguments)
     kinds = list(MAPPINGS) if chosen.kind == "all" else [chosen.kind]
     todo = [(kind, name) for kind in kinds for name in names(kind) if not chosen.only or name in chosen.only]
@@ -85,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if chosen.out:
         chosen.out.write_text(text + "\n", encoding="utf-8")
-    return int(any(row.equal == DIFFERS for row in rows))
+    return int(any(row.equal == DIFFERS or row.written for row in rows))
 
 
 def names(kind: str) -> dict[str, str]:
@@ -110,14 +117,25 @@ def examined(kind: str, name: str) -> Row:
             return Row(kind, name, model_class, ABSENT, str(error))
         except Exception as error:  # a module of transformers that is not imported without a package
             return Row(kind, name, model_class, ABSENT, reason(error))
+        told: dict[str, int] = {}
         try:
-            model = offload.from_pretrained(subject.folder, model_class=subject.model_class)
+            model, told = _from_disk(subject)
             found = equality.first(equality.differences(plain, model, subject.folder, subject.probe, subject.notes))
         except Exception as error:
-            return Row(kind, name, model_class, DIFFERS, reason(error))
+            return Row(kind, name, model_class, DIFFERS, reason(error), **told)
     if found:
-        return Row(kind, name, model_class, DIFFERS, found)
-    return Row(kind, name, model_class, EQUAL if subject.probe else VALUES, "; ".join(subject.notes))
+        return Row(kind, name, model_class, DIFFERS, found, **told)
+    return Row(kind, name, model_class, EQUAL if subject.probe else VALUES, "; ".join(subject.notes), **told)
+
+
+def _from_disk(subject: Subject) -> tuple[Any, dict[str, int]]:
+    """The model on disk, and what its row tells of loading it."""
+    before = written_bytes()
+    model = offload.from_pretrained(subject.folder, model_class=subject.model_class)
+    written = written_bytes() - before
+    values = {id(value): value for value in (*model.parameters(), *model.buffers()) if is_offloaded(value)}
+    recipes = sum(handle_of(value).composed is not None for value in values.values())
+    return model, {"recipes": recipes, "written": written}
 
 
 def prepared(name: str, model_class: str, folder: Path) -> Subject:
@@ -318,6 +336,9 @@ where it generates, and the checkpoints that both write.
 - {VALUES}: what is said about values, ties and files is equal; the inputs of a forward pass are not known here
 - {ABSENT}: transformers alone makes no such model here, for the reason in the note
 - {DIFFERS}: the model on disk is not equal
+
+Recipes are values that the checkpoint holds in another form: joined, cut, cast or laid out anew at each read.
+Written are the bytes that loading the model wrote.
 """
 
 
@@ -336,19 +357,27 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     kinds = {kind: [row for row in rows if row.kind == kind] for kind in MAPPINGS}
     for kind, some in kinds.items():
         if some:
-            yield from ("", f"## {kind}", "", "| architecture | equal | note |", "| --- | --- | --- |")
-            yield from (f"| {row.name} ({row.model_class}) | {row.equal} | {row.note} |" for row in some)
+            yield from ("", f"## {kind}", "", "| architecture | equal | recipes | written | note |")
+            yield "| --- | --- | --- | --- | --- |"
+            yield from map(_line, some)
     yield from ("", "## How many", "")
     for kind, some in kinds.items():
         if some:
             yield _counts(kind, some)
 
 
+def _line(row: Row) -> str:
+    recipes, written = ("" if number is None else number for number in (row.recipes, row.written))
+    return f"| {row.name} ({row.model_class}) | {row.equal} | {recipes} | {written} | {row.note} |"
+
+
 def _counts(kind: str, rows: Sequence[Row]) -> str:
     count = {equal: sum(row.equal == equal for row in rows) for equal in (EQUAL, VALUES, ABSENT, DIFFERS)}
+    recipes, written = [row.recipes for row in rows], sum(bool(row.written) for row in rows)
     return (
         f"- {kind}: {count[EQUAL]} of {len(rows)} equal; {count[VALUES]} equal in values and files, without a forward "
-        f"pass; {count[ABSENT]} without a plain model; {count[DIFFERS]} not equal"
+        f"pass; {count[ABSENT]} without a plain model; {count[DIFFERS]} not equal; {sum(map(bool, recipes))} with "
+        f"recipes; {written} written by loading"
     )
 
 

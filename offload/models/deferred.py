@@ -326,6 +326,17 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ]
 
 
+def _pad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """By nothing, as transformers pads each head's bias to its table, it is a copy."""
+    tensor, pad = args[0], args[1] if len(args) > 1 else kwargs["pad"]
+    return _compute(func, args, kwargs) if any(pad) else _clone(_aten.clone.default, (tensor,), {})
+
+
+def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of its shape and dtype, and in memory: models make such values to begin with, also where none begins so."""
+    return func(args[0]._twin, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
+
+
 # What is not
 
 
@@ -363,6 +374,8 @@ _RULES: dict[Any, Rule] = {
     _aten._to_copy.default: _convert,
     _aten.stack.default: _stack,
     _aten.cat.default: _cat,
+    _aten.constant_pad_nd.default: _pad,
+    **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), _like),
 }
 _FOR_ANY_STRIDES = {
     _aten.expand.default,

@@ -51,6 +51,7 @@ def test_a_model_that_generates_is_equal_in_all(kind, name):
 
     assert EQUAL == row.equal, row.note
     assert "generates" in row.note.split("; ")
+    assert 0 == row.written
 
 
 @pytest.mark.parametrize(("kind", "name"), ENCODING, ids=lambda value: value)
@@ -58,6 +59,7 @@ def test_an_encoder_is_equal_in_all(kind, name):
     row = examined(kind, name)
 
     assert EQUAL == row.equal, row.note
+    assert 0 == row.written
 
 
 # That the comparison sees what differs
@@ -161,6 +163,19 @@ def test_what_fails_on_disk_alone_is_ours(monkeypatch):
     assert (DIFFERS, "ValueError: not today") == (row.equal, row.note)
 
 
+def test_recipes_are_counted_and_bytes_that_loading_writes(monkeypatch, tmp_path):
+    load = offload.from_pretrained
+
+    def load_and_write(*arguments, **options):
+        (tmp_path / "more").write_bytes(bytes(8192))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr("offload.from_pretrained", load_and_write)
+
+    row = examined("causal", "mixtral")
+    assert (EQUAL, 4, 8192) == (row.equal, row.recipes, row.written)
+
+
 def test_without_inputs_values_alone_are_compared(monkeypatch):
     monkeypatch.setattr(architectures, "probes", lambda _: iter([{"pixel_values": None}]))
 
@@ -198,15 +213,17 @@ def test_a_hybrid_keeps_layers_of_each_kind():
 
 
 def test_the_report_counts_and_tells_reasons():
-    rows = [Row("causal", "a", "A", EQUAL, "input_ids"), Row("causal", "b", "B", ABSENT, "not built"), _miss()]
+    rows = [Row("causal", "a", "A", EQUAL, "input_ids", 2, 0), Row("causal", "b", "B", ABSENT, "not built"), _miss()]
 
     lines = list(architectures.report(rows))
     assert (
         "- causal: 1 of 3 equal; 0 equal in values and files, without a forward pass; 1 without a plain model; "
-        "1 not equal"
+        "1 not equal; 1 with recipes; 1 written by loading"
     ) in lines
-    assert "| c (C) | NO | tokens |" in lines
+    assert "| a (A) | yes | 2 | 0 | input_ids |" in lines
+    assert "| b (B) | not tried |  |  | not built |" in lines
+    assert "| c (C) | NO | 0 | 512 | tokens |" in lines
 
 
 def _miss() -> Row:
-    return Row("causal", "c", "C", DIFFERS, "tokens")
+    return Row("causal", "c", "C", DIFFERS, "tokens", 0, 512)

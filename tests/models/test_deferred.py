@@ -70,6 +70,10 @@ RECORDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
     "nothing": lambda t: torch.cat([t["gate0"][:0], t["up0"][:0]]),
     "a number": lambda t: t["gate0"][1, 2],
     "a parameter": lambda t: torch.nn.Parameter(fused(t)).detach(),
+    "padded by nothing": lambda t: torch.nn.functional.pad(fused(t), (0, 0)),
+    "padded": lambda t: torch.nn.functional.pad(fused(t), (1, 2), value=3.0),
+    "zeros of its shape": lambda t: torch.zeros_like(t["gate0"].t()),
+    "ones of its shape": lambda t: torch.ones_like(fused(t), dtype=torch.float64),
     "computed": lambda t: torch.as_tensor((t["gate0"] * 2 + t["up0"]).sum(0)),
 }
 
@@ -164,6 +168,18 @@ def test_big_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting:
 
     assert isinstance(doubled, DeferredTensor)
     assert torch.equal(plain["gate0"] * 2, doubled.stored("doubled").materialize())
+
+
+@pytest.mark.parametrize("name", ["padded by nothing", "zeros of its shape", "ones of its shape"])
+def test_what_needs_no_numbers_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, waiting: Tensors, private_place: Path, name: str
+) -> None:
+    monkeypatch.setattr("offload.models.deferred._BIG", 0)
+
+    result = RECORDED[name](waiting)
+
+    assert {} == contents(private_place)
+    assert isinstance(result, DeferredTensor) == name.startswith("padded")
 
 
 def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> None:
