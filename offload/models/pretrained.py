@@ -149,7 +149,8 @@ class _Looking:
     def __call__(self, *args: Any, **options: Any) -> Any:
         model = self._only_holder()
         save = type(model).save_pretrained
-        _, folder, *_ = inspect.signature(save).bind(model, *args, **options).arguments.values()
+        given = inspect.signature(save).bind(model, *args, **options)
+        _, folder, *_ = (*given.args, *given.kwargs.values())  # csm names none of its arguments
         saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
         files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
         replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]

@@ -27,7 +27,13 @@ GENERATING = [
     ("seq2seq", "t5"),
     ("seq2seq", "bart"),
 ]
-ENCODING = [("encoder", "bert"), ("encoder", "clip"), ("encoder", "whisper"), ("encoder", "qwen2_vl")]
+ENCODING = [
+    ("encoder", "bert"),
+    ("encoder", "csm"),
+    ("encoder", "clip"),
+    ("encoder", "whisper"),
+    ("encoder", "qwen2_vl"),
+]
 
 
 @pytest.fixture
