@@ -10,7 +10,7 @@ from torch import nn
 
 import offload
 from tests.conftest import contents
-from tests.models.forms import FORMS, outcome
+from tests.models.forms import FORMS, PROMPT, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 
@@ -33,7 +33,7 @@ def _marked(name: str) -> object:
     return pytest.param(name, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("name", map(_marked, FORMS))
+@pytest.mark.parametrize("name", [_marked(name) for name in FORMS])
 def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_path: Path, private_place: Path) -> None:
     """Logits and four tokens are equal to the bit; weights are on disk before and after; no folder has a file."""
     form, source, own = FORMS[name], tmp_path / "source", tmp_path / "own"
@@ -54,6 +54,43 @@ def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_pa
     assert {} == contents(private_place)
     assert {} == contents(own)
     assert before == contents(source)
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in ("fp8-llama", "fp8-qwen3_moe", "bnb-nf4", "gguf-q4_k_m")])
+def test_an_adapter_trains_over_a_form_as_over_the_dequantized_model(
+    name: str, tmp_path: Path, private_place: Path
+) -> None:
+    """The losses of three steps are equal to the bit; the weights stay on disk, and as they are."""
+    form = FORMS[name]
+    form.write(tmp_path)
+    before = contents(tmp_path)
+    model = offload.from_pretrained(tmp_path, **form.options)
+
+    expected, found = _losses(form.plain(tmp_path)), _losses(model)
+
+    assert expected == found
+    assert 3 == len(set(found))
+    frozen = {key: value for key, value in model.named_parameters() if not value.requires_grad}
+    assert [] == [key for key, value in frozen.items() if not offload.is_offloaded(value) and value.nbytes > _SMALL]
+    assert {} == contents(private_place)
+    assert before == contents(tmp_path)
+
+
+def _losses(model: nn.Module) -> list[float]:
+    """Of three steps of an adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    optimizer = torch.optim.AdamW([value for value in adapted.parameters() if value.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(3):
+        loss = adapted(PROMPT, labels=PROMPT).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def test_what_does_not_hold_yet_is_a_form() -> None:
