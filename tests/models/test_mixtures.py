@@ -1,4 +1,4 @@
-"""Mixtures of experts from disk, in every way in which transformers runs experts, and whatever form they are stored in."""
+"""Mixtures of experts from disk, in every way in which experts are run, and in whatever form they are stored."""
 
 from __future__ import annotations
 
