@@ -2,7 +2,7 @@
 
 Always true:
 - transformers' own loader names, renames, ties and initializes; it is handed tensors on disk instead of tensors
-- a weight stored in the dtype that is asked for is referenced in its checkpoint; others are converted once, to disk
+- a weight stored in the dtype that is asked for is referenced in its checkpoint; others are recipes over it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
 from offload.models.forms.decoding import unpacked
 from offload.models.forms.packing import Packed, left_beside
-from offload.models.loader import finish_loading, refuse_other_names, report_of
+from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import filled
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
@@ -52,6 +52,7 @@ def from_pretrained(
     max_memory: MaxMemory = None,
     read_ahead: Amount | bool | None = None,
     output_loading_info: bool = False,
+    store: bool = False,
     **options: Any,
 ) -> Any:
     """A pretrained transformers model whose weights are on disk, or where the device map says.
@@ -60,12 +61,13 @@ def from_pretrained(
         name_or_path: a folder with a checkpoint (see `open_checkpoint`), or a model on the hub.
         model_class: a model class of transformers, or one of its `Auto` classes; `AutoModelForCausalLM` if None.
         device_map: see `offload.load_checkpoint_and_dispatch`.
-        offload_dir: where weights go that are converted or later written to; None for a private folder.
+        offload_dir: where weights go that are stored or later written to; None for a private folder.
         dtype: of the floating-point weights; None or "auto" for the one in the model's configuration.
         config: a configuration to use in place of the checkpoint's.
         offload_buffers: whether buffers are on disk too.
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
-        output_loading_info: also return transformers' report.
+        output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
+        store: see `offload.load_checkpoint_and_dispatch`.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
             for the class's own `from_pretrained`.
 
@@ -86,6 +88,7 @@ def from_pretrained(
         torch.Size([1, 2, 9])
     """
     _refuse_options(options)
+    refuse_to_store_nowhere(offload_dir, store=store)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
     empty, config, options = model_on_meta(folder, model_class, config, **options)
@@ -110,7 +113,7 @@ def from_pretrained(
     if names and names <= set(report.missing_keys):
         raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")
     model.name_or_path = model.config.name_or_path = str(name_or_path)
-    finish_loading(
+    report = finish_loading(
         model,
         infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers),
         report,
@@ -118,10 +121,11 @@ def from_pretrained(
         offload_buffers=offload_buffers,
         pool=pool,
         skip_keys=getattr(model, "_skip_keys_device_placement", None),
+        store=store,
     )
     if dense is not None:
         model.packed_as = Packed.of(model, quantization, beside)
-    return (model, info) if output_loading_info else model
+    return (model, {**info, "forms": report.forms}) if output_loading_info else model
 
 
 def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **options: Any) -> tuple[Any, Any, Any]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from offload.budget import Amount, MaxMemory, pool_for
-from offload.errors import ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
+from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
@@ -46,30 +47,53 @@ from offload.models.slots import (
 )
 from offload.prefetch.engine import expect
 from offload.prefetch.residency import SMALL, Pool
-from offload.progress import progress
+from offload.progress import progress, progress_in_bytes
 from offload.storage.handle import Handle
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
-from offload.tensor.recipes import stored_in
+from offload.tensor.recipes import Recipe, stored_in
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_REFERENCED = "referenced"
+_IN_MEMORY = "in memory"
+
+
+@dataclass(frozen=True)
+class Form:
+    """Values of a model that are held in one way.
+
+    Attributes:
+        values: how many.
+        nbytes: what a pass over them reads from disk, as it is stored there.
+    """
+
+    values: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.values} ({self.nbytes:,} bytes)"
+
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What did not match between a model and a checkpoint.
+    """What did not match between a model and a checkpoint, and how the model's values are held.
 
     Attributes:
         missing_keys: tensors of the model that the checkpoint has not.
         unexpected_keys: tensors of the checkpoint that the model has not.
         mismatched_keys: name, shape in the checkpoint, shape in the model.
+        forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, in files
+            "of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined",
+            "decoded from fp8, joined"...
     """
 
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched_keys: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
@@ -79,9 +103,10 @@ class LoadReport:
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
         lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
-        return (
-            "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in lines.items() if names) or "all match"
-        )
+        said = [f"{len(names)} {what}: {_some(names)}" for what, names in lines.items() if names] or ["all match"]
+        if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
+            said += [f"{what}: {form}" for what, form in self.forms.items()]
+        return "; ".join(said)
 
 
 def load_checkpoint_and_dispatch(
@@ -97,6 +122,7 @@ def load_checkpoint_and_dispatch(
     no_split_module_classes: list[str] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
+    store: bool = False,
 ) -> Model:
     """Fill a model from a checkpoint and make it ready to run.
 
@@ -105,8 +131,9 @@ def load_checkpoint_and_dispatch(
         checkpoint: see `open_checkpoint`.
         device_map: see `offload.models.device_map.places`; also accelerate's "auto", "balanced", "sequential". None,
             which is accelerate's default, loads into the CPU's memory.
-        offload_dir: where values go that are converted or later written to; None for a private folder.
-        dtype: of the floating-point values; None for that of the model's tensors. Others are converted once, to disk.
+        offload_dir: where values go that are stored or later written to; None for a private folder.
+        dtype: of the floating-point values; None for that of the model's tensors. Others are converted when they are
+            read.
         strict: missing, unexpected and mismatched keys are errors.
         max_memory: what of the values on disk may stay in memory between ops, for this model (`offload.set_max_memory`
             for all); with an automatic device map, what may be placed on each device, as in accelerate.
@@ -114,13 +141,15 @@ def load_checkpoint_and_dispatch(
         no_split_module_classes: for an automatic device map, as in accelerate.
         offload_buffers: whether buffers of modules on disk are on disk too; else they are on the executing device.
         skip_keys: for a map over several devices: keyword arguments of forward that are not moved.
+        store: whether values that have to be joined, cast or decoded are so once, into files in `offload_dir`, and not
+            each time that they are read. What an earlier loading has stored there is used, in any case.
 
     Returns:
         The same model.
 
     Raises:
         MissingFileError, CorruptFileError, ReadError, CheckpointError, DeviceMapError
-        ValueError: `dtype` is no floating-point one.
+        ValueError: `dtype` is no floating-point one, or values are to be stored without an `offload_dir`.
         MetaTensorError: tensors are left without data; the message names them.
 
     Example:
@@ -130,6 +159,7 @@ def load_checkpoint_and_dispatch(
         >>> load_checkpoint_and_dispatch(model, "model.safetensors")(torch.ones(2)).tolist()
         [2.0, 2.0, 2.0]
     """
+    refuse_to_store_nowhere(offload_dir, store=store)
     dtype = None if dtype is None else floating_dtype(dtype)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     device_map = infer_device_map(
@@ -159,6 +189,7 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         pool=pool,
         skip_keys=skip_keys,
+        store=store,
     )
     return model
 
@@ -172,13 +203,14 @@ def load_checkpoint_in_model(
     dtype: torch.dtype | str | None = None,
     strict: bool = False,
     offload_buffers: bool = False,
+    store: bool = False,
 ) -> LoadReport:
     """Fill a model's parameters and persistent buffers from a checkpoint; what does not match is left as it was.
 
     Args and errors: as `load_checkpoint_and_dispatch`.
 
     Returns:
-        What did not match.
+        What did not match, and how the values are held.
 
     Example:
         >>> from safetensors.torch import save_file
@@ -187,13 +219,16 @@ def load_checkpoint_in_model(
         >>> report.missing_keys, report.unexpected_keys
         (['bias'], ['other'])
     """
+    refuse_to_store_nowhere(offload_dir, store=store)
     dtype = None if dtype is None else floating_dtype(dtype)
     slots = [slot for slot in tied_slots(model) if slot.keys]
     placed = _placed(slots, device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
-    return _fill(
+    report = _fill(
         model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
+    _stored_once(slots, store=store)
+    return replace(report, forms=_forms(slots))
 
 
 def disk_offload(
@@ -415,7 +450,8 @@ def finish_loading(
     offload_buffers: bool,
     pool: Pool | None,
     skip_keys: str | list[str] | None,
-) -> None:
+    store: bool = False,
+) -> LoadReport:
     """Bring what is not in its place there, look that nothing is empty, and make the model ready to run.
 
     Args:
@@ -423,7 +459,10 @@ def finish_loading(
         device_map: one that says everything.
         report: what did not match.
         pool: the budget that its values are to be under; None for that of the process.
-        skip_keys, offload_dir, offload_buffers: see `load_checkpoint_and_dispatch`.
+        skip_keys, offload_dir, offload_buffers, store: see `load_checkpoint_and_dispatch`.
+
+    Returns:
+        The report, which now says how the values are held.
 
     Raises:
         MetaTensorError: tensors are left without data.
@@ -439,8 +478,59 @@ def finish_loading(
             f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
             "Give a checkpoint that has them, or fill them first; init_empty_weights keeps buffers real by default."
         )
+    _stored_once(slots, store=store)
     connect_devices(model, slots, placed, skip_keys)
     _settle(model, pool)
+    return replace(report, forms=_forms(tensor_slots(model)))
+
+
+def refuse_to_store_nowhere(offload_dir: PathLike | None, *, store: bool) -> None:
+    """Raises `ArgumentError` if values are to be stored, and no folder is named in which they would stay."""
+    if store and offload_dir is None:
+        raise ArgumentError("store=True writes values that later loadings use: name the folder for them, offload_dir")
+
+
+def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
+    """Have values that are recipes stand in the files of their folder: those that are there, or are made if `store`.
+
+    Each file appears whole, and says what it was made of: after a kill only the rest is made.
+    """
+    stored = {handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)}
+    folders: dict[Path | None, bool] = {
+        handle.folder: store or handle.folder.is_dir() for handle in stored if handle.folder is not None
+    }
+    recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder)]
+    made = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
+    left = [(handle, mark) for handle, mark in made if not handle.take_up(mark)]
+    if not store:
+        return
+    with progress_in_bytes(sum(handle.layout.nbytes for handle, _ in left), "storing") as advance:
+        for handle, mark in left:
+            handle.put_down(mark)
+            log.debug("%s: stored in %s", handle.name, handle.path)
+            advance(handle.layout.nbytes)
+
+
+def _forms(slots: Iterable[Slot]) -> dict[str, Form]:
+    """How a model's values are held."""
+    held: dict[str, list[Slot]] = {}
+    for slot in slots:
+        held.setdefault(_form(slot.tensor), []).append(slot)
+    return {what: Form(len(found), _stored_bytes(found)) for what, found in sorted(held.items())}
+
+
+def _form(tensor: torch.Tensor) -> str:
+    if not is_offloaded(tensor):
+        return _IN_MEMORY
+    handle = handle_of(tensor)
+    if isinstance(handle.composed, Recipe):
+        return handle.composed.form
+    return "in files of their own" if handle.owned else "stored" if handle.was_stored else _REFERENCED
+
+
+def _stored_bytes(slots: Iterable[Slot]) -> int:
+    handles = set(stored_in(handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)))
+    return sum(handle.extent[1] for handle in handles)
 
 
 def _placed(slots: Iterable[Slot], device_map: DeviceMap) -> dict[str, Place]:
@@ -490,19 +580,9 @@ def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _tell(model: nn.Module) -> None:
-    """Log how many of a model's values are where."""
-    tensors = [slot.tensor for slot in tensor_slots(model)]
-    handles = [handle_of(tensor) for tensor in tensors if is_offloaded(tensor)]
-    written, recipes = sum(handle.owned for handle in handles), sum(handle.composed is not None for handle in handles)
-    log.info(
-        "%s is ready; values referenced in their checkpoint: %d, recipes over it: %d, in files of their own: %d, "
-        "in memory: %d",
-        type(model).__name__,
-        len(handles) - written - recipes,
-        recipes,
-        written,
-        len(tensors) - len(handles),
-    )
+    """Log how many of a model's values are held how."""
+    forms = _forms(tensor_slots(model))
+    log.info("%s is ready; its values: %s", type(model).__name__, ", ".join(f"{what} {forms[what]}" for what in forms))
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

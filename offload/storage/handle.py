@@ -22,7 +22,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.errors import ChangedFileError, CorruptFileError, ForeignFileError, UnsupportedOpError, WriteError
+from offload.errors import (
+    ChangedFileError,
+    CheckpointError,
+    CorruptFileError,
+    ForeignFileError,
+    MissingFileError,
+    UnsupportedOpError,
+    WriteError,
+)
 from offload.storage import log
 from offload.storage.file import TensorFile, value_of
 from offload.storage.folders import claim, discard, file_name, named_folder, release
@@ -49,6 +57,8 @@ from offload.storage.write import (
 
 MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
 _MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
+
+_MADE_OF = "made of"  # the note in a file that a composed value was stored in; a write leaves it out
 
 Notes: TypeAlias = "Mapping[str, Any] | None"
 
@@ -152,6 +162,11 @@ class Handle:
     @property
     def is_subclass(self) -> bool:
         return self.recipe is not None
+
+    @property
+    def was_stored(self) -> bool:
+        """Whether it was carried out from others, and stored so."""
+        return not self.owned and self.composed is None and _MADE_OF in self.file.notes
 
     # How it begins
 
@@ -484,6 +499,38 @@ class Handle:
             source = self.path
             self._copy_to(self)
             log.debug("%r is to be written: it is copied from %s to %s", self.name, source, self.path)
+
+    def take_up(self, mark: str) -> bool:
+        """Refer to the file in the named folder that a composed value of this mark was stored in, if it is there.
+
+        Raises:
+            ReadError: it can't be looked at now.
+        """
+        assert self.folder is not None
+        try:
+            file = TensorFile.open(self.folder / file_name(self.name))
+        except (MissingFileError, CorruptFileError, CheckpointError):
+            return False
+        if not file.is_ours or file.notes.get(_MADE_OF) != mark or file.path.is_symlink():
+            return False
+        with self._lock:
+            self._open(file)
+        return True
+
+    def put_down(self, mark: str) -> None:
+        """Carry a composed value out once, into its file in the named folder, which is referred to from then on.
+
+        Nobody writes to that file: a first write replaces it, and takes the mark away.
+
+        Raises:
+            WriteError, NameInUseError, ForeignFileError, and as `base`.
+        """
+        composed, other = self.composed, Handle(self.name, self.folder)
+        assert composed is not None
+        with other._new({self.name: self.layout}, {_MADE_OF: mark}) as (fd, head), no_functions(), no_modes():
+            write_blocks(fd, head.start(self.name), composed.blocks())
+        with self._lock:
+            self._open(TensorFile.open(other.path))
 
     def _copy_to(self, other: Handle) -> None:
         """Make it the value of `other`, from file to file."""

@@ -11,10 +11,12 @@ Always true:
 from __future__ import annotations
 
 import math
+import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from hashlib import sha256
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -25,15 +27,22 @@ from offload.storage.layout import Layout, contiguous, contiguous_stride
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import scratch
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import cut, twin_of, with_bits_of
+from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
 from offload.torch_api import storage_id, storage_uses
 
 BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
 _WRITTEN = 8 << 20  # the same, for what is written to a file
+_GENERATION = b"1"  # another one once a decoder gives other numbers than it did: what was stored is stored anew
 _MOST_KEPT = 64 << 20  # bytes of memory that are kept for the next value
 
 Decode: TypeAlias = Callable[..., torch.Tensor]
 Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # what a piece has of a box, and where in that it is
+
+
+class _Digest(Protocol):
+    """One of `hashlib`."""
+
+    def update(self, data: bytes, /) -> None: ...
 
 
 class Piece:
@@ -56,6 +65,15 @@ class Piece:
         base = handle.base()
         brought_in(handle, twin)
         return cut(base, twin)
+
+    def note(self, digest: _Digest) -> None:
+        """Tell what it is apart from any other: its file's state, or what it is carried out from; and its cut."""
+        if isinstance(composed := self.handle.composed, Recipe):
+            composed.note(digest)
+        else:
+            known = self.handle.file.identity
+            digest.update(repr((self.handle.file.path.name, known.size, known.modified, self.handle.name)).encode())
+        digest.update(repr(metadata_of(self.twin)).encode())
 
     def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
         """Copy what `twin`, a cut of its own, has to a tensor, in the dtype of that."""
@@ -86,6 +104,24 @@ class Recipe:
     def handles(self) -> Iterator[Handle]:
         """Of the stored values that it is carried out from in the end, in the order in which they are read."""
         return stored_in(piece.handle for piece in self.pieces)
+
+    @property
+    def form(self) -> str:
+        """What is done to what is stored, in words."""
+        raise NotImplementedError
+
+    @property
+    def mark(self) -> str:
+        """Tells it from a recipe that may give other numbers, in any process."""
+        digest = sha256(_GENERATION)
+        self.note(digest)
+        return digest.hexdigest()
+
+    def note(self, digest: _Digest) -> None:
+        """As `Piece.note`."""
+        digest.update(repr((type(self).__name__, self.layout, len(self.pieces))).encode())
+        for piece in self.pieces:
+            piece.note(digest)
 
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
         """See `Composed`."""
@@ -218,6 +254,20 @@ class Joined(Recipe):
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # one piece after the other
 
+    @property
+    def form(self) -> str:
+        """As of all recipes."""
+        composed = (piece.handle.composed for piece in self.pieces)
+        said = sorted({one.form for one in composed if isinstance(one, Recipe)})
+        said += ["joined"] if len(self.pieces) > 1 else []
+        said += ["cast"] if any(piece.twin.dtype != self.layout.dtype for piece in self.pieces) else []
+        return ", ".join(said) or "laid out anew"
+
+    def note(self, digest: _Digest) -> None:
+        """As `Piece.note`."""
+        super().note(digest)
+        digest.update(repr(self._places).encode())
+
     def stands(self, twin: torch.Tensor, /) -> bool:
         """See `Composed`."""
         found = self._only_one(list(self._inside(Box.around(self.layout, twin)))) if twin.numel() else None
@@ -347,6 +397,17 @@ class Decoded(Recipe):
         self.per = tuple(per)
         sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
+
+    @property
+    def form(self) -> str:
+        """As of all recipes: which module knows how."""
+        module = getattr(self.decode, "func", self.decode).__module__
+        return f"decoded from {module.rpartition('.')[2]}"
+
+    def note(self, digest: _Digest) -> None:
+        """As `Piece.note`."""
+        super().note(digest)
+        digest.update(pickle.dumps((self.decode, self.granule, self.per), protocol=4))
 
     def handles(self) -> Iterator[Handle]:
         return stored_in(self.pieces[number].handle for number in self._order)

@@ -502,8 +502,7 @@ def test_the_log_says_what_is_a_recipe_and_why(tmp_path: Path, caplog: pytest.Lo
     assert said == {
         f"weight: a recipe over {path}: cast from torch.float32 to torch.float16",
         "bias: read into memory, for cpu",
-        "Linear is ready; values referenced in their checkpoint: 0, recipes over it: 1, in files of their own: 0, "
-        "in memory: 1",
+        "Linear is ready; its values: cast 1 (24 bytes), in memory 1 (0 bytes)",
     }
 
 
@@ -514,4 +513,4 @@ def test_the_log_says_what_is_referenced(tmp_path: Path, caplog: pytest.LogCaptu
         offload.load_checkpoint_and_dispatch(nn.Linear(3, 2, bias=False), tmp_path)
 
     assert f"weight: stays in {tmp_path / 'model.safetensors'}" in caplog.messages
-    assert "values referenced in their checkpoint: 1" in caplog.text
+    assert "its values: referenced 1 (24 bytes)" in caplog.text

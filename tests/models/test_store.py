@@ -1,0 +1,175 @@
+"""`store=True`: recipes are carried out once, into files that later loadings use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import contents
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import offload
+from offload.errors import ArgumentError, ForeignFileError
+from offload.models.loader import Form
+from offload.tensor.recipes import Joined
+from tests.processes import run_script
+
+FLOATS = 3 * 4 * 4  # bytes of a weight in float32
+
+
+@pytest.fixture
+def values() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {f"{number}.weight": torch.randn(3, 4) for number in range(4)}
+
+
+@pytest.fixture
+def checkpoint(values: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    (tmp_path / "checkpoint").mkdir()
+    values = {**values, "0.weight": values["0.weight"].half()}
+    save_file(values, tmp_path / "checkpoint" / "model.safetensors")
+    return tmp_path / "checkpoint"
+
+
+def empty() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 3, bias=False, device="meta", dtype=torch.float16) for _ in range(4)))
+
+
+def load(checkpoint: Path, folder: Path, *, store: bool = True) -> tuple[nn.Sequential, offload.LoadReport]:
+    model = empty()
+    return model, offload.load_checkpoint_in_model(model, checkpoint, offload_dir=folder, store=store)
+
+
+def assert_equal(values: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for name, value in values.items():
+        assert torch.equal(value.half(), model.get_parameter(name).materialize()), name
+
+
+def test_what_is_stored_is_stored_once_and_used_by_later_loadings(
+    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(checkpoint)
+
+    model, report = load(checkpoint, tmp_path / "stored")
+
+    stored = contents(tmp_path / "stored")
+    assert {"referenced": Form(1, FLOATS // 2), "stored": Form(3, 3 * FLOATS // 2)} == report.forms
+    assert [f"{number}.weight.safetensors" for number in (1, 2, 3)] == sorted(stored)
+    assert_equal(values, model)
+    assert before == contents(checkpoint)
+    monkeypatch.setattr(Joined, "value", None)
+    for store in (True, False):
+        again, report = load(checkpoint, tmp_path / "stored", store=store)
+        assert {"referenced", "stored"} == report.forms.keys()
+        assert_equal(values, again)
+    assert stored == contents(tmp_path / "stored")
+
+
+def test_what_is_stored_can_be_opened_as_any_offload_folder(
+    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
+) -> None:
+    load(checkpoint, tmp_path / "stored")
+
+    found = offload.load_file(tmp_path / "stored")
+
+    assert {"1.weight", "2.weight", "3.weight"} == found.keys()
+    assert all(torch.equal(values[name].half(), tensor.materialize()) for name, tensor in found.items())
+    assert all(values[name].half().equal(load_file(tensor.offload_path)[name]) for name, tensor in found.items())
+
+
+def test_a_value_that_was_written_to_is_stored_anew(
+    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
+) -> None:
+    model, _ = load(checkpoint, tmp_path / "stored")
+    with torch.no_grad():
+        model[1].weight.zero_()
+    assert not load_file(tmp_path / "stored" / "1.weight.safetensors")["1.weight"].any()
+    del model
+
+    assert_equal(values, load(checkpoint, tmp_path / "stored", store=False)[0])
+    assert_equal(values, load(checkpoint, tmp_path / "stored")[0])
+
+
+def test_a_checkpoint_that_changed_is_stored_anew(
+    values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path
+) -> None:
+    load(checkpoint, tmp_path / "stored")
+    changed = {name: value + 1 for name, value in values.items()}
+    save_file(changed, checkpoint / "new.safetensors")
+    os.replace(checkpoint / "new.safetensors", checkpoint / "model.safetensors")
+
+    assert_equal(changed, load(checkpoint, tmp_path / "stored")[0])
+
+
+def test_a_damaged_file_is_not_used(values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path) -> None:
+    """Nor replaced: it may be anybody's."""
+    load(checkpoint, tmp_path / "stored")
+    os.truncate(tmp_path / "stored" / "2.weight.safetensors", 4100)
+
+    assert_equal(values, load(checkpoint, tmp_path / "stored", store=False)[0])
+    with pytest.raises(ForeignFileError, match=r"2\.weight.*it is cut off"):
+        load(checkpoint, tmp_path / "stored")
+
+
+def test_after_a_kill_the_rest_is_stored(values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path) -> None:
+    script = """
+        import os, sys, torch, offload
+        from torch import nn
+        from offload.storage.handle import Handle
+
+        put_down, done = Handle.put_down, []
+
+        def killed(handle, mark):
+            if len(done) == 2:
+                os._exit(9)
+            put_down(handle, mark)
+            done.append(handle)
+
+        Handle.put_down = killed
+        pid = os.fork()
+        if not pid:
+            model = nn.Sequential(*(nn.Linear(4, 3, False, "meta", torch.float16) for _ in range(4)))
+            offload.load_checkpoint_in_model(model, sys.argv[1], offload_dir=sys.argv[2], store=True)
+        print(os.waitpid(pid, 0)[1] >> 8)
+    """
+    assert "9" == run_script(script, checkpoint, tmp_path / "stored").strip()
+    before = contents(tmp_path / "stored")
+
+    model, _ = load(checkpoint, tmp_path / "stored")
+
+    after = contents(tmp_path / "stored")
+    assert (2, 3) == (len(before), len(after))
+    assert before == {name: after[name] for name in before}
+    assert_equal(values, model)
+
+
+def test_without_a_folder_there_is_nowhere_to_store(checkpoint: Path) -> None:
+    for call in (offload.load_checkpoint_in_model, offload.load_checkpoint_and_dispatch):
+        with pytest.raises(ArgumentError, match="offload_dir"):
+            call(empty(), checkpoint, store=True)
+    with pytest.raises(ArgumentError, match="offload_dir"):
+        offload.from_pretrained(checkpoint, store=True)
+
+
+def test_a_pretrained_model_is_stored(llama_folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+    expected = offload.from_pretrained(llama_folder, dtype=torch.float64)
+
+    model, info = offload.from_pretrained(
+        llama_folder, dtype=torch.float64, offload_dir=tmp_path, store=True, output_loading_info=True
+    )
+
+    assert ["stored"] == [form for form in info["forms"] if form != "in memory"]
+    assert info["forms"]["stored"].values == len(list(tmp_path.iterdir()))
+    with torch.no_grad():
+        assert torch.equal(expected(tokens).logits, model(tokens).logits)
+
+
+def test_the_report_says_what_is_a_recipe_and_what_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    _, report = load(checkpoint, tmp_path / "values", store=False)
+
+    assert {"cast": Form(3, 3 * FLOATS), "referenced": Form(1, FLOATS // 2)} == report.forms
+    assert "all match; cast: 3 (144 bytes); referenced: 1 (24 bytes)" == str(report)
+    assert not (tmp_path / "values").exists()
