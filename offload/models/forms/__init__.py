@@ -3,6 +3,9 @@
 | module | what is in it |
 | --- | --- |
 | `decoding` | a dense weight as a recipe over packed pieces; which form a configuration names |
+| `numbers` | packed numbers as floats, and factors that blocks of them share |
+| `bitsandbytes` | NF4, FP4 and 8-bit integers |
+| `compressed_tensors` | what llm-compressor and vLLM publish: W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4, MXFP8 |
 | `fp8` | 8-bit floats with a scale for each block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |
 | `packing` | the packed pieces of a model's values, for saving |
 

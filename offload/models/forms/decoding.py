@@ -25,7 +25,11 @@ from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wra
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
 Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
 
-_MODULES = {"fp8": "fp8"}  # by what a configuration calls the method
+_MODULES = {  # by what a configuration calls the method
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
+    "fp8": "fp8",
+}
 
 
 def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor] | None:

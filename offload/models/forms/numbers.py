@@ -1,0 +1,117 @@
+"""Packed numbers as floats of 32 bits, and factors that blocks of them share.
+
+Always true:
+- functions here are given plain tensors, and leave them as they are; what they make has the shape of the numbers
+- every number of at most 8 bits is exact in a float; so is its product with a factor of a 16-bit dtype: rounding it to
+  that dtype gives what arithmetic in that dtype does
+
+Source of the 4-bit floats (e2m1) and of scales that are exponents: OCP Microscaling Formats (MX) 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def of_halves(packed: torch.Tensor, numbers: tuple[float, ...], *, high_first: bool = False) -> torch.Tensor:
+    """The numbers that the halves of bytes stand for, two for each byte.
+
+    Args:
+        packed: (..., n) of a dtype of one byte; contiguous.
+        numbers: the 16 of the format.
+        high_first: whether the high half of a byte is the first number.
+
+    Returns: (..., 2 * n)
+    """
+    found = _pairs_of_halves(numbers, high_first).index_select(0, _bytes(packed).to(torch.int32))
+    return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@lru_cache(maxsize=16)
+def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool) -> torch.Tensor:
+    byte = torch.arange(256, device="cpu")
+    halves = [byte >> 4, byte & 15] if high_first else [byte & 15, byte >> 4]
+    of_each = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    return torch.stack([of_each[half] for half in halves], -1).view(torch.int64).flatten()
+
+
+def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whole numbers, one after the other in the bits of 32-bit words, each less 2 ** (bits - 1).
+
+    Args:
+        packed: (rows, n), int32.
+        bits: of a number, 1 to 8; one of them may lie in two words.
+
+    Returns: (rows, 32 * n // bits), int8; numbers of the last words that are not whole are left out.
+    """
+    rows = len(packed)
+    if bits == 8:
+        return (_bytes(packed) ^ 128).view(torch.int8).view(rows, -1)
+    if bits == 4:
+        two = _bytes(packed).to(torch.int16)
+        apart = (two << 4).bitwise_or_(two).bitwise_and_(0x0F0F)
+        return apart.view(torch.int8).view(rows, -1).sub_(8)
+    count = 32 * packed.shape[1] // bits
+    words = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).view(rows, -1, bits)
+    numbers = torch.empty(rows, words.shape[1], 32, dtype=torch.int8, device="cpu")
+    for number in range(32):
+        word, first = divmod(number * bits, 32)
+        found = words[..., word] >> first
+        if first + bits > 32:
+            found = (found & ((1 << (32 - first)) - 1)) | (words[..., word + 1] << (32 - first))
+        numbers[..., number] = (found & ((1 << bits) - 1)) - (1 << (bits - 1))
+    return numbers.view(rows, -1)[:, :count]
+
+
+def of_exponents(packed: torch.Tensor) -> torch.Tensor:
+    """Powers of two by their exponents plus 127 (e8m0)."""
+    return _powers().index_select(0, _bytes(packed).to(torch.int32)).view(packed.shape)
+
+
+@lru_cache(maxsize=16)
+def _powers() -> torch.Tensor:
+    return (torch.arange(256, dtype=torch.float32, device="cpu") - 127.0).exp2()
+
+
+def _bytes(packed: torch.Tensor) -> torch.Tensor:
+    """All of them, in one row."""
+    return packed.reshape(-1).view(torch.uint8)
+
+
+def scaled(numbers: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Numbers times the factors of their blocks, in place.
+
+    Args:
+        numbers: (..., height, width), contiguous.
+        factors: one, or (..., height / rows, width / columns), both rounded up: the last blocks may be smaller.
+        rows, columns: that share a factor.
+    """
+    return _with_blocks(torch.Tensor.mul_, numbers, factors, rows, columns)
+
+
+def lessened(numbers: torch.Tensor, zeros: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Numbers less the zero points of their blocks, in place; for the rest see `scaled`."""
+    return _with_blocks(torch.Tensor.sub_, numbers, zeros, rows, columns)
+
+
+def _with_blocks(
+    act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    numbers: torch.Tensor,
+    others: torch.Tensor,
+    rows: int,
+    columns: int,
+) -> torch.Tensor:
+    if others.numel() == 1:
+        return act(numbers, others.view(()))
+    *over, height, width = numbers.shape
+    if height % rows or width % columns:
+        others = others.repeat_interleave(rows, -2)[..., :height, :]
+        return act(numbers, others.repeat_interleave(columns, -1)[..., :width])
+    blocks = numbers.view(*over, height // rows, rows, width // columns, columns)
+    act(blocks, others.unsqueeze(-1).unsqueeze(-3))
+    return numbers
