@@ -110,13 +110,16 @@ class _State:
         try:
             said = json.loads(written)
             nested = said.get("nested_blocksize")
-            return cls(
+            found = cls(
                 tuple(map(int, said["shape"])),
                 _DTYPES[said["dtype"]],
                 int(said["blocksize"]),
                 None if nested is None else int(nested),
                 float(said.get("nested_offset", 0.0)),
             )
+            if min(*found.shape, found.block, found.scales_block or 1) < 1:
+                raise ValueError(f"no sizes: {said}")
+            return found
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{_told(piece)} and can't be understood ({type(error).__name__}: {error}). Get the checkpoint again."
@@ -134,8 +137,12 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
     count, held = math.prod(state.shape), 2 * weight.dtype.itemsize  # numbers, and in an element of the weight
     counts = [held, state.block, *([state.block * state.scales_block, None] if state.scales_block else [])]
     needed = [256 if each is None else -(-count // each) for each in counts]
-    fits = [len(one) == one.numel() == wanted for one, wanted in zip(pieces, needed, strict=True)]
-    if not all(fits) or len(state.shape) != 2 or count == 0:
+    dtypes = [weight.dtype, *([torch.uint8, torch.float32, torch.float32] if nested else [torch.float32])]
+    fits = [
+        one.numel() == wanted and one.shape[:1] == (wanted,) and one.dtype == dtype
+        for one, wanted, dtype in zip(pieces, needed, dtypes, strict=True)
+    ]
+    if not all(fits) or len(state.shape) != 2:
         wrong = pieces[fits.index(False)] if not all(fits) else weight
         raise CheckpointError(
             f"{_told(wrong)}: that does not make a weight of {list(state.shape)} in blocks of {state.block}, as "
