@@ -271,7 +271,7 @@ class _Packed:
             raise _missing(self.pieces, packed, f"{self.name}_zero_point")
         keywords = {**decode.keywords, "rows": rows, "block": columns}
         made = _decoder(decode.func, tuple(sorted(keywords.items())))
-        return decoded(self.name, made, used, shape=shape, granule=granule, per=per)
+        return decoded(self.name, made, used, shape=shape, granule=granule, per=per, is_divisible=packed_zeros is None)
 
     def _blocks(self, height: int, width: int) -> tuple[int, int, tuple[int, int]]:
         """The rows and columns that share a scale, and how many of these there are in both directions."""

@@ -109,6 +109,7 @@ def _with_blocks(
     if others.numel() == 1:
         return act(numbers, others.view(()))
     *over, height, width = numbers.shape
+    rows = min(rows, height)  # some of a block's, or of the last one
     if height % rows or width % columns:
         others = others.repeat_interleave(rows, -2)[..., :height, :]
         return act(numbers, others.repeat_interleave(columns, -1)[..., :width])
