@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
-from offload.models.forms.decoding import Tensors, decoded, missing, numbers_of
-from offload.models.forms.numbers import E2M1, lessened, of_exponents, of_halves, of_words, scaled
+from offload.models.forms.decoding import Tensors, decoded, missing
+from offload.models.forms.numbers import E2M1, lessened, numbers_of, of_exponents, of_halves, of_words, scaled
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
 from offload.tensor.wrapper import OffloadedTensor, handle_of

@@ -5,7 +5,7 @@ Always true:
 - two 4-bit floats (e2m1) to a byte, for experts, are told by their dtype, int8
 - scales of activations are left out: weights are dense here, and activations are not quantized
 
-Source: transformers, `integrations/finegrained_fp8.py`; the 4-bit numbers: OCP Microscaling Formats (MX) 1.0.
+Source: transformers, `integrations/finegrained_fp8.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
-from offload.models.forms.decoding import Tensors, decoded, missing, numbers_of
+from offload.models.forms.decoding import Tensors, decoded, missing
+from offload.models.forms.numbers import E2M1, numbers_of, of_exponents, of_halves, scaled
 from offload.tensor.wrapper import OffloadedTensor, handle_of
 
 _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
@@ -74,23 +74,6 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
 
 def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
     """Rows of a weight, in float32; `rows` and `columns` of it share a scale."""
-    numbers = _fp4_numbers(weight) if is_fp4 else numbers_of(weight)
-    factors = (scales.to(torch.float32) - 127.0).exp2() if scales.dtype == torch.uint8 else scales.to(torch.float32)
-    if factors.numel() == 1:
-        return numbers.mul_(factors.view(()))
-    *_, height, width = numbers.shape
-    rows = min(rows, height)  # some of a block's, or of the last one
-    if height % rows or width % columns:
-        factors = factors.repeat_interleave(rows, -2)[..., :height, :]
-        return numbers.mul_(factors.repeat_interleave(columns, -1)[..., :width])
-    blocks = numbers.view(*numbers.shape[:-2], height // rows, rows, width // columns, columns)
-    blocks.mul_(factors.unsqueeze(-1).unsqueeze(-3))
-    return numbers
-
-
-def _fp4_numbers(packed: torch.Tensor) -> torch.Tensor:
-    """The low half of a byte first."""
-    table = torch.tensor([*_FP4, *(-number for number in _FP4)], dtype=torch.float32, device="cpu")
-    numbers = packed.view(torch.uint8).int()
-    pairs = torch.stack([table[numbers & 15], table[numbers >> 4]], -1)
-    return pairs.view(*packed.shape[:-1], 2 * packed.shape[-1])
+    numbers = of_halves(weight, E2M1) if is_fp4 else numbers_of(weight)
+    factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
+    return scaled(numbers, factors, rows, columns)

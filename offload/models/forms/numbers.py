@@ -40,6 +40,44 @@ def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool) -> torch.Tens
     return torch.stack([of_each[half] for half in halves], -1).view(torch.int64).flatten()
 
 
+def numbers_of(packed: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits in float32. torch casts them one by one (2.13); by pairs from a table it is 4 times as fast."""
+    return _looked_up(packed, _pairs_of_dtype(packed.dtype)) if _is_in_pairs(packed) else packed.to(torch.float32)
+
+
+def looked_up(packed: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
+    """For each byte its number of a table of 256, in float32."""
+    if _is_in_pairs(packed):
+        return _looked_up(packed, _pairs_of_table(table))
+    numbers = torch.tensor(table, dtype=torch.float32, device="cpu")
+    return numbers[packed.view(torch.uint8).int()]
+
+
+def _is_in_pairs(packed: torch.Tensor) -> bool:
+    return packed.is_contiguous() and packed.dim() > 0 and packed.shape[-1] % 2 == 0 == packed.storage_offset() % 2
+
+
+def _looked_up(packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    at = packed.view(torch.int16).to(torch.int32).add_(1 << 15)
+    return torch.index_select(pairs, 0, at.view(-1)).view(torch.float32).view(packed.shape)
+
+
+@lru_cache(maxsize=16)
+def _pairs_of_dtype(dtype: torch.dtype) -> torch.Tensor:
+    return _pairs(torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32))
+
+
+@lru_cache(maxsize=16)
+def _pairs_of_table(table: tuple[float, ...]) -> torch.Tensor:
+    return _pairs(torch.tensor(table, dtype=torch.float32, device="cpu"))
+
+
+def _pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """Both numbers of each two bytes, as one element; by what the bytes are as a signed number, from the least on."""
+    words = torch.arange(-(1 << 15), 1 << 15, device="cpu") & 0xFFFF
+    return torch.stack([numbers[words & 0xFF], numbers[words >> 8]], -1).view(torch.int64).view(-1)
+
+
 def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Whole numbers, one after the other in the bits of 32-bit words, each less 2 ** (bits - 1).
 
