@@ -27,6 +27,7 @@ from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import put_file
 from offload.tensor.arguments import refuse_other
+from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 
 _EVERY = 0.02  # seconds between two looks
@@ -206,11 +207,11 @@ def _waits(model: nn.Module) -> dict[str, float]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not is_offloaded(tensor):
             continue
-        handle = handle_of(tensor)
-        if id(handle) not in seen:
-            seen.add(id(handle))
-            layer = _layer_of(name)
-            waits[layer] = waits.get(layer, 0.0) + sum(value.waited for value in list(books_of(handle).ranges.values()))
+        for handle in stored_in([handle_of(tensor)]):
+            if id(handle) not in seen:
+                seen.add(id(handle))
+                layer, ranges = _layer_of(name), list(books_of(handle).ranges.values())
+                waits[layer] = waits.get(layer, 0.0) + sum(value.waited for value in ranges)
     return waits
 
 

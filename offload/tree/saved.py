@@ -207,7 +207,9 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
     if not is_offloaded(tensor):
         return None
     handle, twin = handle_of(tensor), current_twin(tensor)
-    if handle.owned or handle.path.parent.parent != folder or is_part(tensor) or twin.is_conj() or twin.is_neg():
+    if handle.owned or handle.composed is not None or is_part(tensor):
+        return None
+    if handle.path.parent.parent != folder or twin.is_conj() or twin.is_neg():
         return None
     file = f"{handle.path.parent.name}/{handle.path.name}"
     if file not in old:

@@ -28,6 +28,7 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
+from offload.models.deferred import deferred
 from offload.storage.layout import TORCH_DTYPES
 from offload.tree import saved
 from tests.conftest import contents
@@ -347,6 +348,15 @@ def test_what_has_no_form_is_refused_by_its_place_before_anything_is_written(tmp
 
 
 # Saving again
+
+
+def test_a_recipe_over_a_value_of_the_tree_is_saved_as_what_it_makes(tmp_path):
+    offload.save_tree({"a": torch.arange(6.0)}, tmp_path / "tree")
+    stored = offload.load_tree(tmp_path / "tree")["a"]
+    recipe = deferred(stored).to(torch.float64).stored("a")
+    offload.save_tree({"a": recipe}, tmp_path / "tree")
+    again = offload.load_tree(tmp_path / "tree")["a"]
+    assert torch.equal(offload.materialize(again), torch.arange(6.0, dtype=torch.float64))
 
 
 def test_a_second_save_replaces_the_tree_and_keeps_what_it_shares(tmp_path):

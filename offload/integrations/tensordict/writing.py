@@ -234,7 +234,8 @@ def _refuse_leaf(tensor: torch.Tensor, name: str, plan: _Plan) -> None:
 def _file_that_stays(tensor: torch.Tensor) -> str | None:
     if is_offloaded(tensor):
         handle = handle_of(tensor)
-        return str(handle.path) if handle.folder is not None or not handle.owned else None
+        is_there = handle.composed is None and (handle.folder is not None or not handle.owned)
+        return str(handle.path) if is_there else None
     return getattr(tensor, "filename", None)  # tensordict's MemoryMappedTensor
 
 

@@ -1,0 +1,142 @@
+"""Ops on recipes: only what is picked is carried out, and results are those of plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+import offload
+from offload import OffloadedTensor
+from offload.models.deferred import DeferredTensor, deferred
+from offload.tensor import ops
+from offload.tensor.recipes import Recipe
+from offload.tensor.wrapper import handle_of
+
+E, N, K = 8, 48, 64
+
+
+@pytest.fixture
+def matrices(tmp_path: Path) -> tuple[OffloadedTensor, torch.Tensor]:
+    """Eight matrices in a file, joined; and the same in memory."""
+    plain = [torch.randn(N, K) for _ in range(E)]
+    save_file({f"{number}": matrix for number, matrix in enumerate(plain)}, tmp_path / "experts.safetensors")
+    stored = offload.load_file(tmp_path / "experts.safetensors")
+    joined = torch.stack([deferred(stored[f"{number}"]) for number in range(E)])
+    return _stored(joined), torch.stack(plain)
+
+
+def _stored(tensor: torch.Tensor) -> OffloadedTensor:
+    assert isinstance(tensor, DeferredTensor)
+    stored = tensor.stored("joined")
+    assert handle_of(stored).composed is not None
+    return stored
+
+
+@pytest.fixture
+def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements were carried out, read by read."""
+    seen: list[int] = []
+    value = Recipe.value
+
+    def look(self: Recipe, twin: torch.Tensor | None = None) -> torch.Tensor:
+        found = value(self, twin)
+        seen.append(found.numel())
+        return found
+
+    monkeypatch.setattr(Recipe, "value", look)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda one: one[torch.tensor([[1, 5], [5, 1]])],
+        lambda one: one[torch.tensor([-1, 2]), torch.tensor([3, 4])],
+        lambda one: one[torch.tensor([3]), :, torch.tensor([5])],
+        lambda one: torch.index_select(one, 0, torch.tensor([6, 6, 0])),
+        lambda one: torch.index_select(one, 1, torch.tensor([6, 6, 0])),
+        lambda one: one.gather(0, torch.tensor([[[1, 2]]])),
+        lambda one: one[torch.tensor([True, False] * 4)],
+        lambda one: F.embedding(torch.tensor([[7, 0], [0, 7]]), one[2]),
+        lambda one: F.embedding(torch.tensor([7, 5]), one[2], padding_idx=5),
+        lambda one: F.embedding(torch.tensor([7, 5], dtype=torch.int32), one.flatten(0, 1)),
+        lambda one: one[torch.tensor([], dtype=torch.int64)],
+    ],
+)
+def test_what_is_picked_is_what_plain_tensors_give(
+    matrices: tuple[OffloadedTensor, torch.Tensor], pick: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    stored, plain = matrices
+    assert torch.equal(pick(stored), pick(plain))
+
+
+def test_only_the_rows_that_are_picked_are_carried_out(
+    matrices: tuple[OffloadedTensor, torch.Tensor], carried_out: list[int]
+) -> None:
+    table = matrices[0].flatten(0, 1)
+    F.embedding(torch.tensor([3, 300, 301, 3]), table)
+    assert sum(carried_out) == 3 * K
+
+
+def test_a_row_that_is_not_there_is_an_error_of_torchs(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+    with pytest.raises(IndexError, match="out of range"):
+        F.embedding(torch.tensor([N]), matrices[0][1])
+
+
+def test_the_gradient_of_an_embedding_is_of_the_whole_table(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+    grads = []
+    for one in matrices:
+        table = torch.nn.Parameter(one[2])
+        F.embedding(torch.tensor([[1, 5], [5, 1]]), table, padding_idx=1).pow(2).sum().backward()  # type: ignore[no-untyped-call]
+        grads.append(table.grad)
+    assert isinstance(grads[0], torch.Tensor)
+    assert isinstance(grads[1], torch.Tensor)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_are_multiplied_with_their_matrices_alone(
+    matrices: tuple[OffloadedTensor, torch.Tensor], dtype: torch.dtype, carried_out: list[int]
+) -> None:
+    stored, plain = matrices
+    stored = _stored(deferred(stored).to(dtype))
+    rows, ends = torch.randn(15, K).to(dtype), torch.tensor([0, 3, 3, 3, 9, 9, 15, 15], dtype=torch.int32)
+    result = torch._grouped_mm(rows, stored.transpose(1, 2), offs=ends)
+    assert torch.equal(result, torch._grouped_mm(rows, plain.to(dtype).transpose(1, 2), offs=ends))
+    assert max(carried_out) == N * K
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_joined_weight_multiplies_as_the_whole_one(
+    tmp_path: Path, dtype: torch.dtype, rows: int, has_bias: bool
+) -> None:
+    gate, up = torch.randn(512, 256).to(dtype), torch.randn(520, 256).to(dtype)
+    save_file({"gate": gate, "up": up}, tmp_path / "w.safetensors")
+    stored = offload.load_file(tmp_path / "w.safetensors")
+    weight = _stored(torch.cat([deferred(stored["gate"]), deferred(stored["up"])]))
+    x, bias = torch.randn(rows, 256).to(dtype), torch.randn(1032).to(dtype) if has_bias else None
+    wanted = F.linear(x, torch.cat([gate, up]), bias)
+    assert all(torch.equal(F.linear(x, weight, bias), wanted) for _ in range(3))
+
+
+def test_where_parts_give_other_bits_the_whole_is_multiplied(
+    matrices: tuple[OffloadedTensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch, carried_out: list[int]
+) -> None:
+    weight, x = matrices[0].flatten(0, 1), torch.randn(1, K)
+    monkeypatch.setattr(ops, "_KEEPS_BITS", {})
+    F.linear(x, weight)
+    assert list(ops._KEEPS_BITS.values()) == [True]
+    carried_out.clear()
+    F.linear(x, weight)
+    assert not carried_out
+    [key] = ops._KEEPS_BITS
+    monkeypatch.setitem(ops._KEEPS_BITS, key, False)
+    F.linear(x, weight)
+    assert carried_out == [E * N * K]
