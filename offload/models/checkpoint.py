@@ -27,6 +27,7 @@ from offload.storage.layout import Layout
 from offload.storage.reasons import reading, short
 from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
+from offload.tensor.blocks import dense_layout, referenced
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 
@@ -46,13 +47,17 @@ class StoredValue:
 
     @property
     def layout(self) -> Layout | None:
-        """Its layout; None for a tensor subclass, and for what torch can't read."""
+        """Its layout, dense; None for a tensor subclass, and for what torch can't read."""
+        if self.key in self.file.header.kinds:
+            return dense_layout(self.file, self.key)
         found = self.file.entries.get(self.key) or self.file.header.loose.get(self.key)
         return found.layout if found else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data; 0 for what torch can't read."""
+        """Bytes of its data, packed where it is; 0 for what torch can't read."""
+        if self.key in self.file.header.kinds:
+            return self.file.entries[self.key].layout.nbytes
         layout = self.layout
         if layout is not None or not self.file.is_ours:
             return layout.nbytes if layout else 0
@@ -114,10 +119,14 @@ class Checkpoint(Mapping[str, StoredValue]):
             if value.key in value.file.header.loose:
                 log.debug("%s is copied: no tensor can be over it where it lies in %s", value.key, value.file.path)
         handles = [
-            Handle.adopt(value.file, value.key) if to_write else Handle.reference(value.file, value.key, offload_dir)
+            Handle.adopt(value.file, value.key) if to_write else referenced(value.file, value.key, offload_dir)
             for value in values
         ]
-        return dict(zip(wanted, wrap_handles(zip(handles, wanted.values(), strict=True)), strict=True))
+        found = dict(zip(wanted, wrap_handles(zip(handles, wanted.values(), strict=True)), strict=True))
+        for name in wanted:
+            if self[name].key in self[name].file.header.kinds:
+                found[name] = found[name].view(self[name].layout.shape)
+        return found
 
     def is_in(self, offload_dir: PathLike | None) -> bool:
         """Whether its folder is this one."""

@@ -2,7 +2,8 @@
 
 Always true:
 - nothing is read before it is stored, or an op needs its numbers
-- stacking, joining, cutting, casting and making contiguous are recorded; parts are offloaded tensors, or views of them
+- stacking, joining, cutting, casting and making contiguous are recorded, and so are another order of rows or columns and
+  arithmetic with a number; parts are offloaded tensors, or views of them
 - what comes of it is a recipe over what is stored: nothing is written, unless it is asked for
 - at its first write it goes to a file of its own, which its views see, and what was copied from it before does not
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +23,9 @@ from offload.models.assembly import Assembly, Part, as_parts
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import is_same_folder
+from offload.storage.write import layout_of
 from offload.tensor.guests import CPU
+from offload.tensor.recipes import Decode, Decoded, Piece
 from offload.tensor.rules import written_arguments
 from offload.tensor.wrapper import (
     OffloadedTensor,
@@ -35,6 +39,7 @@ from offload.tensor.wrapper import (
 )
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
+_MOST_RUNS = 1024  # of rows, in another order
 _BIG = 1 << 20  # bytes from which on the result of an op is stored at once
 _aten = torch.ops.aten
 
@@ -337,6 +342,59 @@ def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return func(args[0]._twin, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
 
 
+def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Another order of rows is runs of them, joined; of columns it is made row by row."""
+    tensor, (*before, order) = args
+    dim = len(before)
+    is_order = isinstance(order, torch.Tensor) and order.dim() == 1 and order.dtype == torch.int64 and order.device == CPU
+    is_recorded = is_order and before in ([], [None]) and tensor.dim() > dim and order.numel() > 0
+    if not is_recorded or not 0 <= int(order.min()) <= int(order.max()) < tensor.shape[dim]:
+        return _compute(func, args, kwargs)
+    if dim == 1 and tensor.dim() == 2:
+        return _row_by_row(tensor, partial(_columns, order=order), func(tensor._twin, [None, order.to("meta")]))
+    runs = _runs(order.tolist())
+    if dim == 1 or len(runs) > _MOST_RUNS:
+        return _compute(func, args, kwargs)
+    return _cat(_aten.cat.default, ([_cut(_aten.slice.Tensor, (tensor, 0, *run), {}) for run in runs],), {})
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Where each run of successive numbers begins and ends."""
+    begins = [at for at, number in enumerate(numbers) if at == 0 or number != numbers[at - 1] + 1]
+    return [(numbers[at], numbers[end - 1] + 1) for at, end in zip(begins, [*begins[1:], len(numbers)], strict=True)]
+
+
+def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What is done to each number alone."""
+    tensor, *others = args
+    if not isinstance(tensor, DeferredTensor) or any(isinstance(other, torch.Tensor) for other in others) or kwargs:
+        return _compute(func, args, kwargs)
+    twin = func(tensor._twin, *others)
+    if tensor.dim() == 0 or not twin.is_contiguous():
+        return _compute(func, args, kwargs)
+    return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), twin)
+
+
+def _row_by_row(tensor: DeferredTensor, decode: Decode, twin: torch.Tensor) -> DeferredTensor:
+    """What a function makes of rows."""
+    source = tensor.settled()
+    tensor._copied()
+    with no_functions(), no_modes():
+        piece = Piece(handle_of(source), current_twin(source))
+        recipe = Decoded(layout_of(twin), decode, [piece], per=(1,))
+    return deferred(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
+
+
+def _columns(rows: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(1, order)
+
+
+def _applied(rows: torch.Tensor, *, name: str, others: tuple[Any, ...]) -> torch.Tensor:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    result: torch.Tensor = getattr(getattr(_aten, packet), overload or "default")(rows, *others)
+    return result
+
+
 # What is not
 
 
@@ -376,6 +434,14 @@ _RULES: dict[Any, Rule] = {
     _aten.cat.default: _cat,
     _aten.constant_pad_nd.default: _pad,
     **dict.fromkeys((_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default), _like),
+    _aten.index.Tensor: _index,
+    _aten.add.Tensor: _each,
+    _aten.sub.Tensor: _each,
+    _aten.mul.Tensor: _each,
+    _aten.div.Tensor: _each,
+    _aten.neg.default: _each,
+    _aten.log.default: _each,
+    _aten.exp.default: _each,
 }
 _FOR_ANY_STRIDES = {
     _aten.expand.default,

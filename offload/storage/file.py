@@ -1,4 +1,4 @@
-"""A file of tensors, safetensors or what torch.save wrote, checked and mapped.
+"""A file of tensors, safetensors, GGUF or what torch.save wrote, checked and mapped.
 
 Always true:
 - a header is parsed once for all the tensors of a file, and before anything is mapped
@@ -32,7 +32,7 @@ from offload.errors import (
     OffloadError,
     UnsupportedTorchError,
 )
-from offload.storage import pickled
+from offload.storage import gguf_header, pickled
 from offload.storage.header import Header, header_length, parse
 from offload.storage.layout import Entry, Loose, Record, contiguous
 from offload.storage.locks import fork_safe_lock
@@ -285,6 +285,8 @@ def _read_header(file: BinaryIO, size: int) -> Header:
     file.seek(0)
     if pickled.is_pickled(start):
         return pickled.read_header(file, size)
+    if start.startswith(gguf_header.MAGIC):
+        return gguf_header.read_header(file, size)
     length = header_length(file.read(8), size)
     return parse(file.read(length), size)
 

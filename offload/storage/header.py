@@ -56,12 +56,14 @@ class Header:
         entries: what tensors can be over, where it is.
         unreadable: what torch cannot read, with the reason.
         loose: what is copied out of the file.
+        kinds: of the entries that hold values packed in blocks, what these are called in a GGUF file.
     """
 
     metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
     unreadable: Mapping[str, str]
     loose: Mapping[str, Loose] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from offload.tensor.arguments import (
     refuse_other_kind,
     refuse_unstorable,
 )
+from offload.tensor.blocks import dense_layout, referenced
 from offload.tensor.guests import (
     CPU,
     Traced,
@@ -222,8 +223,8 @@ class OffloadedTensor(torch.Tensor):
         """A tensor over an entry of a file, in place: nothing is copied, the file is never written to.
 
         Args:
-            path: a `.safetensors` file of any origin, or one of torch.save. Entries that no tensor can be over where
-                they lie are copied at once.
+            path: a `.safetensors` file of any origin, a `.gguf` one, or one of torch.save. Entries that no tensor can be
+                over where they lie are copied at once; packed ones are decoded at each read.
             key: the entry; may be left out where the file holds one value.
             device, offload_dir: where ops on it run; where a copy goes at the first write (None: a private folder).
 
@@ -231,7 +232,9 @@ class OffloadedTensor(torch.Tensor):
             MissingFileError, CorruptFileError, ReadError, CheckpointError, KeyError
         """
         file, target = TensorFile.open(path), computing_device(device)
-        return wrap_handle(Handle.reference(file, only_key(file, key), offload_dir), target)
+        key = only_key(file, key)
+        stored = wrap_handle(referenced(file, key, offload_dir), target)
+        return stored.view(dense_layout(file, key).shape) if key in file.header.kinds else stored
 
     @classmethod
     def empty(

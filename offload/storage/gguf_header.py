@@ -1,0 +1,151 @@
+"""The header of a GGUF file, as llama.cpp has them: what is in it, and where.
+
+Always true:
+- it is parsed by the `gguf` package's reader, which is kept from making objects of vocabularies: no value is read
+- every kind is one that the package knows; every extent lies in the file, behind the header, and no two overlap
+- numbers are entries of their dtype; what is packed in blocks is an entry of bytes, row by row, of which the header
+  names the kind
+
+Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import struct
+from typing import Any, BinaryIO
+
+import torch
+
+from offload.errors import CheckpointError, CorruptFileError
+from offload.storage.header import Header, is_unicode
+from offload.storage.layout import Entry, Layout, can_be_over, contiguous, is_countable
+from offload.storage.reasons import short
+
+MAGIC = b"GGUF"
+_SAID = ("general.architecture", "general.name")  # what is kept of the metadata
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
+_MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # with more, zeros would be read as names until the file ends
+_ARRAY, _TEXT = 9, 8  # the numbers of these types of metadata
+_HEAD = struct.Struct("<IQ")  # of an array: type of its elements, and how many there are
+_LENGTH = struct.Struct("<Q")
+
+
+def read_header(file: BinaryIO, size: int) -> Header:
+    """The checked header of such a file of `size` bytes.
+
+    Raises:
+        CorruptFileError: it is not whole.
+        CheckpointError: the `gguf` package is not there.
+    """
+    reader, said = _opened(file)
+    entries: dict[str, Entry] = {}
+    kinds: dict[str, str] = {}
+    for tensor in reader.tensors:
+        name, kind = tensor.name, tensor.tensor_type.name
+        layout = _layout(name, kind, [int(count) for count in reversed(tensor.shape)])
+        entries[name] = Entry(name, layout, tensor.data_offset)
+        if not can_be_over(entries[name]) or not is_unicode(name):
+            raise CorruptFileError(f"its header has a malformed entry {short(name)!r}")
+        if kind not in _DTYPES:
+            kinds[name] = kind
+    _check_extents(entries, reader.data_offset, size)
+    return Header(said, entries, {}, kinds=kinds)
+
+
+def dense_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the values that rows of bytes, of this shape, hold."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return (*shape[:-1], shape[-1] // nbytes * elements)
+
+
+def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
+    """The reader, which has read the header, and what is kept of the metadata."""
+    try:
+        reader_class = _sparing()
+    except ImportError as error:
+        raise CheckpointError("is a GGUF file, which the gguf package reads: pip install gguf") from error
+    try:
+        reader = reader_class(file)
+        fields = {key: reader.get_field(key) for key in _SAID}
+        said = {key: field.contents() for key, field in fields.items() if field is not None}
+    except Exception as error:  # whatever made-up bytes lead it, or numpy, to
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise CorruptFileError(f"its header is cut off or damaged ({type(error).__name__}: {short(error)})") from error
+    if reader.byte_order != "I":
+        raise CorruptFileError("its numbers are in the byte order of another machine")
+    return reader, {key: value for key, value in said.items() if isinstance(value, str) and is_unicode(value)}
+
+
+def _sparing() -> Any:
+    """The reader of the package, without vocabularies.
+
+    It makes an object of every token of those, 20 us each, and they are not asked for here (gguf 0.19).
+    """
+    from gguf import GGUFReader
+    from gguf.constants import GGUFValueType
+
+    class Sparing(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != _ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            element, count = _HEAD.unpack_from(self.data, orig_offs)
+            end = orig_offs + _HEAD.size
+            if count > _MOST_ELEMENTS:
+                raise ValueError(f"an array of its metadata claims {count} elements")
+            if element == _TEXT:
+                for _ in range(count):
+                    end += _LENGTH.size + _LENGTH.unpack_from(self.data, end)[0]
+            else:
+                itemsize = self.gguf_scalar_to_np[GGUFValueType(element)]().itemsize
+                end += count * itemsize
+            if end > len(self.data):
+                raise ValueError("an array of its metadata is longer than the file")
+            return end - orig_offs, [], [], [GGUFValueType.ARRAY]
+
+        def _build_tensor_info(self, offs: int, count: int) -> Any:
+            if count > _MOST_TENSORS:
+                raise ValueError(f"it claims {count} tensors")
+            return super()._build_tensor_info(offs, count)
+
+    return Sparing
+
+
+def _layout(name: str, kind: str, shape: list[int]) -> Layout:
+    """How the bytes of a value lie."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if len(shape) > _MOST_DIMENSIONS or not is_countable(shape, 8):
+        raise CorruptFileError(f"its header gives {short(name)!r} the shape {short(shape)}: no tensor is like that")
+    if kind in _DTYPES:
+        return contiguous(_DTYPES[kind], tuple(shape))
+    elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if not shape or shape[-1] % elements:
+        raise CorruptFileError(
+            f"its header gives {short(name)!r} the shape {short(shape)}, and blocks of {kind} have {elements} elements"
+        )
+    return contiguous(torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes))
+
+
+def _check_extents(entries: dict[str, Entry], start: int, size: int) -> None:
+    at, before = start, ""
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.layout.nbytes)):
+        if entry.start < at:
+            raise CorruptFileError(f"its header places {short(entry.key)!r} over {short(before) or 'itself'!r}")
+        at, before = entry.start + entry.layout.nbytes, entry.key
+        if at > size:
+            raise CorruptFileError(f"it is cut off: {short(entry.key)!r} ends at byte {at}, and {size} are there")

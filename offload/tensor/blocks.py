@@ -1,0 +1,136 @@
+"""Values packed in the blocks of a GGUF file, as recipes of dense ones.
+
+Always true:
+- numbers are float32, and bit for bit those of the `gguf` package's `dequantize`; each arithmetic step rounds as there
+- a row is made of whole blocks, and of nothing else: rows are decoded alone
+
+Source: llama.cpp's `ggml-quants.c`, as `gguf.quants` has it in numpy, which decodes the kinds that have no function here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from offload.storage.file import TensorFile
+from offload.storage.gguf_header import dense_shape
+from offload.storage.handle import Handle
+from offload.storage.layout import Layout, contiguous
+from offload.storage.modes import no_functions, no_modes
+from offload.tensor.guests import twin_of
+from offload.tensor.recipes import Decoded, Piece
+
+_F32 = torch.float32
+
+
+def dense_layout(file: TensorFile, key: str) -> Layout:
+    """That of the values of a packed entry."""
+    packed = file.entries[key].layout
+    return contiguous(_F32, dense_shape(file.header.kinds[key], packed.shape))
+
+
+def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
+    """As `Handle.reference`; of a packed entry its dense value, as a matrix of its rows.
+
+    Raises:
+        CorruptFileError: as `TensorFile.entry`.
+    """
+    if key not in file.header.kinds:
+        return Handle.reference(file, key, offload_dir)
+    kind, packed = file.header.kinds[key], Handle.reference(file, key, offload_dir)
+    with no_functions(), no_modes():
+        twin = twin_of(packed)
+        piece = Piece(packed, twin.view(-1, twin.shape[-1]))
+    shape = dense_shape(kind, tuple(piece.twin.shape))
+    recipe = Decoded(contiguous(_F32, shape), partial(decode, kind=kind), [piece], per=(1,))
+    return Handle.compose(recipe, key, offload_dir)
+
+
+def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
+    """The values of rows of a kind's blocks: (rows, bytes) to (rows, elements)."""
+    function = _FUNCTIONS.get(kind)
+    if function is not None:
+        return function(rows).view(len(rows), -1)
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
+
+
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    """Factors in float16, in float32."""
+    return blocks.view(torch.float16).to(_F32)
+
+
+def _q8_0(rows: torch.Tensor) -> torch.Tensor:
+    """A factor and 32 numbers."""
+    blocks = rows.view(-1, 34)
+    return blocks[:, 2:].view(torch.int8).to(_F32).mul_(_halves(blocks[:, :2]))
+
+
+def _q4_0(rows: torch.Tensor) -> torch.Tensor:
+    """A factor and 32 numbers of 4 bits, from which 8 is taken: the first 16 are the low halves of bytes."""
+    blocks = rows.view(-1, 18)
+    numbers = torch.empty(len(blocks), 2, 16, dtype=torch.uint8, device="cpu")
+    torch.bitwise_and(blocks[:, 2:], 15, out=numbers[:, 0])
+    torch.bitwise_right_shift(blocks[:, 2:], 4, out=numbers[:, 1])
+    return numbers.view(torch.int8).sub_(8).to(_F32).view(-1, 32).mul_(_halves(blocks[:, :2]))
+
+
+def _q4_k(rows: torch.Tensor) -> torch.Tensor:
+    """8 groups of 32 numbers of 4 bits, with factors and offsets of 6 bits, and a factor for either."""
+    blocks = rows.view(-1, 144)
+    factors, offsets = _of_groups(blocks)
+    packed = blocks[:, 16:].view(-1, 4, 32)
+    numbers = torch.empty(len(blocks), 4, 2, 32, dtype=_F32, device="cpu")
+    numbers[:, :, 0].copy_(packed & 15)
+    numbers[:, :, 1].copy_(packed >> 4)
+    return numbers.view(-1, 8, 32).mul_(factors).sub_(offsets)
+
+
+def _q5_k(rows: torch.Tensor) -> torch.Tensor:
+    """As Q4_K; the fifth bits of group n are the bits n of 32 bytes."""
+    blocks = rows.view(-1, 176)
+    factors, offsets = _of_groups(blocks)
+    packed, high = blocks[:, 48:].view(-1, 4, 32), blocks[:, 16:48].unsqueeze(1)
+    numbers = torch.empty(len(blocks), 8, 32, dtype=torch.uint8, device="cpu")
+    torch.bitwise_right_shift(high, torch.arange(8, dtype=torch.uint8, device="cpu").view(8, 1), out=numbers)
+    numbers.bitwise_and_(1).bitwise_left_shift_(4)
+    numbers[:, 0::2].bitwise_or_(packed & 15)
+    numbers[:, 1::2].bitwise_or_(packed >> 4)
+    return numbers.to(_F32).mul_(factors).sub_(offsets)
+
+
+def _of_groups(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors and offsets of the 8 groups of blocks of Q4_K or Q5_K."""
+    scales = blocks[:, 4:16].view(-1, 3, 4)
+    first, second, rest = scales.unbind(1)
+    factors = torch.cat([first & 63, (rest & 15) | ((first >> 2) & 48)], 1).to(_F32)
+    offsets = torch.cat([second & 63, (rest >> 4) | ((second >> 2) & 48)], 1).to(_F32)
+    halves = _halves(blocks[:, :4])
+    return factors.mul_(halves[:, :1]).unsqueeze(-1), offsets.mul_(halves[:, 1:]).unsqueeze(-1)
+
+
+def _q6_k(rows: torch.Tensor) -> torch.Tensor:
+    """16 groups of 16 numbers of 6 bits, from which 32 is taken, with factors of 8 bits, and a factor for these."""
+    blocks = rows.view(-1, 210)
+    factors = blocks[:, 192:208].view(torch.int8).to(_F32).mul_(_halves(blocks[:, 208:]))
+    low, high = blocks[:, :128].view(-1, 2, 2, 32), blocks[:, 128:192].view(-1, 2, 32)
+    numbers = torch.empty(len(blocks), 2, 4, 32, dtype=torch.uint8, device="cpu")
+    torch.bitwise_and(low, 15, out=numbers[:, :, :2])
+    torch.bitwise_right_shift(low, 4, out=numbers[:, :, 2:])
+    for place, moved in enumerate((high << 4, high << 2, high, high >> 2)):
+        numbers[:, :, place].bitwise_or_(moved & 48)
+    return numbers.view(torch.int8).sub_(32).to(_F32).view(-1, 16, 16).mul_(factors.unsqueeze(-1))
+
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
