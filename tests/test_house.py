@@ -40,6 +40,7 @@ FLOORS = {
 NEIGHBOURS = {
     "accelerate",
     "datasets",
+    "gguf",
     "h5py",
     "huggingface_hub",
     "peft",
@@ -55,6 +56,8 @@ GUESTS = {
     "models.hooks": {"accelerate"},
     "models.pretrained": {"transformers"},
     "models.saving": {"huggingface_hub", "torchao"},
+    "storage.gguf_header": {"gguf"},
+    "tensor.blocks": {"gguf"},
     "testing.checkpoints": {"transformers"},
 }
 

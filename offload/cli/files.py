@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
     command.set_defaults(run=convert)
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
-    about = "a .safetensors or .bin file, an index, a checkpoint's folder, an offload folder"
+    about = "a .safetensors, .gguf or .bin file, an index, a checkpoint's folder, an offload folder"
     inspected = looking.add_argument("path", type=arguments.path, help=about)
     looking.set_defaults(run=inspect)
 
@@ -112,6 +112,8 @@ def verify(options: argparse.Namespace) -> int:
 def _kind_and_shape(value: StoredValue) -> tuple[str, list[int] | None]:
     from offload.storage.subclasses import layout_from
 
+    if value.layout is not None and value.key in value.file.header.kinds:
+        return value.file.header.kinds[value.key], list(value.layout.shape)
     if value.layout is not None:
         return str(value.layout.dtype).removeprefix("torch."), list(value.layout.shape)
     if value.key in value.file.header.unreadable:

@@ -12,8 +12,9 @@ numpy arrays, newer ones by conversions, as for any other checkpoint.
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,30 +22,64 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, OffloadError
 from offload.models.checkpoint import Checkpoint
-from offload.models.deferred import DeferredTensor, deferred
+from offload.models.deferred import deferred
+from offload.storage.file import TensorFile
+from offload.storage.gguf_header import ARCHITECTURE, PARTS, without_vocabulary
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.storage.reasons import first_line
+from offload.storage.reasons import first_line, reading
+from offload.storage.regular import as_file, open_regular
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, wrap_handle
 
-Dense: TypeAlias = "dict[str, OffloadedTensor | DeferredTensor]"
-Step: TypeAlias = "Callable[[OffloadedTensor, str, Mapping[str, Any]], OffloadedTensor | DeferredTensor]"
+Dense: TypeAlias = "dict[str, torch.Tensor]"
 
 
-def config_of(path: Path) -> tuple[dict[str, Any], Any]:
-    """The configuration of a file as transformers reads it: as a dictionary, and as the model's class has it.
+def said_by(path: Path) -> dict[str, Any]:
+    """The configuration in a file, as transformers reads it.
 
     Raises:
         CheckpointError: it does not know the architecture, or something is missing.
+        CorruptFileError: the file is damaged.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    metadata = TensorFile.open(path).header.metadata
+    if metadata.get(PARTS, "1") != "1":
+        raise CheckpointError(
+            f"{path} is one of {metadata[PARTS]} parts, which transformers does not read: join them with "
+            "llama.cpp's llama-gguf-split --merge"
+        )
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    said, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
-    return said, AutoConfig.for_model(**said)
+    try:
+        if metadata.get(ARCHITECTURE) in GGUF_CONFIG_ARCHS:
+            return dict(get_gguf_config(*read_gguf_metadata(str(path))))
+        with reading(path), as_file(open_regular(path)) as file:
+            head, tokens = without_vocabulary(file)
+        with as_file(os.memfd_create("header")) as copy_of_it:  # of a whole vocabulary, its reader takes 10 s
+            os.write(copy_of_it.fileno(), head)
+            said = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
+        return {"vocab_size": tokens, **said} if tokens is not None else dict(said)
+    except OffloadError:
+        raise
+    except Exception as error:  # whatever it makes of what it does not know
+        raise CheckpointError(f"transformers makes no configuration of {path}: {first_line(error)}") from error
+
+
+def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a file, as the model's class has it, and what the options say beside it.
+
+    Raises: as `said_by`.
+    """
+    from transformers import AutoConfig
+
+    said = said_by(path)
+    config_class = type(AutoConfig.for_model(said["model_type"]))
+    config, options = config_class.from_dict(said, return_unused_kwargs=True, **options)
+    return config, options
 
 
 def is_new(source: Checkpoint) -> bool:
@@ -57,7 +92,7 @@ def is_new(source: Checkpoint) -> bool:
 def architecture_of(source: Checkpoint) -> str:
     """What the file calls its architecture."""
     [file] = {value.file for value in source.values()}
-    return str(file.header.metadata.get("general.architecture"))
+    return str(file.header.metadata.get(ARCHITECTURE))
 
 
 def usual_dtype(source: Checkpoint) -> torch.dtype:
@@ -68,15 +103,12 @@ def usual_dtype(source: Checkpoint) -> torch.dtype:
     return torch.float32 if is_new(source) else torch.get_default_dtype()
 
 
-def dense(
-    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, said: Mapping[str, Any], dtype: torch.dtype
-) -> Dense:
+def as_saved(source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, dtype: torch.dtype) -> Dense:
     """The tensors of a file as those of a checkpoint that transformers has saved, by the names that it would have.
 
     Args:
         tensors: those of `source`, dense.
         empty: the model, on the meta device.
-        said: the configuration that is in the file.
         dtype: that is asked for.
 
     Raises:
@@ -85,7 +117,9 @@ def dense(
     try:
         if is_new(source):
             return _by_conversions(source, tensors, empty, dtype)
-        return _by_processors(source, tensors, empty, said)
+        return _by_processors(source, tensors, empty, said_by(source.path), dtype)
+    except OffloadError:
+        raise
     except (NotImplementedError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"transformers can't map the tensors of {source.path}: {first_line(error)}") from error
 
@@ -94,16 +128,16 @@ def dense(
 
 
 def _by_processors(
-    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, said: Mapping[str, Any]
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, said: Mapping[str, Any], dtype: torch.dtype
 ) -> Dense:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     kind = TENSOR_PROCESSORS.get(architecture_of(source), TensorProcessor)
-    if kind.__name__ not in _STEPS:
+    if kind.__name__ not in _KNOWN:
         raise CheckpointError(f"{source.path}: transformers' {kind.__name__} is not known here")
     names = get_gguf_hf_weights_map(empty, kind(config=dict(said)))
     found: Dense = {}
-    halves: dict[str, dict[str, DeferredTensor]] = {}
+    halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         experts = _EXPERTS.fullmatch(name) if kind.__name__ in _WITH_EXPERTS else None
         if experts is not None and experts["part"] != "down":
@@ -111,102 +145,80 @@ def _by_processors(
         elif experts is not None:
             found[names[experts["stem"]]] = tensor
         elif name == "output.weight" and kind.__name__ == "GPT2TensorProcessor":
-            found["lm_head.weight"] = tensor
+            found["lm_head.weight"] = tensor  # in float32, as experts are
         elif name in names:
-            found[names[name]] = _STEPS[kind.__name__](tensor, name, said)
+            changed = _processed(tensor, name, kind.__name__, said)
+            found[names[name]] = (deferred(changed) if is_offloaded(changed) else changed).to(dtype)
     for name, parts in halves.items():
-        found[name] = torch.cat([parts["gate"], parts["up"]], 1)  # type: ignore[assignment]
+        found[name] = torch.cat([parts["gate"], parts["up"]], 1)
     return found
 
 
 _WITH_EXPERTS = ("Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")
 _EXPERTS = re.compile(r"(?P<stem>.*\.ffn_(?P<part>gate|down|up)_exps)\.weight")
+_KNOWN = {
+    *(f"{name}TensorProcessor" for name in ("", "T5", "Llama", "Bloom", "GPT2", "Mamba", "Nemotron", "Gemma2", "Lfm2")),
+    *_WITH_EXPERTS,
+}
+_TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
 
 
-def _as_it_is(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor:
+def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Mapping[str, Any]) -> torch.Tensor:
+    """What the processor of that kind makes of a dense tensor."""
+    match kind.removesuffix("TensorProcessor"):
+        case "Llama" if ".attn_q." in name or ".attn_k." in name:
+            return _unpaired_heads(tensor, name, said)
+        case "Bloom" if "attn_qkv" in name:  # queries, keys and values of a head together
+            parts = [part.unflatten(0, (said["n_head"], -1)) for part in deferred(tensor).chunk(3)]
+            return torch.stack(parts, 1).flatten(0, 2)
+        case "GPT2" if any(part in name for part in _TURNED):
+            return deferred(tensor).t()
+        case "Mamba" if "ssm_conv1d.weight" in name:
+            return deferred(tensor).unsqueeze(1)
+        case "Mamba" if "ssm_a" in name:
+            return _by_rows(tensor, _log_of_negated, 1)
+        case "Nemotron" | "Gemma2" if "norm.weight" in name:
+            return deferred(tensor) - 1
+        case "Qwen2Moe" if "ffn_gate_inp_shexp" in name:
+            return deferred(tensor).unsqueeze(0)
+        case "Lfm2" if "shortconv.conv.weight" in name:
+            return deferred(tensor).unsqueeze(1)
     return tensor
 
 
-def _llama(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor:
+def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor:
     """Rows of queries and keys, which llama.cpp has in pairs, in halves of their heads."""
     heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
     if heads is None or groups is None:
         return tensor
-    if ".attn_q." in name:
-        return _rows_by_heads(tensor, _unpaired, heads)
-    return _rows_by_heads(tensor, _unpaired, groups) if ".attn_k." in name else tensor
+    count = heads if ".attn_q." in name else groups
+    height, left = divmod(len(tensor), count)
+    if left or height % 2:
+        raise ValueError(f"{name!r} has {len(tensor)} rows, which are not those of {count} heads")
+    return _by_rows(tensor, partial(_unpaired, rows=height), height)
 
 
-def _bloom(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor | DeferredTensor:
-    """Queries, keys and values of a head together."""
-    if "attn_qkv" not in name:
-        return tensor
-    parts = [part.unflatten(0, (said["n_head"], -1)) for part in deferred(tensor).chunk(3)]
-    return torch.stack(parts, 1).flatten(0, 2)  # type: ignore[return-value]
-
-
-def _gpt2(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor | DeferredTensor:
-    is_turned = any(part in name for part in ("attn_qkv.w", "ffn_down.w", "ffn_up.w", "attn_output.w"))
-    return deferred(tensor).t() if is_turned else tensor  # type: ignore[return-value]
-
-
-def _mamba(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor | DeferredTensor:
-    if "ssm_conv1d.weight" in name:
-        return deferred(tensor).unsqueeze(1)  # type: ignore[return-value]
-    return _rows_by_heads(tensor, _log_of_negated, len(tensor)) if "ssm_a" in name else tensor
-
-
-def _norms_plus_one(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor | DeferredTensor:
-    return deferred(tensor) - 1 if "norm.weight" in name else tensor
-
-
-def _shared_gate(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor | DeferredTensor:
-    return deferred(tensor).unsqueeze(0) if "ffn_gate_inp_shexp" in name else tensor  # type: ignore[return-value]
-
-
-def _convolution(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor | DeferredTensor:
-    return deferred(tensor).unsqueeze(1) if "shortconv.conv.weight" in name else tensor  # type: ignore[return-value]
-
-
-_STEPS: dict[str, Step] = {
-    "TensorProcessor": _as_it_is,
-    "T5TensorProcessor": _as_it_is,
-    "MiniMaxM2TensorProcessor": _as_it_is,
-    "Qwen2MoeTensorProcessor": _shared_gate,
-    "LlamaTensorProcessor": _llama,
-    "BloomTensorProcessor": _bloom,
-    "GPT2TensorProcessor": _gpt2,
-    "MambaTensorProcessor": _mamba,
-    "NemotronTensorProcessor": _norms_plus_one,
-    "Gemma2TensorProcessor": _norms_plus_one,
-    "Lfm2TensorProcessor": _convolution,
-}
-
-
-def _rows_by_heads(tensor: OffloadedTensor, change: Decode, heads: int) -> OffloadedTensor:
-    """What `change` makes of the rows of each head; of those that are packed, before they are decoded."""
-    height, left = divmod(len(tensor), heads)
-    if left or not height:
-        raise ValueError(f"{handle_of(tensor).name!r} has {len(tensor)} rows, which are not those of {heads} heads")
-    made = handle_of(tensor).composed
-    if isinstance(made, Decoded) and change is _unpaired:
-        recipe = Decoded(
-            made.layout, partial(_unpaired, decode=made.decode, rows=height), made.pieces, granule=height, per=(height,)
-        )
+def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> OffloadedTensor:
+    """What is made of so many rows at a time; where they are packed, before they are decoded if that can be."""
+    handle = handle_of(tensor)
+    made = handle.composed
+    if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
+        change, pieces = partial(change, decode=made.decode), made.pieces
     else:
-        piece = Piece(handle_of(tensor), current_twin(tensor))
-        layout = contiguous(tensor.dtype, tuple(tensor.shape))
-        recipe = Decoded(layout, partial(change, rows=height), [piece], granule=height, per=(height,))
-    return wrap_handle(Handle.compose(recipe, handle_of(tensor).name, handle_of(tensor).folder), CPU)
+        pieces = (Piece(handle, current_twin(tensor)),)
+    layout = contiguous(tensor.dtype, tuple(tensor.shape))
+    recipe = Decoded(layout, change, pieces, granule=granule, per=(granule,))
+    return wrap_handle(Handle.compose(recipe, handle.name, handle.folder), CPU)
 
 
 def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) -> torch.Tensor:
+    """The first and the second rows of pairs, in heads of so many rows."""
     pairs = values.unflatten(0, (-1, rows // 2, 2))
     values = pairs.transpose(1, 2).flatten(0, 2)
     return values if decode is None else decode(values)
 
 
-def _log_of_negated(values: torch.Tensor, *, rows: int) -> torch.Tensor:
+def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
     """By numpy, as transformers does: the bits differ from torch's."""
     return torch.from_numpy(np.log(-values.numpy()))
 
@@ -251,10 +263,12 @@ def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> 
     layout = contiguous(dtype, made.layout.shape)
     recipe = Decoded(layout, partial(_decode_in, number=number, dtype=dtype), made.pieces, per=(1,))
     handle = Handle.compose(recipe, handle_of(tensor).name, handle_of(tensor).folder)
-    return wrap_handle(handle, CPU).view(tensor.shape)
+    dense: OffloadedTensor = wrap_handle(handle, CPU).view(tensor.shape)  # type: ignore[assignment]
+    return dense
 
 
 def _decode_in(rows: torch.Tensor, *, number: int, dtype: torch.dtype) -> torch.Tensor:
     from transformers.integrations.gguf.dequant import dequantize
 
-    return dequantize(rows, number, dtype).view(len(rows), -1)
+    values: torch.Tensor = dequantize(rows, number, dtype)
+    return values.view(len(rows), -1)

@@ -2,7 +2,8 @@
 
 Always true:
 - a local folder needs no network
-- only configuration, tokenizer and weights are fetched, never code: .safetensors, and .bin where there are none
+- only configuration, tokenizer and weights are fetched, never code: .safetensors, and .bin where there are none, or the
+  GGUF file that is asked for
 """
 
 from __future__ import annotations
@@ -11,35 +12,48 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.errors import CheckpointError
+from offload.errors import ArgumentTypeError, CheckpointError
 from offload.models.checkpoint import COMPANIONS
-from offload.storage.reasons import first_line
-from offload.storage.regular import is_folder, is_there, text_of
+from offload.storage.gguf_header import MAGIC
+from offload.storage.reasons import first_line, reading
+from offload.storage.regular import as_file, is_folder, is_there, open_regular, text_of
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
 _PICKLED = ["*.bin"]
 _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  # other forms, and what trained it
 
 
-def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
+def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: Any) -> Path:
     """The folder of a model: the local one, or the hub's in the local cache, fetched with a progress bar.
 
     Args:
-        name_or_path: a folder, or "organization/name".
+        name_or_path: a folder, or "organization/name"; a GGUF file is what is given then.
+        gguf_file: the name of one in there, which is given then.
         hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
 
     Raises:
-        CheckpointError: a file, or neither a folder nor a model that the hub, or its cache, has.
+        CheckpointError: another file, or neither a folder nor a model that the hub, or its cache, has.
+        MissingFileError: the folder has no such GGUF file.
     """
     folder = Path(text_of(name_or_path))
+    if gguf_file is not None and not isinstance(gguf_file, str):
+        raise ArgumentTypeError(f"gguf_file={gguf_file!r} is not the name of a file")
     if is_folder(folder):
-        return folder.absolute()
+        return folder.absolute() if gguf_file is None else _gguf(folder.absolute() / gguf_file)
     if is_there(folder):
-        raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.absolute().parent}")
+        if gguf_file is None and is_gguf(folder):
+            return folder.absolute()
+        raise CheckpointError(
+            f"{name_or_path} is a file, and no GGUF one; a model is a folder: give {folder.absolute().parent}"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        if gguf_file is not None:
+            return _gguf(
+                Path(snapshot_download(str(name_or_path), allow_patterns=[gguf_file], **hub_options)) / gguf_file
+            )
         folder = Path(snapshot_download(str(name_or_path), allow_patterns=_WANTED, **hub_options))
         if not any(folder.glob("*.safetensors")):
             wanted = {"allow_patterns": _PICKLED, "ignore_patterns": _NOT_PICKLED}
@@ -52,3 +66,15 @@ def folder_of(name_or_path: str | os.PathLike[str], **hub_options: Any) -> Path:
             f"{name_or_path} is not a folder here, and the hub did not give it: {first_line(error).rstrip('.')}. "
             "Check the name, the network and your token, or give a folder."
         ) from error
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF one does."""
+    with reading(path), as_file(open_regular(path)) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _gguf(path: Path) -> Path:
+    if not is_gguf(path):
+        raise CheckpointError(f"{path} is no GGUF file: leave gguf_file out for a checkpoint of another form")
+    return path

@@ -16,6 +16,7 @@ import torch
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
+from offload.integrations.gguf import as_saved, config_of, usual_dtype
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
@@ -26,6 +27,7 @@ from offload.models.loader import finish_loading, refuse_other_names, refuse_to_
 from offload.models.pretrained import filled
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
+from offload.storage.regular import is_folder
 from offload.tensor.arguments import floating_dtype
 
 _NOT_HERE = {
@@ -33,7 +35,6 @@ _NOT_HERE = {
     "offload_folder": "give offload_dir",
     "subfolder": "give that folder",
     "variant": "give a folder with that variant alone",
-    "gguf_file": "GGUF files are not read",
     "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
 }
 _QUANTIZING = ("quantization_config", "load_in_8bit", "load_in_4bit")
@@ -45,6 +46,7 @@ def from_pretrained(
     model_class: Any = None,
     device_map: DeviceMap = ON_DISK,
     *,
+    gguf_file: str | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     config: Any = None,
@@ -58,9 +60,10 @@ def from_pretrained(
     """A pretrained transformers model whose weights are on disk, or where the device map says.
 
     Args:
-        name_or_path: a folder with a checkpoint (see `open_checkpoint`), or a model on the hub.
+        name_or_path: a folder with a checkpoint (see `open_checkpoint`), a GGUF file, or a model on the hub.
         model_class: a model class of transformers, or one of its `Auto` classes; `AutoModelForCausalLM` if None.
         device_map: see `offload.load_checkpoint_and_dispatch`.
+        gguf_file: the name of the GGUF file in that folder, or in that model's on the hub, whose weights are taken.
         offload_dir: where weights go that are stored or later written to; None for a private folder.
         dtype: of the floating-point weights; None or "auto" for the one in the model's configuration.
         config: a configuration to use in place of the checkpoint's.
@@ -90,7 +93,8 @@ def from_pretrained(
     _refuse_options(options)
     refuse_to_store_nowhere(offload_dir, store=store)
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
-    folder = folder_of(name_or_path, **{key: options.pop(key) for key in _HUB_OPTIONS if key in options})
+    hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
+    folder = folder_of(name_or_path, gguf_file, **hub_options)
     empty, config, options = model_on_meta(folder, model_class, config, **options)
     source = open_checkpoint(folder)
     source.refuse_own_folder(offload_dir)
@@ -106,7 +110,8 @@ def from_pretrained(
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     else:
-        model, info = filled(type(empty), empty.config, tensors, dtype, **options)
+        values = tensors if is_folder(folder) else as_saved(source, tensors, empty, dtype)
+        model, info = filled(type(empty), empty.config, values, dtype, **options)
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)
     names = {name for slot in tensor_slots(model) for name in slot.keys}
@@ -129,22 +134,25 @@ def from_pretrained(
 
 
 def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """The model of a folder without values, its configuration, and what the options say beside that.
+    """The model of a folder or GGUF file without values, its configuration, and what the options say beside that.
 
     Raises:
-        CheckpointError: transformers can't make one of what the folder holds.
+        CheckpointError: transformers can't make one of what is there.
     """
     import transformers
 
+    is_gguf = not is_folder(folder)
     with reading(folder):
-        has_config = (folder / "config.json").is_file()
+        has_config = is_gguf or (folder / "config.json").is_file()
     if config is None and not has_config:
         raise CheckpointError(
-            f"{folder} has no config.json, so it is no model of transformers: pass config=, or fill a model of "
-            "your own with offload.load_checkpoint_and_dispatch"
+            f"{folder} has no config.json, so it is no model of transformers: pass config=, name a GGUF file in there "
+            "with gguf_file=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
         )
     try:
-        if not isinstance(config, transformers.PreTrainedConfig):
+        if is_gguf and config is None:
+            config, options = config_of(folder, **options)
+        elif not isinstance(config, transformers.PreTrainedConfig):
             config, options = transformers.AutoConfig.from_pretrained(
                 config or folder, return_unused_kwargs=True, **options
             )
@@ -202,6 +210,8 @@ def _requested_dtype(dtype: torch.dtype | str | None, config: Any, source: Check
         return floating_dtype(dtype)
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
+    if not is_folder(source.path):
+        return usual_dtype(source)
     layouts = (value.layout for value in source.values())
     return next((layout.dtype for layout in layouts if layout and layout.dtype.is_floating_point), torch.float32)
 

@@ -27,7 +27,7 @@ from offload.storage.layout import Layout
 from offload.storage.reasons import reading, short
 from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
-from offload.tensor.blocks import dense_layout, referenced
+from offload.tensor.blocks import dense_layout, in_shape, referenced
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 
@@ -122,11 +122,9 @@ class Checkpoint(Mapping[str, StoredValue]):
             Handle.adopt(value.file, value.key) if to_write else referenced(value.file, value.key, offload_dir)
             for value in values
         ]
-        found = dict(zip(wanted, wrap_handles(zip(handles, wanted.values(), strict=True)), strict=True))
-        for name in wanted:
-            if self[name].key in self[name].file.header.kinds:
-                found[name] = found[name].view(self[name].layout.shape)
-        return found
+        tensors = wrap_handles(zip(handles, wanted.values(), strict=True))
+        shaped = (in_shape(tensor, one.file, one.key) for tensor, one in zip(tensors, values, strict=True))
+        return dict(zip(wanted, shaped, strict=True))
 
     def is_in(self, offload_dir: PathLike | None) -> bool:
         """Whether its folder is this one."""
@@ -145,7 +143,8 @@ class Checkpoint(Mapping[str, StoredValue]):
 def open_checkpoint(path: PathLike) -> Checkpoint:
     """A file of tensors, the index of several, a folder with either, or an offload folder.
 
-    Files are `.safetensors`, or of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), and are told by what is in them.
+    Files are `.safetensors`, GGUF, or of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), and are told by what is in them.
+    A GGUF file is named itself, as a folder may hold several of one model.
     An index is a `*.index.json`, or any `.json` that is named itself. In a folder with both forms, safetensors is
     taken.
 
@@ -187,7 +186,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     if found is None:
         pickled = [name for name in names if name.endswith(PICKLES) and not is_beside(name)]
         if not pickled:
-            raise CheckpointError(f"{folder} should hold a checkpoint, .safetensors or .bin; it holds none")
+            packed = ", ".join(name for name in names if name.endswith(".gguf"))
+            more = f" but GGUF files ({packed}): name one of them" if packed else ""
+            raise CheckpointError(f"{folder} should hold a checkpoint, .safetensors or .bin; it holds none{more}")
         found = _the_only(folder, pickled)
     if found.endswith(INDEX):
         return _open_index(folder / found)

@@ -2,8 +2,8 @@
 
 Always true:
 - nothing is read before it is stored, or an op needs its numbers
-- stacking, joining, cutting, casting and making contiguous are recorded, and so are another order of rows or columns and
-  arithmetic with a number; parts are offloaded tensors, or views of them
+- stacking, joining, cutting, casting and making contiguous are recorded, and so are another order of rows or columns
+  and arithmetic with a number; parts are offloaded tensors, or views of them
 - what comes of it is a recipe over what is stored: nothing is written, unless it is asked for
 - at its first write it goes to a file of its own, which its views see, and what was copied from it before does not
 """
@@ -346,7 +346,9 @@ def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Another order of rows is runs of them, joined; of columns it is made row by row."""
     tensor, (*before, order) = args
     dim = len(before)
-    is_order = isinstance(order, torch.Tensor) and order.dim() == 1 and order.dtype == torch.int64 and order.device == CPU
+    is_order = (
+        isinstance(order, torch.Tensor) and order.dim() == 1 and order.dtype == torch.int64 and order.device == CPU
+    )
     is_recorded = is_order and before in ([], [None]) and tensor.dim() > dim and order.numel() > 0
     if not is_recorded or not 0 <= int(order.min()) <= int(order.max()) < tensor.shape[dim]:
         return _compute(func, args, kwargs)

@@ -49,21 +49,21 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def filled(
-    model_class: Any, config: Any, tensors: Mapping[str, OffloadedTensor], dtype: torch.dtype, **options: Any
+    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A model whose tensors are deferred, and transformers' report.
 
     Args:
         model_class: a class of transformers, not one of its `Auto` classes.
         config: its configuration; it is changed as transformers does.
-        tensors: those of the checkpoint, on disk.
+        tensors: those of the checkpoint, on disk or deferred.
         dtype: of the floating-point ones.
         options: for the class's own `from_pretrained`.
 
     Raises:
         CheckpointError: the tensors can't be brought into the form that the model has.
     """
-    state = {name: deferred(tensor) for name, tensor in tensors.items()}
+    state = {name: deferred(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()}
     options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
     # Parameters of inference mode can't be views of files, and transformers follows the default device, also to "meta".
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):

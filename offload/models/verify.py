@@ -103,7 +103,7 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
         if name.endswith(INDEX):
             _verify_index(folder / name, verdict)
     for name in names:
-        if name.endswith((".safetensors", *PICKLES)) and not is_beside(name):
+        if name.endswith((".safetensors", ".gguf", *PICKLES)) and not is_beside(name):
             verdict.open(folder / name)
     if not verdict.files and not verdict.findings:
         raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")

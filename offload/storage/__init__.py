@@ -16,6 +16,7 @@
 | `nodes` | plain data as JSON, and back |
 | `header` `subclasses` | the format |
 | `pickled` | what torch.save wrote |
+| `gguf_header` | what llama.cpp has |
 | `locks` `modes` | who waits, and what torch is in the middle of |
 | `background` | a thread that works while there is something to do |
 """

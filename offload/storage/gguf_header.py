@@ -12,7 +12,6 @@ Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import errno
-import math
 import struct
 from typing import Any, BinaryIO
 
@@ -24,7 +23,8 @@ from offload.storage.layout import Entry, Layout, can_be_over, contiguous, is_co
 from offload.storage.reasons import short
 
 MAGIC = b"GGUF"
-_SAID = ("general.architecture", "general.name")  # what is kept of the metadata
+ARCHITECTURE, PARTS = "general.architecture", "split.count"
+_SAID = (ARCHITECTURE, "general.name", PARTS)  # what is kept of the metadata
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,11 +35,14 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-_MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # with more, zeros would be read as names until the file ends
-_ARRAY, _TEXT = 9, 8  # the numbers of these types of metadata
+_MOST_KEPT = 1024  # elements of an array that readers may have
+_TOKENS = "tokenizer.ggml.tokens"
+_VERSION = 3
+_UINT32, _TEXT, _ARRAY = 4, 8, 9  # the numbers of these types of metadata
 _HEAD = struct.Struct("<IQ")  # of an array: type of its elements, and how many there are
 _LENGTH = struct.Struct("<Q")
+_TYPE = struct.Struct("<I")
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
@@ -64,6 +67,36 @@ def read_header(file: BinaryIO, size: int) -> Header:
     return Header(said, entries, {}, kinds=kinds)
 
 
+def without_vocabulary(file: BinaryIO) -> tuple[bytes, int | None]:
+    """The header alone, without long arrays, for readers that are slow, and how many tokens there are.
+
+    Raises: as `read_header`.
+    """
+    reader, _ = _opened(file)
+    data, tensors = reader.data, reader.tensors
+    fields = [(name, field.offset) for name, field in reader.fields.items() if not name.startswith("GGUF.")]
+    ends = [offset for _, offset in fields[1:]] + [tensors[0].field.offset if tensors else len(data)]
+    kept, tokens = [], None
+    for (name, start), end in zip(fields, ends, strict=True):
+        at = start + _LENGTH.size + len(name.encode())
+        is_array = _TYPE.unpack_from(data, at)[0] == _ARRAY
+        count = _HEAD.unpack_from(data, at + _TYPE.size)[1] if is_array else 0
+        tokens = count if name == _TOKENS else tokens
+        if count <= _MOST_KEPT:
+            kept.append(bytes(data[start:end]))
+    architecture = reader.get_field(ARCHITECTURE)
+    named = f"{architecture.contents()}.vocab_size" if architecture is not None else ""
+    if tokens is not None and reader.get_field(named) is None:
+        kept.append(_text(named) + _TYPE.pack(_UINT32) + _TYPE.pack(tokens))
+    infos = [_text(tensor.name) + struct.pack("<IQIQ", 1, 0, 0, 0) for tensor in tensors]
+    head = MAGIC + struct.pack("<IQQ", _VERSION, len(infos), len(kept))
+    return b"".join((head, *kept, *infos)), tokens
+
+
+def _text(text: str) -> bytes:
+    return _LENGTH.pack(len(text.encode())) + text.encode()
+
+
 def dense_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the values that rows of bytes, of this shape, hold."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -81,14 +114,14 @@ def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
     try:
         reader = reader_class(file)
         fields = {key: reader.get_field(key) for key in _SAID}
-        said = {key: field.contents() for key, field in fields.items() if field is not None}
+        said = {key: str(field.contents()) for key, field in fields.items() if field is not None}
     except Exception as error:  # whatever made-up bytes lead it, or numpy, to
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise CorruptFileError(f"its header is cut off or damaged ({type(error).__name__}: {short(error)})") from error
     if reader.byte_order != "I":
         raise CorruptFileError("its numbers are in the byte order of another machine")
-    return reader, {key: value for key, value in said.items() if isinstance(value, str) and is_unicode(value)}
+    return reader, said
 
 
 def _sparing() -> Any:
@@ -103,13 +136,14 @@ def _sparing() -> Any:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != _ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
-            element, count = _HEAD.unpack_from(self.data, orig_offs)
+            memory = self.data.data
+            element, count = _HEAD.unpack_from(memory, orig_offs)
             end = orig_offs + _HEAD.size
             if count > _MOST_ELEMENTS:
                 raise ValueError(f"an array of its metadata claims {count} elements")
             if element == _TEXT:
                 for _ in range(count):
-                    end += _LENGTH.size + _LENGTH.unpack_from(self.data, end)[0]
+                    end += _LENGTH.size + _LENGTH.unpack_from(memory, end)[0]
             else:
                 itemsize = self.gguf_scalar_to_np[GGUFValueType(element)]().itemsize
                 end += count * itemsize
@@ -129,15 +163,11 @@ def _layout(name: str, kind: str, shape: list[int]) -> Layout:
     """How the bytes of a value lie."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if len(shape) > _MOST_DIMENSIONS or not is_countable(shape, 8):
+    if not is_countable(shape, 8):
         raise CorruptFileError(f"its header gives {short(name)!r} the shape {short(shape)}: no tensor is like that")
     if kind in _DTYPES:
         return contiguous(_DTYPES[kind], tuple(shape))
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    if not shape or shape[-1] % elements:
-        raise CorruptFileError(
-            f"its header gives {short(name)!r} the shape {short(shape)}, and blocks of {kind} have {elements} elements"
-        )
     return contiguous(torch.uint8, (*shape[:-1], shape[-1] // elements * nbytes))
 
 

@@ -16,6 +16,7 @@ How an op is carried out, in this order:
 | `rules` | 2 and 3: what follows from an op's schema; and how functions run on guests |
 | `ops` | 1: the rules of ops that 2 and 3 do not fit, and of values that are themselves of a tensor subclass |
 | `guests` | the plain tensors that ops compute with, and what does while a compiler traces |
+| `blocks` | values packed in the blocks of a GGUF file |
 | `arguments` | what users hand in, checked |
 | `materialize` | tensors, modules and nests of them, plain again |
 | `recipes` | values that are carried out from others when they are read: joined, cast, decoded |

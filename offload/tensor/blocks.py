@@ -4,7 +4,7 @@ Always true:
 - numbers are float32, and bit for bit those of the `gguf` package's `dequantize`; each arithmetic step rounds as there
 - a row is made of whole blocks, and of nothing else: rows are decoded alone
 
-Source: llama.cpp's `ggml-quants.c`, as `gguf.quants` has it in numpy, which decodes the kinds that have no function here.
+Source: llama.cpp's `ggml-quants.c`, as `gguf.quants` has it in numpy; that decodes the kinds without a function here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from offload.storage.file import TensorFile
@@ -23,6 +25,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import twin_of
 from offload.tensor.recipes import Decoded, Piece
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _F32 = torch.float32
 
 
@@ -49,6 +52,13 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
     return Handle.compose(recipe, key, offload_dir)
 
 
+def in_shape(tensor: _Tensor, file: TensorFile, key: str) -> _Tensor:
+    """A tensor over what `referenced` gives, in the shape of the entry's values."""
+    if key in file.header.kinds:
+        tensor = tensor.view(dense_layout(file, key).shape)  # type: ignore[assignment]
+    return tensor
+
+
 def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
     """The values of rows of a kind's blocks: (rows, bytes) to (rows, elements)."""
     function = _FUNCTIONS.get(kind)
@@ -57,7 +67,8 @@ def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
+    with np.errstate(all="ignore"):  # factors may be any bits
+        return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ from offload.tensor.arguments import (
     refuse_other_kind,
     refuse_unstorable,
 )
-from offload.tensor.blocks import dense_layout, referenced
+from offload.tensor.blocks import in_shape, referenced
 from offload.tensor.guests import (
     CPU,
     Traced,
@@ -223,8 +223,8 @@ class OffloadedTensor(torch.Tensor):
         """A tensor over an entry of a file, in place: nothing is copied, the file is never written to.
 
         Args:
-            path: a `.safetensors` file of any origin, a `.gguf` one, or one of torch.save. Entries that no tensor can be
-                over where they lie are copied at once; packed ones are decoded at each read.
+            path: a `.safetensors` file of any origin, a `.gguf` one, or one of torch.save. Entries that no tensor can
+                be over where they lie are copied at once; packed ones are decoded at each read.
             key: the entry; may be left out where the file holds one value.
             device, offload_dir: where ops on it run; where a copy goes at the first write (None: a private folder).
 
@@ -233,8 +233,7 @@ class OffloadedTensor(torch.Tensor):
         """
         file, target = TensorFile.open(path), computing_device(device)
         key = only_key(file, key)
-        stored = wrap_handle(referenced(file, key, offload_dir), target)
-        return stored.view(dense_layout(file, key).shape) if key in file.header.kinds else stored
+        return in_shape(wrap_handle(referenced(file, key, offload_dir), target), file, key)
 
     @classmethod
     def empty(

@@ -339,7 +339,7 @@ def test_what_is_no_model_class_is_told(llama_folder: Path, model_class: Any) ->
         offload.from_pretrained(llama_folder, model_class=model_class)
 
 
-@pytest.mark.parametrize("name", ["torch_dtype", "subfolder", "variant", "state_dict", "offload_folder", "gguf_file"])
+@pytest.mark.parametrize("name", ["torch_dtype", "subfolder", "variant", "state_dict", "offload_folder"])
 def test_an_option_that_would_be_left_out_is_told(llama_folder: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"takes no '{name}': "):
         offload.from_pretrained(llama_folder, **{name: "any"})

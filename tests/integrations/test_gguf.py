@@ -1,0 +1,257 @@
+"""Models in GGUF files: what plain transformers loads of them, over the blocks in the file."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import offload
+from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+from offload.integrations.gguf import _KNOWN, _processed
+from offload.models.deferred import DeferredTensor
+from offload.tensor.wrapper import handle_of, is_offloaded
+from tests.models.forms import FORMS, PROMPT, model_of, outcome
+from tests.models.gguf_files import KINDS, write_gguf
+
+GGUF = [name for name in FORMS if name.startswith("gguf-")]
+FILE = "model.gguf"
+
+
+def written_files(folder: Path) -> set[tuple[Path, int, int]]:
+    return {(path, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def weights(model: Any) -> Iterator[torch.Tensor]:
+    """What should be on disk."""
+    return (value for value in (*model.parameters(), *model.buffers()) if value.numel() * value.itemsize > 1024)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a Llama in Q8_0."""
+    write_gguf(model_of("llama", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_a_form_says_what_plain_transformers_says(name: str, tmp_path: Path) -> None:
+    """Logits and four tokens, to the bit; weights are recipes over the file, and nothing is written."""
+    FORMS[name].write(tmp_path)
+    expected = outcome(FORMS[name].plain(tmp_path))
+    before = written_files(tmp_path)
+
+    model = offload.from_pretrained(tmp_path, **FORMS[name].options)
+    assert all(map(is_offloaded, weights(model)))
+    found = outcome(model)
+
+    assert torch.equal(expected.logits, found.logits)
+    assert torch.equal(expected.tokens, found.tokens)
+    assert all(is_offloaded(value) and not handle_of(value).owned for value in weights(model))
+    assert before == written_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in GGUF if "bfloat16" not in name])
+def test_each_tensor_of_a_file_is_what_the_package_dequantizes(name: str, tmp_path: Path) -> None:
+    FORMS[name].write(tmp_path)
+
+    found = offload.load_file(tmp_path / FILE)
+
+    for tensor in gguf.GGUFReader(tmp_path / FILE).tensors:
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        one = offload.OffloadedTensor.from_file(tmp_path / FILE, tensor.name)
+        for value in (found[tensor.name].materialize(), one.materialize()):
+            assert torch.equal(expected, value.float()), tensor.name
+        assert torch.equal(expected[1:3], found[tensor.name][1:3].float())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")])
+def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind: str, tmp_path: Path) -> None:
+    """Also those whose factors are infinite, or no numbers."""
+    number = gguf.GGMLQuantizationType[kind]
+    elements, size = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 256, (7, 9 * size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    writer.add_tensor("w", blocks, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(blocks, number).copy())
+
+    found = offload.load_file(tmp_path / FILE)["w"]
+
+    assert (7, 9 * elements) == found.shape
+    torch.testing.assert_close(expected, found.materialize(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_file_itself_is_a_model(small: Path) -> None:
+    expected = outcome(offload.from_pretrained(small, gguf_file=FILE)).logits
+
+    assert torch.equal(expected, outcome(offload.from_pretrained(small / FILE)).logits)
+
+
+@pytest.mark.parametrize("processor", sorted(_KNOWN))
+def test_what_is_done_to_a_value_is_what_a_processor_of_transformers_does(processor: str, tmp_path: Path) -> None:
+    """To matrices and vectors of each name that one looks for."""
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    said = {"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4, "hidden_size": 32}
+    names = ["attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_down", "ffn_up", "ffn_gate_inp_shexp"]
+    names += ["attn_norm", "shortconv.conv", "ssm_conv1d", "ssm_a", "attn_q_norm"]
+    generator = np.random.default_rng(0)
+    values = {
+        f"blk.0.{name}.{last}": -np.abs(generator.standard_normal(shape, dtype=np.float32))
+        for name in names
+        for last, shape in {"weight": (96, 32), "bias": (96,)}.items()
+    }
+    writer = gguf.GGUFWriter(tmp_path / FILE, "llama")
+    for name, value in values.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    for name, tensor in offload.load_file(tmp_path / FILE).items():
+        expected = getattr(theirs, processor)(config=said).process(values[name], name=name).weights
+        found = _processed(tensor, name, processor, said)
+        if isinstance(found, DeferredTensor):
+            found = found.stored(name)
+        assert torch.equal(torch.from_numpy(np.copy(expected)), offload.materialize(found)), name
+
+
+def test_every_processor_of_transformers_is_known() -> None:
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
+
+    used = {kind.__name__ for name, kind in TENSOR_PROCESSORS.items() if name != "gpt_oss"}  # files say gpt-oss
+
+    assert used <= _KNOWN
+
+
+def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -> None:
+    """The package's reader would take 20 us a token for it."""
+    from transformers import AutoConfig
+
+    from offload.integrations.gguf import config_of
+
+    write_gguf(model_of("qwen2", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
+
+    config, _ = config_of(tmp_path / FILE)
+
+    expected = AutoConfig.from_pretrained(tmp_path, gguf_file=FILE).to_dict()
+    assert {**expected, "_name_or_path": ""} == {**config.to_dict(), "_name_or_path": ""}
+
+
+def test_adapters_over_a_file_learn_as_over_the_model_in_memory(small: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    losses = []
+    for model in (FORMS["gguf-q8_0"].plain(small), offload.from_pretrained(small, gguf_file=FILE)):
+        torch.manual_seed(0)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0))
+        optimizer = torch.optim.AdamW([value for value in adapted.parameters() if value.requires_grad], lr=0.05)
+        for _ in range(3):
+            loss = adapted(PROMPT, labels=PROMPT).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    assert losses[:3] == losses[3:]
+    assert losses[0] > losses[2]
+    frozen = [value for value in adapted.parameters() if not value.requires_grad and value.nbytes > 1024]
+    assert all(is_offloaded(value) and not handle_of(value).owned for value in frozen)
+
+
+@pytest.mark.parametrize("save", ["save_pretrained", "save_checkpoint"])
+@pytest.mark.parametrize("name", ["gguf-q4_k_m-bfloat16", "gguf-qwen3_moe", "gguf-qwen3_5"])
+def test_a_model_is_saved_dense(name: str, save: str, tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    FORMS[name].write(tmp_path / "from")
+    model = offload.from_pretrained(tmp_path / "from", **FORMS[name].options)
+    expected = outcome(model)
+
+    if save == "save_pretrained":
+        model.save_pretrained(tmp_path / "to")
+    else:
+        offload.save_checkpoint(model, tmp_path / "to")
+        model.config.save_pretrained(tmp_path / "to")
+
+    found = outcome(offload.from_pretrained(tmp_path / "to"))
+    assert torch.equal(expected.logits, found.logits)
+    assert torch.equal(expected.tokens, found.tokens)
+
+
+def test_copies_and_pickles_of_a_model_say_the_same(small: Path) -> None:
+    model = offload.from_pretrained(small, gguf_file=FILE)
+    expected = outcome(model).logits
+
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(expected, outcome(other).logits)
+
+
+def test_a_write_gives_a_value_a_file_of_its_own(small: Path) -> None:
+    model = offload.from_pretrained(small / FILE)
+    before = (small / FILE).read_bytes()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    expected = weight.materialize() * 2
+
+    with torch.no_grad():
+        weight.mul_(2)
+
+    assert torch.equal(expected, weight.materialize())
+    assert before == (small / FILE).read_bytes()
+
+
+def test_what_is_wrong_is_told(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"other\.gguf"):
+        offload.from_pretrained(small, gguf_file="other.gguf")
+    (small / "notes.txt").write_text("no model")
+    with pytest.raises(CheckpointError, match=r"notes\.txt is no GGUF file"):
+        offload.from_pretrained(small, gguf_file="notes.txt")
+    with pytest.raises(CheckpointError, match="gguf_file="):
+        offload.from_pretrained(small)
+    with pytest.raises(CheckpointError, match=r"GGUF files \(model\.gguf\)"):
+        offload.load_file(small)
+    (small / FILE).write_bytes((small / FILE).read_bytes()[:-100])
+    with pytest.raises(CorruptFileError, match=r"model\.gguf"):
+        offload.from_pretrained(small, gguf_file=FILE)
+
+
+def _empty_file(path: Path, architecture: str, **said: int) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, number in said.items():
+        writer.add_uint16(name.replace("_", "."), number)
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_what_transformers_can_t_load_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"one\.gguf.*bert-like"):
+        offload.from_pretrained(_empty_file(tmp_path / "one.gguf", "bert-like"))
+    with pytest.raises(CheckpointError, match="one of 3 parts"):
+        offload.from_pretrained(_empty_file(tmp_path / "part.gguf", "llama", split_count=3))
+
+
+def test_inspect_and_verify_know_a_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from offload.cli.main import main
+
+    main(["inspect", str(small / FILE)])
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("token_embd.weight", "Q8_0", "[96, 128]"))
+
+    main(["verify", str(small)])
+    assert "whole (1 file" in capsys.readouterr().out
