@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ArgumentTypeError, CheckpointError
+from offload.errors import CheckpointError
 from offload.models.checkpoint import COMPANIONS
 from offload.storage.gguf_header import MAGIC
 from offload.storage.reasons import first_line, reading
@@ -36,16 +36,13 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
         MissingFileError: the folder has no such GGUF file.
     """
     folder = Path(text_of(name_or_path))
-    if gguf_file is not None and not isinstance(gguf_file, str):
-        raise ArgumentTypeError(f"gguf_file={gguf_file!r} is not the name of a file")
+    gguf_file = None if gguf_file is None else text_of(gguf_file)
     if is_folder(folder):
         return folder.absolute() if gguf_file is None else _gguf(folder.absolute() / gguf_file)
     if is_there(folder):
         if gguf_file is None and is_gguf(folder):
             return folder.absolute()
-        raise CheckpointError(
-            f"{name_or_path} is a file, and no GGUF one; a model is a folder: give {folder.absolute().parent}"
-        )
+        raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.absolute().parent}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
