@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -17,21 +15,11 @@ import offload
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.integrations.gguf import _KNOWN, _processed
 from offload.models.deferred import DeferredTensor
-from offload.tensor.wrapper import handle_of, is_offloaded
-from tests.models.forms import FORMS, PROMPT, model_of, outcome
+from tests.models.forms import FORMS, model_of, outcome
 from tests.models.gguf_files import KINDS, write_gguf
 
 GGUF = [name for name in FORMS if name.startswith("gguf-")]
 FILE = "model.gguf"
-
-
-def written_files(folder: Path) -> set[tuple[Path, int, int]]:
-    return {(path, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
-
-
-def weights(model: Any) -> Iterator[torch.Tensor]:
-    """What should be on disk."""
-    return (value for value in (*model.parameters(), *model.buffers()) if value.numel() * value.itemsize > 1024)
 
 
 @pytest.fixture
@@ -39,23 +27,6 @@ def small(tmp_path: Path) -> Path:
     """A folder with a Llama in Q8_0."""
     write_gguf(model_of("llama", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
     return tmp_path
-
-
-@pytest.mark.parametrize("name", GGUF)
-def test_a_form_says_what_plain_transformers_says(name: str, tmp_path: Path) -> None:
-    """Logits and four tokens, to the bit; weights are recipes over the file, and nothing is written."""
-    FORMS[name].write(tmp_path)
-    expected = outcome(FORMS[name].plain(tmp_path))
-    before = written_files(tmp_path)
-
-    model = offload.from_pretrained(tmp_path, **FORMS[name].options)
-    assert all(map(is_offloaded, weights(model)))
-    found = outcome(model)
-
-    assert torch.equal(expected.logits, found.logits)
-    assert torch.equal(expected.tokens, found.tokens)
-    assert all(is_offloaded(value) and not handle_of(value).owned for value in weights(model))
-    assert before == written_files(tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in GGUF if "bfloat16" not in name])
@@ -149,27 +120,6 @@ def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -
 
     expected = AutoConfig.from_pretrained(tmp_path, gguf_file=FILE).to_dict()
     assert {**expected, "_name_or_path": ""} == {**config.to_dict(), "_name_or_path": ""}
-
-
-def test_adapters_over_a_file_learn_as_over_the_model_in_memory(small: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    losses = []
-    for model in (FORMS["gguf-q8_0"].plain(small), offload.from_pretrained(small, gguf_file=FILE)):
-        torch.manual_seed(0)
-        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0))
-        optimizer = torch.optim.AdamW([value for value in adapted.parameters() if value.requires_grad], lr=0.05)
-        for _ in range(3):
-            loss = adapted(PROMPT, labels=PROMPT).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-
-    assert losses[:3] == losses[3:]
-    assert losses[0] > losses[2]
-    frozen = [value for value in adapted.parameters() if not value.requires_grad and value.nbytes > 1024]
-    assert all(is_offloaded(value) and not handle_of(value).owned for value in frozen)
 
 
 @pytest.mark.parametrize("save", ["save_pretrained", "save_checkpoint"])

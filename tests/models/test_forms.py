@@ -22,7 +22,6 @@ NOT_YET = {
     **dict.fromkeys((name for name in FORMS if name.startswith("torchao-")), "is copied to files of its own"),
     **dict.fromkeys((name for name in FORMS if name.startswith("bitnet-")), "is loaded in memory, and copied"),
     **dict.fromkeys(("gptq", "gptq-act-order", "awq"), "transformers wants the package that wrote it"),
-    **dict.fromkeys((name for name in FORMS if name.startswith("gguf-")), "GGUF files are not read"),
 }
 
 
