@@ -1,0 +1,477 @@
+"""Values that are carried out from others when they are read give what plain tensors give, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from conftest import contents
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import offload
+from offload import OffloadedTensor
+from offload.errors import ChangedFileError, MissingFileError
+from offload.models.deferred import deferred
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
+from offload.tensor import recipes
+from offload.tensor.guests import CPU
+from offload.tensor.recipes import Decoded, Piece
+from offload.tensor.wrapper import handle_of, wrap_handle
+
+EXPERTS, INNER, WIDTH = 4, 12, 20
+ROWS, GRANULE = 65, 10
+
+
+def decode(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Ten rows share a scale for each column."""
+    return packed.float() * scales.repeat_interleave(GRANULE, 0)[: len(packed)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    random.seed(0)
+    (tmp_path / "checkpoint").mkdir()
+    save_file(
+        {
+            **{f"{name}{expert}": torch.randn(INNER, WIDTH) for expert in range(EXPERTS) for name in ("gate", "up")},
+            "packed": torch.randint(-128, 127, (ROWS, 16), dtype=torch.int8),
+            "scales": torch.rand(-(-ROWS // GRANULE), 16),
+        },
+        tmp_path / "checkpoint" / "model.safetensors",
+    )
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture(params=["joined", "cast", "decoded", "decoded, joined, cast", "turned"])
+def both(request: pytest.FixtureRequest, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
+    """A recipe, and the plain tensor that it stands for."""
+    return made(request.param, folder)
+
+
+@pytest.fixture
+def recipe(both: tuple[OffloadedTensor, torch.Tensor]) -> OffloadedTensor:
+    return both[0]
+
+
+@pytest.fixture
+def plain(both: tuple[OffloadedTensor, torch.Tensor]) -> torch.Tensor:
+    return both[1]
+
+
+def made(kind: str, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
+    stored, numbers = offload.load_file(folder), load_file(folder / "model.safetensors")
+    if "decoded" in kind:
+        value, expected = decoded(stored["packed"], stored["scales"]), decode(numbers["packed"], numbers["scales"])
+        if kind != "decoded":
+            value = torch.cat([deferred(value), deferred(value)[7:40]]).bfloat16().stored("w")  # type: ignore[attr-defined]
+            expected = torch.cat([expected, expected[7:40]]).bfloat16()
+        return value, expected
+    waiting = fused({name: deferred(tensor) for name, tensor in stored.items()})
+    expected = fused(numbers)
+    if kind == "cast":
+        waiting, expected = waiting.half(), expected.half()
+    if kind == "turned":
+        waiting = waiting.transpose(0, 2).contiguous()
+        expected = expected.transpose(0, 2).contiguous()
+    return waiting.stored("w"), expected  # type: ignore[attr-defined]
+
+
+def decoded(packed: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
+    pieces = [Piece(handle_of(packed)), Piece(handle_of(scales))]
+    layout = contiguous(torch.float32, tuple(packed.shape))
+    return wrap_handle(Handle.compose(Decoded(layout, decode, pieces, granule=GRANULE, per=(GRANULE, 1)), "w"), CPU)
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    gate, up = (torch.stack([tensors[f"{name}{expert}"] for expert in range(EXPERTS)]) for name in ("gate", "up"))
+    return torch.cat([gate, up], dim=1)  # (experts, 2 * inner, width)
+
+
+def is_recipe(tensor: torch.Tensor) -> bool:
+    return handle_of(tensor).composed is not None  # type: ignore[arg-type]
+
+
+def random_cut(dim: int, shape: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
+    at, size = random.randrange(dim), 0
+    size = shape[at]
+    start = random.randrange(size) if size else 0
+    length = random.randint(0, size - start)
+    step = random.choice([1, 1, 2, 3])
+    cuts: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda one: one.narrow(at, start, length),
+        lambda one: one[(slice(None),) * at + (slice(start, None, step),)],
+        lambda one: one.transpose(0, at),
+        lambda one: one.unsqueeze(at),
+        lambda one: one.unsqueeze(0).expand(2, *shape),
+    ]
+    if size:
+        cuts += [lambda one: one.select(at, start)] * 2
+    if size > 2:
+        cuts += [lambda one: one.unfold(at, 3, 1)]  # windows overlap
+    return random.choice(cuts)
+
+
+# Reading
+
+
+def test_random_cuts_are_those_of_the_plain_tensor(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    for _ in range(150):
+        ours: torch.Tensor = recipe
+        theirs = plain
+        for _ in range(random.randint(1, 4)):
+            if theirs.dim():
+                change = random_cut(theirs.dim(), theirs.shape)
+                ours, theirs = change(ours), change(theirs)
+
+        assert (theirs.shape, theirs.stride()) == (ours.shape, ours.stride())
+        assert torch.equal(theirs, ours.materialize())  # type: ignore[attr-defined]
+        assert torch.equal(theirs.clone(), ours.clone())
+    assert is_recipe(recipe)
+
+
+@pytest.mark.parametrize("block", [1, 64, 500])
+def test_random_cuts_by_blocks_of_any_size(
+    recipe: OffloadedTensor, plain: torch.Tensor, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(recipes, "BLOCK", block)
+
+    for _ in range(40):
+        change = random_cut(plain.dim(), plain.shape)
+        assert torch.equal(change(plain), change(recipe) + 0)
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_joined_and_cut(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = [torch.randint(0, 2, (3, 8)).to(dtype) for _ in range(2)]
+    for at, value in enumerate(values):
+        OffloadedTensor.from_original_tensor(value, f"{at}", tmp_path)
+    stored, expected = offload.load_file(tmp_path), torch.stack(values)
+
+    value = torch.stack([deferred(stored["0"]), deferred(stored["1"])]).stored("joined")  # type: ignore[attr-defined]
+
+    assert is_recipe(value)
+    for cut in (lambda one: one, lambda one: one[1], lambda one: one[:, 1:, 2:5], lambda one: one.transpose(0, 2)):
+        assert torch.equal(cut(expected).contiguous().view(torch.uint8), cut(value).contiguous().view(torch.uint8))
+
+
+def test_nothing_and_a_number(tmp_path: Path) -> None:
+    stored = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
+
+    number = deferred(stored[1, 2]).double().stored("number")  # type: ignore[attr-defined]
+    nothing = torch.cat([deferred(stored)[:0], deferred(stored)[:0]]).stored("nothing")  # type: ignore[attr-defined]
+
+    assert (5.0, torch.float64, ()) == (number.item(), number.dtype, number.shape)
+    assert torch.equal(torch.empty(0, 3), nothing.materialize())
+    assert torch.equal(torch.empty(3, 0), nothing.t() + 0)
+
+
+def test_views_of_another_dtype(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    for dtype in (torch.uint8, torch.int16):
+        ours, theirs = recipe.view(dtype), plain.view(dtype)
+        assert torch.equal(theirs, ours + 0)
+        assert torch.equal(theirs[2, ..., 3:8], ours[2, ..., 3:8] + 0)
+        assert torch.equal(theirs[..., 1], ours[..., 1] + 0)
+
+
+def test_conjugated_views(tmp_path: Path) -> None:
+    values = [torch.randn(3, 4, dtype=torch.complex64) for _ in range(2)]
+    stored = [OffloadedTensor.from_original_tensor(value, f"{at}") for at, value in enumerate(values)]
+    expected = torch.cat(values)
+
+    value = torch.cat([deferred(one) for one in stored]).stored("w")  # type: ignore[attr-defined]
+
+    for cut in (torch.conj, lambda one: one.conj()[2:5], lambda one: one.mH[1:], lambda one: one.conj().imag[1]):
+        assert torch.equal(cut(expected).resolve_conj().resolve_neg(), cut(value) + 0)
+
+
+def test_ops_give_what_they_give_on_the_plain_tensor(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    rows = torch.randn(3, plain.shape[-1], dtype=plain.dtype)
+
+    assert torch.equal(rows @ plain[0].t(), rows @ recipe[0].t()) if plain.dim() == 3 else True
+    assert torch.equal(plain[torch.tensor([3, 0, 3])], recipe[torch.tensor([3, 0, 3])])
+    assert torch.equal(plain.sum(), recipe.sum())
+    assert torch.equal(plain.flatten()[:7], recipe.flatten()[:7])
+    assert plain.tolist() == recipe.tolist()
+    assert repr(plain)[7:40] in repr(recipe)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_under_modes(recipe: OffloadedTensor, plain: torch.Tensor, mode: Callable[[], object]) -> None:
+    with mode():  # type: ignore[attr-defined]
+        result, view = recipe + 1, recipe[1]
+
+    assert torch.equal(plain + 1, result)
+    assert torch.equal(plain[1], view.materialize())
+
+
+def test_under_a_fake_mode_and_another_default_device(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = recipe + 1
+        value = recipe.materialize()
+    with torch.device("meta"):
+        result = recipe + 1
+
+    assert (plain.shape, plain.dtype) == (fake.shape, fake.dtype)
+    assert torch.equal(plain, value)
+    assert torch.equal(plain + 1, result)
+
+
+# Writing
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda one: one[1].mul_(3),
+        lambda one: one.zero_(),
+        lambda one: one.t().fill_(2) if one.dim() == 2 else one.transpose(0, 1).fill_(2),
+        lambda one: one.__setitem__((slice(None), 2), 5),
+        lambda one: torch.neg(one.clone(), out=one),
+        lambda one: nn.init.constant_(one, 4),
+    ],
+    ids=["row", "all", "turned", "column", "out", "init"],
+)
+def test_a_write_goes_to_a_file_of_its_own_and_nobody_else_sees_it(
+    recipe: OffloadedTensor, plain: torch.Tensor, folder: Path, write: Callable[[torch.Tensor], object]
+) -> None:
+    before, expected, old = contents(folder), plain.clone(), plain.clone()
+    other, view = wrap_handle(handle_of(recipe).elsewhere(None), CPU), recipe[1]
+
+    write(recipe)
+    write(expected)
+
+    assert torch.equal(expected, recipe + 0)
+    assert torch.equal(expected[1], view + 0)
+    assert handle_of(recipe).owned
+    assert recipe.offload_path.parent != folder
+    assert is_recipe(other)
+    assert torch.equal(old, other + 0)
+    assert before == contents(folder)
+
+
+def test_a_new_value_and_new_data(recipe: OffloadedTensor, plain: torch.Tensor, folder: Path) -> None:
+    before, parameter = contents(folder), nn.Parameter(copy.deepcopy(recipe))
+
+    recipe.update_values(plain + 1)
+    parameter.data = plain.double()
+
+    assert torch.equal(plain + 1, recipe.materialize())
+    assert torch.equal(plain.double(), parameter.materialize())  # type: ignore[attr-defined]
+    assert torch.float64 == parameter.dtype
+    assert before == contents(folder)
+
+
+def test_gradients_go_through_it_and_steps_write_it(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    ours, theirs = nn.Parameter(recipe), nn.Parameter(plain.clone())
+
+    for one in (ours, theirs):
+        (one * 2).sum().backward()
+        torch.optim.SGD([one], lr=0.5).step()
+
+    assert torch.equal(theirs.grad, ours.grad)  # type: ignore[arg-type]
+    assert torch.equal(theirs, ours.materialize())  # type: ignore[attr-defined]
+
+
+# Copies, files, addresses
+
+
+def test_a_deep_copy_is_independent_and_writes_nothing(
+    recipe: OffloadedTensor, plain: torch.Tensor, folder: Path
+) -> None:
+    before = contents(folder)
+
+    copied = copy.deepcopy(recipe)
+
+    assert is_recipe(copied)
+    copied.zero_()
+    assert torch.equal(plain, recipe.materialize())
+    assert not copied.any()
+    assert before == contents(folder)
+
+
+def test_what_is_saved_is_plain(recipe: OffloadedTensor, plain: torch.Tensor, tmp_path: Path) -> None:
+    save_file({"w": recipe}, tmp_path / "saved.safetensors")
+    torch.save({"w": recipe, "view": recipe[1]}, tmp_path / "saved.pt")
+    offload.save_checkpoint({"w": recipe, "view": recipe[1]}, tmp_path / "saved")
+
+    for found in (
+        load_file(tmp_path / "saved.safetensors"),
+        torch.load(tmp_path / "saved.pt", weights_only=True),
+        load_file(tmp_path / "saved" / "model.safetensors"),
+    ):
+        assert type(found["w"]) is torch.Tensor
+        assert torch.equal(plain, found["w"])
+        assert torch.equal(plain[1], found.get("view", plain[1]))
+
+
+def test_arrays_and_capsules(folder: Path) -> None:
+    recipe, plain = made("joined", folder)
+
+    array, capsule = recipe.numpy(), torch.from_dlpack(recipe)
+    for _ in range(5):  # what is carried out meanwhile goes elsewhere
+        assert torch.equal(plain * 2, recipe * 2)
+
+    assert (plain.numpy() == array).all()
+    assert not array.flags.writeable
+    assert torch.equal(plain, capsule)
+
+
+def test_ties_are_told_by_addresses_and_those_write_nothing(folder: Path) -> None:
+    recipe, other = made("joined", folder)[0], made("joined", folder)[0]
+
+    addresses = [one.untyped_storage().data_ptr() for one in (recipe, recipe[1], recipe.detach(), other)]
+
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3]
+    assert 0 not in addresses
+    assert is_recipe(recipe)
+
+
+def test_tied_recipes_stay_tied_for_accelerate(folder: Path) -> None:
+    from accelerate.utils import find_tied_parameters
+
+    model = nn.Module()
+    model.a, model.b, model.c = nn.Module(), nn.Module(), nn.Module()
+    tied = nn.Parameter(made("joined", folder)[0])
+    model.a.weight = model.b.weight = tied
+    model.c.weight = nn.Parameter(made("joined", folder)[0])
+
+    assert [["a.weight", "b.weight"]] == [sorted(names) for names in find_tied_parameters(model)]
+
+
+# Processes and threads
+
+
+def _doubled(tensor: OffloadedTensor, results: mp.Queue) -> None:
+    results.put((is_recipe(tensor), (tensor.double() * 2).tolist()))
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_another_process_gets_the_reference(folder: Path, method: str) -> None:
+    recipe, plain = made("decoded, joined, cast", folder)
+    context = mp.get_context(method)
+    results = context.Queue()
+
+    child = context.Process(target=_doubled, args=(recipe[3:50], results))
+    child.start()
+    found = results.get(timeout=120)
+    child.join()
+
+    assert (True, (plain[3:50].double() * 2).tolist()) == found
+
+
+def test_what_travels_is_small_and_comes_back_as_one_value(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    sent = io.BytesIO()
+    ForkingPickler(sent, pickle.HIGHEST_PROTOCOL).dump([recipe, recipe[1]])
+
+    whole, row = pickle.loads(sent.getvalue())
+
+    assert len(sent.getvalue()) < 8192
+    assert handle_of(whole) is handle_of(row) is handle_of(recipe)
+    assert torch.equal(plain[1], row.materialize())
+
+
+def test_a_forked_child_reads_and_its_parent_goes_on(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    assert torch.equal(plain, recipe + 0)
+
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if all(torch.equal(plain, recipe + 0) for _ in range(3)) else 1)
+
+    assert 0 == os.waitpid(pid, 0)[1]
+    assert torch.equal(plain, recipe + 0)
+
+
+def test_threads_that_carry_out_at_once_do_not_share_memory(folder: Path) -> None:
+    values = [made(kind, folder) for kind in ("joined", "cast", "decoded", "decoded, joined, cast")] * 2
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        recipe, plain = values[number]
+        composed = handle_of(recipe).composed
+        assert composed is not None
+        for _ in range(60):
+            first = composed.value()
+            second = composed.value()
+            if not (torch.equal(plain, first) and torch.equal(plain, second) and torch.equal(plain, recipe + 0)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [] == wrong
+
+
+def test_memory_is_used_again_once_nobody_holds_it(folder: Path) -> None:
+    recipe, plain = made("cast", folder)
+    composed = handle_of(recipe).composed
+    assert composed is not None
+
+    held = composed.value()
+    view = composed.value()[1]
+    addresses = {composed.value().untyped_storage().data_ptr() for _ in range(10)}
+
+    assert 1 == len(addresses)
+    assert addresses.isdisjoint({held.untyped_storage().data_ptr(), view.untyped_storage().data_ptr()})
+    assert torch.equal(plain, held)
+    assert torch.equal(plain[1], view)
+
+
+# Compilers
+
+
+def test_compiled_and_exported(folder: Path) -> None:
+    recipe, plain = made("cast", folder)
+    layers = [nn.Linear(WIDTH, 2 * INNER, bias=False, dtype=torch.float16) for _ in range(2)]
+    for layer, weight in zip(layers, (recipe, plain), strict=True):
+        layer.weight = nn.Parameter(weight[1], requires_grad=False)
+    ours, theirs = layers
+    x = torch.randn(3, WIDTH).half()
+
+    compiled = torch.compile(ours, backend="aot_eager")
+    exported = torch.export.export(ours, (x,)).module()
+
+    assert torch.equal(theirs(x), compiled(x))
+    assert torch.equal(theirs(x), exported(x))
+    assert is_recipe(ours.weight)
+
+
+# Files that are not what they were
+
+
+def test_a_missing_or_changed_file_of_a_piece_is_an_error(recipe: OffloadedTensor, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+
+    path.unlink()
+    with pytest.raises(MissingFileError, match=r"model\.safetensors"):
+        recipe + 0
+    path.write_bytes(data)
+    with pytest.raises(ChangedFileError, match=r"model\.safetensors"):
+        recipe + 0
+    with pytest.raises(ChangedFileError), torch.no_grad():
+        recipe.zero_()
