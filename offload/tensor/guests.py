@@ -98,6 +98,18 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
     return base
 
 
+def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, twin: torch.Tensor) -> torch.Tensor:
+    """`value`, what `twin` cuts out, at the place in its storage that `twin` says: compilers look at it (2.13).
+
+    What is carried out is elsewhere: in the file of a piece, or in memory for itself.
+    """
+    if handle.composed is None or value.storage_offset() == twin.storage_offset():
+        return value
+    base = handle.base()
+    span = base.untyped_storage()[int(base.storage_offset()) * base.itemsize :]
+    return cut(torch.empty(0, dtype=base.dtype, device=CPU).set_(span, 0, base.shape, base.stride()), twin)
+
+
 def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
     """The byte of the file at which a view begins whose elements lie there as they read; None for any other view."""
     if (

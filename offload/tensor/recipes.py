@@ -31,7 +31,7 @@ from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
 from offload.torch_api import storage_id, storage_uses
 
 BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
-_WRITTEN = 8 << 20  # the same, for what is written to a file
+_WRITTEN = 4 << 20  # the same, for what is written to a file, while another one is made
 _GENERATION = b"1"  # another one once a decoder gives other numbers than it did: what was stored is stored anew
 _MOST_KEPT = 64 << 20  # bytes of memory that are kept for the next value
 

@@ -58,6 +58,7 @@ from offload.tensor.guests import (
     sent_to,
     twin_of,
     uncut,
+    where_torch_expects,
     with_bits_of,
 )
 from offload.torch_api import (
@@ -168,9 +169,8 @@ class OffloadedTensor(torch.Tensor):
                 "from_file, empty, zeros, ones, full"
             )
         [tensor] = tensors
-        if not (is_offloaded(tensor) or tensor.is_meta):
-            tensor = cls.from_original_tensor(tensor, "tensor")
-        parameter = torch.nn.Parameter(tensor.detach(), requires_grad)
+        stored = tensor if is_offloaded(tensor) or tensor.is_meta else cls.from_original_tensor(tensor, "tensor")
+        parameter = torch.nn.Parameter(stored.detach(), requires_grad)
         vars(parameter).update((name, value) for name, value in noted.items() if name not in _OWN)
         return parameter  # type: ignore[return-value]
 
@@ -406,7 +406,7 @@ class OffloadedTensor(torch.Tensor):
     @property
     def _guest(self) -> torch.Tensor:
         with no_functions(), no_modes():
-            return sent_to(mapped_value(self), self._target)
+            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._twin), self._target)
 
     # Numbers and arrays
 

@@ -444,13 +444,25 @@ def test_memory_is_used_again_once_nobody_holds_it(folder: Path) -> None:
 # Compilers
 
 
-def test_compiled_and_exported(folder: Path) -> None:
-    recipe, plain = made("cast", folder)
-    layers = [nn.Linear(WIDTH, 2 * INNER, bias=False, dtype=torch.float16) for _ in range(2)]
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda one: one["gate0"].half(),
+        lambda one: one["gate0"].chunk(2)[1],
+        lambda one: fused(one)[1],
+        lambda one: fused(one).half().chunk(EXPERTS)[2][0],
+    ],
+    ids=["cast", "a part", "an expert", "an expert, cast"],
+)
+def test_compiled_and_exported(folder: Path, cut: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> None:
+    torch._dynamo.reset()
+    plain = cut(load_file(folder / "model.safetensors"))
+    recipe = cut({name: deferred(one) for name, one in offload.load_file(folder).items()}).stored("w")  # type: ignore[attr-defined]
+    layers = [nn.Linear(WIDTH, len(plain), bias=False, dtype=plain.dtype) for _ in range(2)]
     for layer, weight in zip(layers, (recipe, plain), strict=True):
-        layer.weight = nn.Parameter(weight[1], requires_grad=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
     ours, theirs = layers
-    x = torch.randn(3, WIDTH).half()
+    x = torch.randn(3, WIDTH, dtype=plain.dtype)
 
     compiled = torch.compile(ours, backend="aot_eager")
     exported = torch.export.export(ours, (x,)).module()
@@ -458,6 +470,14 @@ def test_compiled_and_exported(folder: Path) -> None:
     assert torch.equal(theirs(x), compiled(x))
     assert torch.equal(theirs(x), exported(x))
     assert is_recipe(ours.weight)
+
+
+def test_a_view_of_a_recipe_is_compiled(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    double = torch.compile(lambda one: one * 2, backend="aot_eager", dynamic=False)
+
+    for cut in (lambda one: one[1], lambda one: one[2:, 3:], lambda one: one[3:].t() if one.dim() == 2 else one.mT):
+        assert torch.equal(cut(plain) * 2, double(cut(recipe)))
 
 
 # Files that are not what they were
