@@ -149,10 +149,9 @@ class _Mapping:
 
     def _has_room(self) -> bool:
         """Whether another batch is to be begun."""
-        is_behind = len(self._ended) >= _BACKLOG * self._limit
-        return (
-            self._batches is not None and not self._lift.count >= self._limit and not (is_behind and self._lift.count)
-        )
+        is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is on its way
+        most = 1 if is_behind else self._limit
+        return self._batches is not None and self._lift.count < most
 
     def _begin(self) -> None:
         """Take a batch, and run it up to its first floor."""
@@ -188,7 +187,7 @@ class _Mapping:
         if not isinstance(error, Exception):
             raise error
         self._batches = None
-        error.add_note(f"in batch {number}")  # type: ignore[attr-defined,unused-ignore]
+        error.add_note(f"in batch {number}")
         self._failure = number, error
         self._lift.stop(after=number)
         self._ended = {one: call for one, call in self._ended.items() if one < number}

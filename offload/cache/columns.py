@@ -48,7 +48,7 @@ from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import open_regular
+from offload.storage.regular import closed_after, closed_on_error, open_regular
 from offload.storage.replacing import put_file, write_all
 from offload.storage.write import bytes_of, refuse_foreign
 from offload.tensor.arguments import checked_dense, checked_number, refuse_unstorable
@@ -332,11 +332,8 @@ class HeapColumn:
         self._length = length
         self._each = column.row_bytes  # bytes of what is counted
         self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
-        try:
+        with closed_on_error(self._fd):
             self._index = FixedColumn(folder, _index_of(column), writes=writes)
-        except BaseException:
-            os.close(self._fd)
-            raise
 
     @staticmethod
     def create(folder: Path, column: Column, room: int) -> None:
@@ -347,12 +344,9 @@ class HeapColumn:
             OSError
         """
         path = _path(folder, column)
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
-        try:
+        with closed_after(open_regular(path, os.O_RDWR | os.O_CREAT)) as fd:
             if os.fstat(fd).st_size:
                 raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
-        finally:
-            os.close(fd)
         FixedColumn.create(folder, _index_of(column), room)
 
     def check(self, room: int) -> None:

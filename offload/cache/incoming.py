@@ -25,6 +25,7 @@ import torch
 
 from offload.cache.schema import BYTES, JSON, RAGGED, schema_of
 from offload.errors import CacheError
+from offload.storage.reasons import some
 from offload.tensor.arguments import refuse_unstorable
 
 PRESENT = ".present"
@@ -220,7 +221,8 @@ def _settled(
     names = [*dict.fromkeys([*(name for name in names if name not in nests), *_below(nests, names, hints), *schema])]
     unknown = set(optional) - set(names)
     if unknown:
-        raise CacheError(f"optional= names {_some(unknown)}, and the records have {_some(names)}")
+        told, there = (some(map(repr, sorted(each))) for each in (unknown, names))
+        raise CacheError(f"optional= names {told}, and the records have {there}")
     found = {}
     for name in names:
         values = [row.get(name) for row in rows]
@@ -265,8 +267,8 @@ def _common_dtype(name: str, values: Sequence[Any], tensors: Sequence[torch.Tens
     if len(dtypes) == 1:
         return tensors[0].dtype
     if not all(isinstance(value, _PLAIN) for value in values):
-        some = ", ".join(sorted(map(str, dtypes)))
-        raise CacheError(f"the field {name!r} is of several dtypes, {some}: make them one, or give schema=")
+        several = some(sorted(map(str, dtypes)))
+        raise CacheError(f"the field {name!r} is of several dtypes, {several}: make them one, or give schema=")
     return reduce(torch.promote_types, dtypes)
 
 
@@ -276,9 +278,9 @@ def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | Non
         return shapes.pop()
     rests = {(len(shape), shape[1:]) for shape in shapes}
     if len(rests) > 1:
-        some = ", ".join(map(str, sorted(shapes)[:3]))
         raise CacheError(
-            f"the field {name!r} has shapes {some}: they may differ in the first size alone. Pad them, or save lists"
+            f"the field {name!r} has shapes {some(sorted(shapes), 3)}: they may differ in the first size alone. Pad "
+            "them, or save lists"
         )
     return (None, *next(iter(shapes))[1:])
 
@@ -377,7 +379,3 @@ def _fits(shape: Sequence[int], row_shape: tuple[int | None, ...]) -> bool:
 
 def _told(field: Field) -> str:
     return f"{field.dtype} of shape {field.row_shape}"
-
-
-def _some(names: Collection[str]) -> str:
-    return ", ".join(map(repr, sorted(names)[:5]))

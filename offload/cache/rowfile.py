@@ -26,7 +26,7 @@ from offload.memory import available_bytes
 from offload.storage.mapping import mapped
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.reasons import explained, reading
-from offload.storage.regular import open_regular
+from offload.storage.regular import closed_on_error, open_regular
 from offload.storage.replacing import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
@@ -55,11 +55,8 @@ class Descriptors:
             MissingFileError, CorruptFileError, ForeignFileError, ReadError
         """
         fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        try:
+        with closed_on_error(fd):
             return cls(fd, opened(path, os.O_RDONLY))
-        except BaseException:
-            os.close(fd)
-            raise
 
     @classmethod
     def kept(cls, fd: int, path: Path) -> Descriptors:
@@ -68,12 +65,8 @@ class Descriptors:
         Raises:
             ReadError
         """
-        try:
-            with reading(path):
-                return cls(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-        except BaseException:
-            os.close(fd)
-            raise
+        with closed_on_error(fd), reading(path):
+            return cls(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
         left = {self.fd, self.random} - {-1}

@@ -34,7 +34,7 @@ from offload.errors import CacheError, ChangedFileError, CorruptFileError, Forei
 from offload.storage.locks import flock, unlock
 from offload.storage.reasons import explained as unread
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import as_file, is_there, open_regular
+from offload.storage.regular import as_file, closed_on_error, is_there, open_regular
 from offload.storage.replacing import put_file
 
 FILE = "rows.state"
@@ -78,11 +78,8 @@ class States:
         self._looked_at = 0  # rows here and there, since all were
         what = "the file that says which rows are filled"
         self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY, what)
-        try:
+        with closed_on_error(self.fd):
             self._map()
-        except BaseException:
-            os.close(self.fd)
-            raise
 
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
@@ -276,9 +273,9 @@ class States:
     def count_in(self) -> None:
         """Be a writer of its own, in a forked child: it may outlive the parent, whose lock it shares."""
         own = opened(self.path, os.O_RDWR)
-        if not os.path.sameopenfile(own, self.fd):
-            os.close(own)
-            raise ChangedFileError(f"{self.path} was replaced since the cache was opened: open it again")
+        with closed_on_error(own):
+            if not os.path.sameopenfile(own, self.fd):
+                raise ChangedFileError(f"{self.path} was replaced since the cache was opened: open it again")
         inherited, self.fd = self.fd, own
         os.close(inherited)
         self._pid = os.getpid()

@@ -47,8 +47,8 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import FolderLock, flock, fork_safe_lock
 from offload.storage.modes import is_plain_world
-from offload.storage.reasons import writing
-from offload.storage.regular import is_there, open_regular
+from offload.storage.reasons import some, writing
+from offload.storage.regular import closed_after, is_there, open_regular
 from offload.storage.replacing import sweep
 from offload.tensor.arguments import checked_names
 from offload.tensor.guests import CPU
@@ -93,8 +93,7 @@ class Store:
         """
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            fd = open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)
-            try:
+            with closed_after(open_regular(folder / LOCK, os.O_RDWR | os.O_CREAT)) as fd:
                 is_new = flock(fd, folder / LOCK, wait=exist_ok) and not is_there(folder / MANIFEST)
                 if is_new:
                     sweep(folder)
@@ -104,8 +103,6 @@ class Store:
                     States.create(folder, len(manifest.columns), manifest.num_rows)
                     manifest.write(folder)
                     log.info("%s: made, with %d rows of %s", folder, manifest.num_rows, ", ".join(manifest.columns))
-            finally:
-                os.close(fd)
         if is_new:
             return cls(folder, manifest, writes=True)
         if not exist_ok:
@@ -359,9 +356,8 @@ class Store:
         return now.tobytes() == before.tobytes() or not ((now != before) & cells_filled(before)).any()
 
     def _refuse_missing(self, rows: Numbers) -> None:
-        some = ", ".join(map(str, rows[:5].tolist())) + (", ..." if len(rows) > 5 else "")
         raise MissingRowsError(
-            f"{len(rows)} of the rows that were asked for are not filled in {self.folder}: {some}. "
+            f"{len(rows)} of the rows that were asked for are not filled in {self.folder}: {some(rows)}. "
             'Write them first, or read with missing="zeros"; missing_rows() lists all.'
         )
 

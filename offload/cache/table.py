@@ -40,7 +40,7 @@ from offload.progress import Bar
 from offload.progress import progress as progress_of
 from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import writing
+from offload.storage.reasons import some, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.tensor.arguments import (
     checked_count,
@@ -281,8 +281,9 @@ class TensorCache:
         """
         missing = self.missing_rows(columns).tolist()
         if missing:
-            some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-            raise MissingRowsError(f"{len(missing)} of {len(self)} rows of {self.folder} are not filled: {some}")
+            raise MissingRowsError(
+                f"{len(missing)} of {len(self)} rows of {self.folder} are not filled: {some(missing)}"
+            )
 
     def __repr__(self) -> str:
         if self._store.is_closed:

@@ -143,11 +143,7 @@ class _Answering:
             tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, length:]
         except OffloadError:
             raise
-        except (
-            ValueError,
-            IndexError,
-            RuntimeError,
-        ) as error:  # a temperature of nearly 0, a token it does not know...
+        except (ValueError, IndexError, RuntimeError) as error:  # a temperature of nearly 0, a token it does not know
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return request.custom_id, number, f"the model does not take it: {first_line(error)}"

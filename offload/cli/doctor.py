@@ -25,7 +25,7 @@ from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
 from offload.prefetch.residency import WINDOW, Pool
 from offload.storage.reasons import writing
-from offload.storage.regular import absolute
+from offload.storage.regular import absolute, closed_after
 from offload.storage.replacing import remove, temporary_for
 
 _PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
@@ -162,19 +162,13 @@ def _write(path: Path, size: int) -> None:
 
 def _read(path: Path, flags: int) -> None:
     buffer = mmap.mmap(-1, _BLOCK)
-    descriptor = os.open(path, os.O_RDONLY | flags)
-    try:
+    with closed_after(os.open(path, os.O_RDONLY | flags)) as fd:
         at = 0
-        while done := os.preadv(descriptor, [buffer], at):
+        while done := os.preadv(fd, [buffer], at):
             at += done
-    finally:
-        os.close(descriptor)
 
 
 def _forget(path: Path) -> None:
     """Drop a file from the page cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with closed_after(os.open(path, os.O_RDONLY)) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

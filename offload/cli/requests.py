@@ -23,6 +23,7 @@ from typing import Any
 
 from offload.errors import ArgumentError, ForeignFileError, OffloadError, ReadError, WriteError
 from offload.storage.locks import flock
+from offload.storage.regular import closed_on_error
 
 _SILENT = {"model", "user", "metadata", "store", "messages", "prompt", "max_tokens", "max_completion_tokens"}
 _HEEDED = {"temperature", "top_p", "seed", "stop"}
@@ -227,15 +228,12 @@ class Answers:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise WriteError(error.errno, f"answers can't be written ({error.strerror})", str(path)) from error
-        try:
+        with closed_on_error(self._fd):
             if not flock(self._fd, path, wait=False):
                 raise ArgumentError(f"another process is writing answers to {path}")
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 raise ForeignFileError(errno.EINVAL, "answers go to a file that can be read again", str(path))
             self._look()
-        except BaseException:
-            os.close(self._fd)
-            raise
 
     def _look(self) -> None:
         """Take note of what is answered."""

@@ -24,7 +24,7 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_unicode
 from offload.storage.layout import Layout
-from offload.storage.reasons import reading, short
+from offload.storage.reasons import reading, short, some
 from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
 from offload.tensor.blocks import dense_layout, in_shape, referenced
@@ -230,7 +230,7 @@ def _the_only(folder: Path, names: list[str]) -> str:
             f"{folder} holds {shard}, a part of a checkpoint, and no index: get the *{INDEX} again, or name the file"
         )
     if len(names) > 1:
-        raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({', '.join(names[:3])}...): name the file")
+        raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({some(names, 3)}): name the file")
     return names[0]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from offload.errors import JournalError, MissingFileError, WriteError
 from offload.storage.file import TensorFile
-from offload.storage.reasons import short
+from offload.storage.reasons import short, some
 from offload.storage.state_file import Kind, read_state, write_state
 
 NAME = ".offload-journal"  # no value's file begins with a dot
@@ -190,7 +190,8 @@ class Journal:
             name for name in run.sources.keys() & sources.keys() if sources[name] not in (None, run.sources[name])
         )
         if strangers:
-            what = f"over {len(run.sources)} values, this one is over {len(sources)}: {_some(strangers)} differ"
+            differ = some(map(repr, strangers), 3)
+            what = f"over {len(run.sources)} values, this one is over {len(sources)}: {differ} differ"
         elif moved:
             was, now = run.sources[moved[0]] or "the folder", sources[moved[0]]
             what = f"over other files: {moved[0]!r} was in {was}, now it is in {now}"
@@ -222,7 +223,3 @@ def _checked(raw: Mapping[str, Any]) -> Run:
     if not all(isinstance(source, str | None) for source in run.sources.values()):
         raise ValueError("a run has a source that is no file")
     return run
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

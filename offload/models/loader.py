@@ -49,6 +49,7 @@ from offload.prefetch.engine import expect
 from offload.prefetch.residency import SMALL, Pool
 from offload.progress import progress, progress_in_bytes
 from offload.storage.handle import Handle
+from offload.storage.reasons import some
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.recipes import Recipe, stored_in
@@ -103,7 +104,7 @@ class LoadReport:
     def __str__(self) -> str:
         mismatched = [f"{name} (checkpoint {theirs}, model {ours})" for name, theirs, ours in self.mismatched_keys]
         lines = {"missing": self.missing_keys, "unexpected": self.unexpected_keys, "mismatched": mismatched}
-        said = [f"{len(names)} {what}: {_some(names)}" for what, names in lines.items() if names] or ["all match"]
+        said = [f"{len(names)} {what}: {some(names)}" for what, names in lines.items() if names] or ["all match"]
         if self.forms.keys() - {_REFERENCED, _IN_MEMORY}:
             said += [f"{what}: {form}" for what, form in self.forms.items()]
         return "; ".join(said)
@@ -273,7 +274,7 @@ def disk_offload(
     slots = retied_slots(tied_slots(model), held) if held else tensor_slots(model)
     empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
     if empty:
-        raise MetaTensorError(f"{len(empty)} tensors have no data to write: {_some(empty)}. Load them first.")
+        raise MetaTensorError(f"{len(empty)} tensors have no data to write: {some(empty)}. Load them first.")
     for slot in slots:
         if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
             refuse_lossy(slot.tensor, slot.name)
@@ -330,7 +331,7 @@ def _fill(
     held = held_values(model)
     if held:
         raise DeviceMapError(
-            f"accelerate's hooks hold {len(held)} tensors of this model ({_some(held)}), and would put theirs in place "
+            f"accelerate's hooks hold {len(held)} tensors of this model ({some(held)}), and would put theirs in place "
             "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
         )
     source = open_checkpoint(checkpoint)
@@ -434,7 +435,7 @@ def refuse_other_names(
     if others:
         raise CheckpointError(
             f"{source.path} has {len(others)} tensors in another form, or under other names, than this model "
-            f"({_some(others)}), and can't hold both. Give another offload_dir."
+            f"({some(others)}), and can't hold both. Give another offload_dir."
         )
 
 
@@ -475,7 +476,7 @@ def finish_loading(
     empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
     if empty:
         raise MetaTensorError(
-            f"{len(empty)} tensors of the model have no data after loading: {_some(empty)} (checkpoint: {report}). "
+            f"{len(empty)} tensors of the model have no data after loading: {some(empty)} (checkpoint: {report}). "
             "Give a checkpoint that has them, or fill them first; init_empty_weights keeps buffers real by default."
         )
     _stored_once(slots, store=store)
@@ -583,8 +584,3 @@ def _tell(model: nn.Module) -> None:
     """Log how many of a model's values are held how."""
     forms = _forms(tensor_slots(model))
     log.info("%s is ready; its values: %s", type(model).__name__, ", ".join(f"{what} {forms[what]}" for what in forms))
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

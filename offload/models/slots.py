@@ -22,6 +22,7 @@ from offload.models.deferred import DeferredTensor
 from offload.models.device_map import Place
 from offload.prefetch.residency import books_of
 from offload.progress import progress
+from offload.storage.reasons import some
 from offload.storage.regular import is_same_folder
 from offload.tensor.guests import CPU
 from offload.tensor.saved import identity_of
@@ -185,7 +186,7 @@ def place_tensors(
             "%d tensors are held by a graph, or by weak references, and others took their places: %s. Graphs keep the "
             "old ones, in memory.",
             len(left),
-            ", ".join(slot.name for _, slot in left[:5]),
+            some(slot.name for _, slot in left),
         )
 
 

@@ -33,6 +33,7 @@ from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder
 from offload.storage.handle import Handle, Notes
+from offload.storage.reasons import some
 from offload.storage.regular import is_there
 from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
@@ -393,8 +394,8 @@ def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
             raise ArgumentTypeError(f"select: names, classes or a function are needed, not {repr(wanted)[:80]}")
         meant = [value for value in values if _is_meant(value, wanted, source)]
         if not meant:
-            some = ", ".join(value.name for value in values[:3])
-            raise ArgumentError(f"select: {wanted!r} is none of the {len(values)} values ({some}...)")
+            names = some((value.name for value in values), 3)
+            raise ArgumentError(f"select: {wanted!r} is none of the {len(values)} values ({names})")
         found.update((id(value), value) for value in meant)
     return [value for value in values if id(value) in found]
 

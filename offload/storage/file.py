@@ -38,8 +38,8 @@ from offload.storage.layout import Entry, Loose, Record, contiguous
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import mapped as map_bytes
 from offload.storage.mapping import scratch, scratch_bytes
-from offload.storage.reasons import explained, not_regular, reading
-from offload.storage.regular import absolute, as_file, open_regular
+from offload.storage.reasons import not_regular, reading, some
+from offload.storage.regular import absolute, as_file, closed_after, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes that are read at a time
@@ -154,8 +154,8 @@ class TensorFile:
         if key in self.header.unreadable:
             raise CorruptFileError(f"{key!r} in {self.path} {self.header.unreadable[key]}")
         if key not in self.entries:
-            some, more = ", ".join(sorted(self.header.keys)[:5]), "..." if len(self.header.keys) > 5 else ""
-            raise MissingKeyError(f"{self.path} has no tensor {key!r}; it has {len(self.header.keys)}: {some}{more}")
+            keys = self.header.keys
+            raise MissingKeyError(f"{self.path} has no tensor {key!r}; it has {len(keys)}: {some(sorted(keys))}")
         return self.entries[key]
 
     def is_current(self) -> bool:
@@ -189,15 +189,10 @@ class TensorFile:
             ChangedFileError: another one is there now.
         """
         fd = open_regular(self.path, flags)
-        try:
+        with closed_on_error(fd), reading(self.path):
             now = Identity.of(os.fstat(fd))
             if (now if settled else replace(now, modified=self.identity.modified)) != self.identity:
                 raise self._changed()
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError):
-                raise explained(self.path, error) from error
-            raise
         return fd
 
     def storage(self, entry: Entry, *, shared: bool) -> torch.UntypedStorage:
@@ -238,11 +233,8 @@ class TensorFile:
         return self._shared if shared else self._private
 
     def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
-        fd = self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)
-        try:
+        with closed_after(self.descriptor(os.O_RDWR if shared else os.O_RDONLY, settled=not shared)) as fd:
             mapped = map_bytes(fd, self.path, 0, self.identity.size, shared=shared)
-        finally:
-            os.close(fd)
         if shared:
             self._shared = mapped
         else:
@@ -335,8 +327,7 @@ def _in_memory(data: memoryview) -> torch.UntypedStorage:
 
 
 def _range_of(file: TensorFile, start: int, count: int) -> memoryview:
-    fd = file.descriptor()
-    try:
+    with closed_after(file.descriptor()) as fd:
         data, done = memoryview(scratch_bytes(count))[:count], 0
         while done < count:
             with reading(file.path):
@@ -346,8 +337,6 @@ def _range_of(file: TensorFile, start: int, count: int) -> memoryview:
             data[done : done + len(block)] = block
             done += len(block)
         return data
-    finally:
-        os.close(fd)
 
 
 def _unpacked(record: Record, file: TensorFile) -> memoryview:

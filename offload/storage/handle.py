@@ -40,7 +40,7 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import addresses
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming, writing
-from offload.storage.regular import absolute
+from offload.storage.regular import absolute, closed_after
 from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
 from offload.storage.write import (
     Take,
@@ -551,11 +551,8 @@ class Handle:
     def _fill_holes(self) -> None:
         """A store into a hole of a full disk would end the process."""
         with self._lock, naming(self.name), writing(self.path, self.file.identity.size, "offload_dir"):
-            fd = self.file.descriptor(os.O_RDWR, settled=False)
-            try:
+            with closed_after(self.file.descriptor(os.O_RDWR, settled=False)) as fd:
                 fill_holes(fd, self.file.identity.size)
-            finally:
-                os.close(fd)
             self.has_holes = False
 
     def replace(self, tensor: torch.Tensor, notes: Notes = None) -> None:
@@ -612,14 +609,12 @@ class Handle:
             return
         self.base()
         with naming(self.name):
-            fd = self.file.descriptor(settled=False)
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                reason = f"what was written may not be on the disk ({error.strerror}): write it again, elsewhere"
-                raise WriteError(error.errno, reason, str(self.path)) from error
-            finally:
-                os.close(fd)
+            with closed_after(self.file.descriptor(settled=False)) as fd:
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    reason = f"what was written may not be on the disk ({error.strerror}): write it again, elsewhere"
+                    raise WriteError(error.errno, reason, str(self.path)) from error
             if self.file.lost_writes:
                 reason = "something that was written did not reach the disk: write it again, elsewhere"
                 raise WriteError(errno.EIO, reason, str(self.path))

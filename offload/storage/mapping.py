@@ -21,7 +21,7 @@ import torch
 from offload.errors import CorruptFileError, ReadError
 from offload.storage.layout import Layout
 from offload.storage.reasons import explained, reading
-from offload.storage.regular import open_regular
+from offload.storage.regular import closed_after, open_regular
 
 _FAILED = ctypes.c_void_p(-1).value
 _NO_RESERVE = 0x4000  # Python names it since 3.13
@@ -59,15 +59,12 @@ def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
     """
     if not nbytes:
         return torch.UntypedStorage(0, device="cpu")
-    fd = open_regular(path)
-    try:
+    with closed_after(open_regular(path)) as fd:
         with reading(path):
             size = os.fstat(fd).st_size
         if size < start + nbytes:
             raise CorruptFileError(f"{path} has {size} bytes, and {start + nbytes} are needed: get the file again")
         return mapped(fd, path, start, nbytes, shared=False)
-    finally:
-        os.close(fd)
 
 
 def addresses(count: int) -> torch.UntypedStorage:

@@ -25,6 +25,7 @@ from offload.errors import CorruptFileError, OffloadError
 from offload.storage.file import TensorFile
 from offload.storage.mapping import libc, view_memory
 from offload.storage.reasons import explained
+from offload.storage.regular import closed_after
 
 PAGE = mmap.PAGESIZE
 _SAMPLES = 8  # pages that are asked for, of many
@@ -140,16 +141,12 @@ class Range:
         mapped = None if file is None else file.mapping(shared=self._shared)
         if file is None or mapped is None:
             return
-        with suppress(OffloadError, OSError):
-            fd = file.descriptor(settled=False)
-            try:
-                if self._shared and not write_out(fd, self._start, self.nbytes):
-                    file.lost_writes = True  # what is in memory is all that there is
-                    return
-                let_go(mapped.data_ptr() + self._start, self.nbytes)
-                os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # the ends of huge pages
-            finally:
-                os.close(fd)
+        with suppress(OffloadError, OSError), closed_after(file.descriptor(settled=False)) as fd:
+            if self._shared and not write_out(fd, self._start, self.nbytes):
+                file.lost_writes = True  # what is in memory is all that there is
+                return
+            let_go(mapped.data_ptr() + self._start, self.nbytes)
+            os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # the ends of huge pages
 
     def _ask_for_huge_pages(self, address: int, *, exactly: bool) -> bool:
         """Have it read in pages of 2 MiB, and with `exactly` in no others; whether the system will.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,6 +119,12 @@ def not_regular(path: Path, kind: int) -> CorruptFileError:
     """The error to raise for what stands at `path` in place of a file; `kind` is its mode."""
     what = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
     return CorruptFileError(f"{path} is {what}: a file was expected there")
+
+
+def some(things: Iterable[object], most: int = 5) -> str:
+    """The first of them as text, and how many more there are."""
+    told = list(map(str, things))
+    return ", ".join(told[:most]) + (f" and {len(told) - most} more" if len(told) > most else "")
 
 
 def short(value: object, most: int = 200) -> str:

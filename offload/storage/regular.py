@@ -12,6 +12,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,25 +74,36 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
                 "Put the file itself there, or take another folder."
             ) from error
         raise explained(path, error) from error
-    try:
+    with closed_on_error(fd), reading(path):
         kind = os.fstat(fd).st_mode
         if not stat.S_ISREG(kind):
             raise not_regular(path, kind)
-    except BaseException as error:
-        os.close(fd)
-        if isinstance(error, OSError):
-            raise explained(path, error) from error
-        raise
     return fd
+
+
+@contextmanager
+def closed_after(fd: int) -> Iterator[int]:
+    """A descriptor, for as long as the block runs."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    """In the block, what a descriptor is opened for gets done; it stays open if that goes well."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def as_file(fd: int) -> BinaryIO:
     """A descriptor as a file, which closes it; it is closed if that fails, too."""
-    try:
+    with closed_on_error(fd):
         return open(fd, "rb")
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def read_regular(path: Path, most: int) -> bytes:

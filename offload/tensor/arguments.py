@@ -25,6 +25,7 @@ from offload.errors import (
 from offload.storage.file import TensorFile
 from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.reasons import some
 from offload.storage.subclasses import refuse_lossy
 
 T = TypeVar("T")
@@ -94,9 +95,7 @@ def only_key(file: TensorFile, key: str | None) -> str:
         return str(file.notes["name"])
     keys = file.header.keys
     if len(keys) != 1:
-        raise MissingKeyError(
-            f"{file.path} holds {len(keys)} tensors ({', '.join(sorted(keys)[:5])}...): say which with key="
-        )
+        raise MissingKeyError(f"{file.path} holds {len(keys)} tensors ({some(sorted(keys))}): say which with key=")
     return keys[0]
 
 

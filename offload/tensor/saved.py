@@ -19,6 +19,7 @@ import torch
 from offload.errors import ForeignFileError
 from offload.storage.file import TensorFile
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.regular import closed_after
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
 from offload.tensor.guests import metadata_of, start_of_run
@@ -120,9 +121,6 @@ def _copied(fd: int, at: int, tensor: torch.Tensor) -> bool:
     start = start_of_run(handle, twin)
     if start is None:
         return False
-    source = handle.file.descriptor(settled=not handle.owned)
-    try:
+    with closed_after(handle.file.descriptor(settled=not handle.owned)) as source:
         copy_range(source, start, fd, at, twin.numel() * twin.itemsize, handle.file.path)
-    finally:
-        os.close(source)
     return True

@@ -41,7 +41,7 @@ from offload.models.loader import load_file
 from offload.models.saving import save_checkpoint
 from offload.storage.header import MARK, VERSION
 from offload.storage.nodes import Node
-from offload.storage.reasons import short, writing
+from offload.storage.reasons import short, some, writing
 from offload.storage.regular import absolute, is_folder, is_there
 from offload.storage.replacing import made_folder, remove, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_state
@@ -336,7 +336,7 @@ def _refuse_other_model(
     """Before anything is changed."""
     wrong = sorted((values.keys() ^ saved.keys()) - left_out)
     if wrong:
-        raise CheckpointError(f"{checkpoint} is of another model, which differs in {', '.join(wrong[:5])}...")
+        raise CheckpointError(f"{checkpoint} is of another model, which differs in {some(wrong)}")
     for name, value in values.items():
         other = saved.get(name)
         if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor) and name in saved:

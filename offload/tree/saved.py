@@ -39,7 +39,7 @@ from offload.storage.header import MARK
 from offload.storage.layout import dtype_name
 from offload.storage.locks import flock
 from offload.storage.reasons import short, writing
-from offload.storage.regular import absolute, is_there
+from offload.storage.regular import absolute, closed_after, is_there
 from offload.storage.replacing import made_folder, remove_folder, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
@@ -186,13 +186,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """
     with writing(folder):
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closed_after(fd):
         if not flock(fd, folder, wait=False):
             reason = "a tree is being saved here by another process, or thread: wait for it, or take another folder"
             raise WriteError(errno.EAGAIN, reason, str(folder))
         yield
-    finally:
-        os.close(fd)
 
 
 def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -308,7 +308,7 @@ def test_values_are_selected_by_names_classes_or_a_function(plain, select, expec
 
 def test_a_selection_of_nothing_says_what_there_is(plain):
     with pytest.raises(
-        ValueError, match=r"'\*.wieght' is none of the 4 values \(scale, table.weight, layer.weight\.\.\.\)"
+        ValueError, match=r"'\*.wieght' is none of the 4 values \(scale, table.weight, layer.weight and 1 more\)"
     ):
         map_values(double, plain, select=["*.bias", "*.wieght"])
     with pytest.raises(ValueError, match=r"Conv2d'> is none of the 4 values"):
