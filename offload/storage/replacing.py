@@ -154,8 +154,10 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
             sync_folder(temporary)
             refuse(path)
             _exchange(temporary, path)
-        finally:
-            _remove_whole(temporary)  # what came to nothing, or the old one
+            _remove_whole(temporary)  # the old one
+        except BaseException:
+            _remove_whole(temporary)  # what came to nothing; the old one, if its removal was interrupted
+            raise
     sync_folder(path.parent)
 
 
@@ -303,8 +305,10 @@ def remove_folder(path: Path) -> None:
     aside = temporary_for(path)
     try:
         os.rename(path, aside)
-    finally:
         _remove_whole(aside)
+    except BaseException:
+        _remove_whole(aside)
+        raise
 
 
 def _remove_whole(temporary: Path) -> None:

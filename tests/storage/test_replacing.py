@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import ForeignFileError, WriteError
+from offload.storage import replacing as module
 from offload.storage.replacing import (
     made_folder,
     process_tag,
@@ -129,3 +130,26 @@ def test_a_folder_that_can_not_be_removed_at_once_has_lost_its_name(tmp_path):
         remove_folder(tmp_path / "a")
 
     assert [True] == [name.startswith(".offload-tmp-") for name in os.listdir(tmp_path)]
+
+
+def replace_it(path: Path) -> None:
+    with replacing_folder(path, refuse=lambda _: None) as folder:
+        (folder / "new").touch()
+
+
+@pytest.mark.parametrize(("act", "left"), [(replace_it, {"a/new"}), (remove_folder, set())])
+def test_an_interrupt_while_the_old_folder_is_removed_leaves_nothing_of_it(tmp_path, monkeypatch, act, left):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "old").touch()
+    real = module._remove_whole
+
+    def interrupted(_: Path) -> None:
+        monkeypatch.setattr(module, "_remove_whole", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_remove_whole", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        act(tmp_path / "a")
+
+    assert left == set(contents(tmp_path))
+    assert [] == list(tmp_path.glob(".offload-tmp-*"))
