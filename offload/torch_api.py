@@ -24,14 +24,14 @@ from torch.nn.utils import parametrize
 
 from offload.errors import UnsupportedTorchError
 
-TESTED = ("2.11", "2.13")  # the oldest release that the tests have run with, and the newest
+TESTED = ("2.11", "2.13")  # the releases that all tests have run with, the oldest first
 _T = TypeVar("_T")
 
 
 def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
     return UnsupportedTorchError(
         f"{feature} does not work with torch {torch.__version__} ({why}): install a release that it is tested with, "
-        f"torch {TESTED[0]} to {TESTED[1]}"
+        f"torch {' or '.join(TESTED)}"
     )
 
 
