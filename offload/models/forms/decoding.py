@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -82,7 +82,7 @@ def decoded(
         for twin, each in zip(twins, per, strict=True)
     )
     try:
-        found, dtype = _tried(decode, given)
+        found, dtype = _tried(*_call(decode), given)
     except Exception as error:  # whatever a decoder makes of shapes that it does not know
         raise _unfit(name, pieces, str(error)) from error
     if found != (min(granule, rows), *shape[1:]) and found != (granule, *shape[1:]):
@@ -98,13 +98,24 @@ def decoded(
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
 
 
+def _call(decode: Decode) -> tuple[Decode, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """The function, and what it is given first: partial functions of the same arguments are not equal."""
+    if isinstance(decode, partial):
+        return decode.func, decode.args, tuple(decode.keywords.items())
+    return decode, (), ()
+
+
 @lru_cache(maxsize=1024)
 def _tried(
-    decode: Decode, given: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    function: Decode,
+    first: tuple[Any, ...],
+    named: tuple[tuple[str, Any], ...],
+    given: tuple[tuple[tuple[int, ...], torch.dtype], ...],
 ) -> tuple[tuple[int, ...], torch.dtype]:
     """The shape and dtype of what a granule decodes to; tried once for all the weights of a kind."""
     with no_functions(), no_modes():
-        made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
+        pieces = (torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given)
+        made = function(*first, *pieces, **dict(named))
         return tuple(made.shape), made.dtype
 
 
