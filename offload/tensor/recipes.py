@@ -241,11 +241,13 @@ class Joined(Recipe):
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
-        turned = [
-            (tuple(place[dim] for dim in order), Piece(piece.handle, piece.twin.permute(order)))
-            for place, piece in zip(places, pieces, strict=True)
-        ]
+        turned = list(zip(places, pieces, strict=True))
         turned = [one for one in turned if one[1].twin.numel()] or turned[:1]
+        if order != tuple(range(len(order))):
+            turned = [
+                (tuple(place[dim] for dim in order), Piece(piece.handle, piece.twin.permute(order)))
+                for place, piece in turned
+            ]
         turned.sort(key=lambda one: one[0])
         self.layout = layout
         self.pieces = tuple(piece for _, piece in turned)

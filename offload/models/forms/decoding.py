@@ -70,19 +70,19 @@ def decoded(
     Raises:
         CheckpointError: the pieces have not as many rows as that takes, or can't be decoded.
     """
-    rows = shape[0]
-    granules = -(-rows // granule)
-    for piece, each in zip(pieces, per, strict=True):
-        if each is not None and not granules * each - each < len(piece) <= granules * each:
-            raise _unfit(name, pieces, f"{list(piece.shape)} does not make {granules} times {each} rows")
     with no_functions(), no_modes():
         twins = [current_twin(piece) for piece in pieces]
+    rows = shape[0]
+    granules = -(-rows // granule)
+    for twin, each in zip(twins, per, strict=True):
+        if each is not None and not granules * each - each < len(twin) <= granules * each:
+            raise _unfit(name, pieces, f"{list(twin.shape)} does not make {granules} times {each} rows")
     given = tuple(
         (tuple(twin.shape) if each is None else (min(each, len(twin)), *twin.shape[1:]), twin.dtype)
         for twin, each in zip(twins, per, strict=True)
     )
     try:
-        found, dtype = _tried(*_call(decode), given)
+        decode, found, dtype = _tried(*_call(decode), given)
     except Exception as error:  # whatever a decoder makes of shapes that it does not know
         raise _unfit(name, pieces, str(error)) from error
     if found != (min(granule, rows), *shape[1:]) and found != (granule, *shape[1:]):
@@ -111,12 +111,12 @@ def _tried(
     first: tuple[Any, ...],
     named: tuple[tuple[str, Any], ...],
     given: tuple[tuple[tuple[int, ...], torch.dtype], ...],
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of what a granule decodes to; tried once for all the weights of a kind."""
+) -> tuple[Decode, tuple[int, ...], torch.dtype]:
+    """The call, and the shape and dtype of what it makes of a granule; one, tried once, for all weights of a kind."""
+    decode = partial(function, *first, **dict(named)) if first or named else function
     with no_functions(), no_modes():
-        pieces = (torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given)
-        made = function(*first, *pieces, **dict(named))
-        return tuple(made.shape), made.dtype
+        made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
+        return decode, tuple(made.shape), made.dtype
 
 
 def _unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:

@@ -21,12 +21,18 @@ from offload.errors import CheckpointError
 from offload.models.forms.decoding import Tensors, decoded, missing
 from offload.models.forms.numbers import E2M1, numbers_of, of_exponents, of_halves, scaled
 from offload.tensor.wrapper import OffloadedTensor, handle_of
+from offload.torch_api import DisableTorchFunctionSubclass
 
 _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
+    with DisableTorchFunctionSubclass():  # all this is asked of the wrappers: no rule is needed
+        return _unpack(tensors, quantization)
+
+
+def _unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
     renamed = {_usual(name): tensor for name, tensor in tensors.items()}
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in renamed.items():
