@@ -21,10 +21,8 @@ from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
-from offload.models.forms.decoding import unpacked
-from offload.models.forms.packing import Packed, left_beside
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
-from offload.models.pretrained import filled
+from offload.models.pretrained import Dense, filled, quantization_of, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder
@@ -99,12 +97,11 @@ def from_pretrained(
     source = open_checkpoint(folder)
     source.refuse_own_folder(offload_dir)
     dtype = _requested_dtype(dtype, empty.config, source)
-    quantization, tensors = _quantization(empty.config), source.tensors(offload_dir)
-    dense = None if quantization is None else unpacked(tensors, quantization)
+    quantization, tensors = quantization_of(empty.config), source.tensors(offload_dir)
+    dense = None if quantization is None else Dense.of(tensors, quantization)
     if dense is not None:
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
-        beside = left_beside(tensors, dense)
-        model, info = filled(type(empty), _without_quantization(empty.config), dense, dtype, **options)
+        model, info = filled(type(empty), without_quantization(empty.config), dense.tensors, dtype, **options)
     elif quantization is not None:
         log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
@@ -129,7 +126,7 @@ def from_pretrained(
         store=store,
     )
     if dense is not None:
-        model.packed_as = Packed.of(model, quantization, beside)
+        dense.note(model)
     return (model, {**info, "forms": report.forms}) if output_loading_info else model
 
 
@@ -162,22 +159,6 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
         raise
     except Exception as error:  # whatever it makes of a configuration that is damaged, or of another kind of model
         raise CheckpointError(f"transformers can't make a model of {folder}: {first_line(error)}") from error
-
-
-def _quantization(config: Any) -> Any:
-    """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    return found.to_dict() if hasattr(found, "to_dict") else found
-
-
-def _without_quantization(config: Any) -> Any:
-    """The configuration of the dense model."""
-    for one in (config, config.get_text_config(decoder=True)):
-        if getattr(one, "quantization_config", None) is not None:
-            del one.quantization_config
-    return config
 
 
 def _refuse_options(options: dict[str, Any]) -> None:

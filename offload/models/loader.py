@@ -35,7 +35,7 @@ from offload.models.device_map import (
     warn_of_strangers,
 )
 from offload.models.hooks import filled_slots, held_for, held_values, move_activations, release, retied_slots
-from offload.models.pretrained import as_in, is_of_transformers, let_save
+from offload.models.pretrained import Fitted, as_in, is_of_transformers, let_save, quantization_of
 from offload.models.slots import (
     Slot,
     at_place,
@@ -339,14 +339,14 @@ def _fill(
     slots = _tied_as_noted(slots, source)
     keyed = _keyed(slots, source)
     report = _compare(keyed, source)
-    converted: dict[str, DeferredTensor] | None = None
-    if report.differs and is_of_transformers(model):
+    fitted: Fitted | None = None
+    if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
-        converted, info = as_in(model, source.tensors(offload_dir))
-        keyed = _keyed(slots, converted)
-        refuse_other_names(source, ((slot.keys, converted[key]) for slot, key in keyed if key is not None), offload_dir)
+        fitted = as_in(model, source.tensors(offload_dir))
+        keyed, named = _keyed(slots, fitted.tensors), fitted.tensors
+        refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
-        report = replace(report_of(info), missing_keys=missing)
+        report = replace(report_of(fitted.report), missing_keys=missing)
     if strict and report.differs:
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
@@ -359,9 +359,11 @@ def _fill(
         for slot, key in keyed
         if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
     }
-    tensors: Mapping[str, torch.Tensor] = converted or source.tensors(
-        offload_dir, {key: place.device for key, (_, place) in wanted.items()}
-    )
+    tensors: Mapping[str, torch.Tensor]
+    if fitted is not None:
+        tensors = fitted.tensors
+    else:
+        tensors = source.tensors(offload_dir, {key: place.device for key, (_, place) in wanted.items()})
     for key, (slot, place) in progress(wanted.items(), "loading", total=len(wanted)):
         tensor = tensors[key]
         with DisableTorchFunctionSubclass():  # it is asked of the wrapper: no rule is needed
@@ -369,9 +371,16 @@ def _fill(
         if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
         slot.fill(at_place(tensor, key, place, offload_dir))
+    if fitted is not None and fitted.dense is not None:
+        fitted.dense.note(model)
     if report.differs:
         log.warning("%s: %s", source.path, report)
     return report
+
+
+def _is_packed(model: Any, source: Checkpoint) -> bool:
+    """Whether a model of transformers says that its checkpoint is quantized; an offload folder has its own forms."""
+    return quantization_of(model.config) is not None and not source.is_offload_folder
 
 
 def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:

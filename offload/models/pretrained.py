@@ -18,6 +18,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from torch import nn
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
 from offload.models import log
 from offload.models.deferred import DeferredTensor, deferred
-from offload.models.forms.packing import Packed, packed_state
+from offload.models.forms.decoding import unpacked
+from offload.models.forms.packing import Packed, left_beside, packed_state
 from offload.models.saving import in_torchaos_form
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
@@ -78,27 +80,87 @@ def filled(
     return model, report
 
 
-def as_in(model: Any, tensors: Mapping[str, OffloadedTensor]) -> tuple[dict[str, DeferredTensor], dict[str, Any]]:
-    """The tensors of a checkpoint as a model of transformers has them, in the widest dtype, and transformers' report.
+@dataclass(frozen=True)
+class Dense:
+    """A quantized checkpoint as a dense one, and what it takes to be quantized again.
 
-    Deferred as they are, they can be cast to any other as from their own.
+    Attributes:
+        tensors: by the names that the dense checkpoint would have.
+        quantization: the configuration's.
+        beside: tensors of the checkpoint that the dense ones are not made of.
+    """
+
+    tensors: Mapping[str, OffloadedTensor]
+    quantization: Mapping[str, Any]
+    beside: Mapping[str, OffloadedTensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, OffloadedTensor], quantization: Mapping[str, Any]) -> Dense | None:
+        """None if the weights are to stay as they are packed. Raises: as `unpacked`."""
+        dense = unpacked(tensors, quantization)
+        return None if dense is None else cls(dense, quantization, left_beside(tensors, dense))
+
+    def note(self, model: Any) -> None:
+        """Have a model that was filled from these save itself as quantized."""
+        without_quantization(model.config)
+        model.packed_as = Packed.of(model, self.quantization, self.beside)
+
+
+def quantization_of(config: Any) -> Any:
+    """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def without_quantization(config: Any) -> Any:
+    """The configuration, which from now on is that of the dense model."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if getattr(one, "quantization_config", None) is not None:
+            del one.quantization_config
+    return config
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A checkpoint in the form that a model has.
+
+    Attributes:
+        tensors: by the model's names, in the widest dtype: deferred, they are cast to any other as from their own.
+        report: transformers'.
+        dense: what the checkpoint was before, if it is quantized.
+    """
+
+    tensors: dict[str, DeferredTensor]
+    report: dict[str, Any]
+    dense: Dense | None
+
+
+def as_in(model: Any, tensors: Mapping[str, OffloadedTensor]) -> Fitted:
+    """The tensors of a checkpoint as a model of transformers has them.
 
     Args:
         model: it stays as it is.
         tensors: those of the checkpoint, on disk.
 
     Raises:
-        CheckpointError: as `filled`; or the checkpoint is quantized.
+        CheckpointError: as `filled`, and as `unpacked`; or the checkpoint's weights are to stay as they are packed.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise CheckpointError(
-            f"a quantized checkpoint does not fill an empty {type(model).__name__}: use offload.from_pretrained"
-        )
-    twin, report = filled(
-        type(model), copy.deepcopy(model.config), tensors, _widest(tensors), ignore_mismatched_sizes=True
-    )
+    quantization, dense = quantization_of(model.config), None
+    if quantization is not None:
+        dense = Dense.of(tensors, quantization)
+        if dense is None:
+            raise CheckpointError(
+                f"a checkpoint quantized by {quantization.get('quant_method')} does not fill an empty "
+                f"{type(model).__name__}: use offload.from_pretrained"
+            )
+        tensors = dense.tensors
+    config = without_quantization(copy.deepcopy(model.config))
+    twin, report = filled(type(model), config, tensors, _widest(tensors), ignore_mismatched_sizes=True)
     named = twin.state_dict()
-    return {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}, report
+    fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
+    return Fitted(fitted, report, dense)
 
 
 def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
