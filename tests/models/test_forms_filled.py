@@ -1,0 +1,70 @@
+"""A quantized checkpoint, under the names of an empty transformers model, fills that as `from_pretrained` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import offload
+from offload.errors import CheckpointError
+from offload.tensor.wrapper import handle_of
+from tests.models.forms import FORMS, outcome
+
+FP8 = [name for name in FORMS if name.startswith("fp8")]
+
+
+def empty_model(folder: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder)
+    with offload.init_empty_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_an_empty_model_is_filled_with_recipes(name: str, tmp_path: Path) -> None:
+    """Its outcome is that of plain transformers, which dequantizes; every weight stays where it is packed."""
+    form = FORMS[name]
+    form.write(tmp_path)
+
+    model = offload.load_checkpoint_and_dispatch(empty_model(tmp_path), tmp_path)
+
+    expected, actual = outcome(form.plain(tmp_path)), outcome(model.eval())
+    assert torch.equal(expected.logits, actual.logits)
+    assert torch.equal(expected.tokens, actual.tokens)
+    assert all(offload.is_offloaded(value) and not handle_of(value).owned for value in model.parameters())
+
+
+def test_what_is_filled_saves_itself_as_it_was_packed(tmp_path: Path) -> None:
+    FORMS[FP8[0]].write(tmp_path / "packed")
+    model = offload.load_checkpoint_and_dispatch(empty_model(tmp_path / "packed"), tmp_path / "packed")
+
+    model.save_pretrained(tmp_path / "saved")
+
+    expected, actual = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "saved"))
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(value.view(torch.uint8), actual[key].view(torch.uint8)) for key, value in expected.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("packed", "saved")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_a_scale_that_is_missing_is_an_error_though_every_name_of_the_model_is_there(tmp_path: Path) -> None:
+    FORMS[FP8[0]].write(tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    left = {key: value for key, value in values.items() if not key.endswith("scale_inv")}
+    save_file(left, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CheckpointError, match="scale_inv"):
+        offload.load_checkpoint_and_dispatch(empty_model(tmp_path), tmp_path)
+
+
+def test_a_file_gives_the_pieces_as_they_are_packed(tmp_path: Path) -> None:
+    FORMS[FP8[0]].write(tmp_path)
+
+    found = offload.load_file(tmp_path)
+
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {key: value.dtype for key, value in stored.items()} == {key: value.dtype for key, value in found.items()}
