@@ -359,13 +359,10 @@ def _fill(
         for slot, key in keyed
         if key is not None and key not in skipped and placed[slot.name].device.type != "meta"
     }
-    tensors: Mapping[str, torch.Tensor]
-    if fitted is not None:
-        tensors = fitted.tensors
-    else:
-        tensors = source.tensors(offload_dir, {key: place.device for key, (_, place) in wanted.items()})
+    devices = {key: place.device for key, (_, place) in wanted.items()}
+    tensors = source.tensors(offload_dir, devices) if fitted is None else fitted.tensors
     for key, (slot, place) in progress(wanted.items(), "loading", total=len(wanted)):
-        tensor = tensors[key]
+        tensor: torch.Tensor = tensors[key]
         with DisableTorchFunctionSubclass():  # it is asked of the wrapper: no rule is needed
             is_floating = slot.tensor.is_floating_point() and tensor.is_floating_point()
         if is_floating:

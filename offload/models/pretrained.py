@@ -108,7 +108,7 @@ class Dense:
 
 def quantization_of(config: Any) -> Any:
     """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
-    found = getattr(config, "quantization_config", None)
+    found: Any = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     return found.to_dict() if hasattr(found, "to_dict") else found
