@@ -375,7 +375,7 @@ def test_importing_a_part_of_offload_works_by_itself():
     run_script(script, str(PACKAGE), *sorted(KNOWN - {"offload"}))
 
 
-def test_pickles_are_read_by_the_unpickler_of_weights_only_and_in_one_place():
+def test_pickles_are_read_by_the_unpickler_of_weights_only_or_as_notes_and_in_one_place():
     from offload.storage import pickled
 
     uses = {
@@ -389,6 +389,7 @@ def test_pickles_are_read_by_the_unpickler_of_weights_only_and_in_one_place():
         ("offload.torch_api", "Unpickler"),
         ("offload.torch_api", "torch._weights_only_unpickler.Unpickler"),
         ("offload.storage.pickled", "Unpickler"),
+        ("offload.storage.pickled", "pickle._Unpickler"),  # it is given a `find_class` that finds notes alone
     } == uses
     assert torch.serialization._weights_only_unpickler.Unpickler is pickled.Unpickler
 

@@ -26,6 +26,7 @@ OF_OTHERS = {
     ("offload.offloading.context", "_getframe"): "sys has no other way",
     ("offload.storage.locks", "_at_fork_reinit"): "a lock's, for a child",
     ("offload.storage.locks", "_is_owned"): "a lock's, for an interrupt",
+    ("offload.storage.pickled", "_Unpickler"): "pickle's in Python, which is given another find_class",
     ("offload.storage.subclasses", "_asdict"): "a named tuple's",
     ("offload.tensor.rules", "_getframe"): "sys has no other way",
     ("offload.tensor.wrapper", "_getframe"): "sys has no other way",
@@ -250,7 +251,9 @@ ANYTHING = {
     "offload.storage.locks": {"lock"},
     "offload.storage.modes": {"_enter", "_exit"},  # of guards in C
     "offload.storage.nodes": {"data", "value"},  # plain data, of any kind
-    "offload.storage.pickled": {"arguments", "function", "saved", "saved_id", "value"},  # what a pickle says
+    "offload.storage.pickled": {  # what a pickle says
+        *("args", "arguments", "function", "saved", "saved_id", "state", "value"),
+    },
     "offload.storage.state_file": {"found"},  # JSON
     "offload.storage.subclasses": {"cls", "data", "other", "recipe", "value"},  # plain data, of any kind
 }

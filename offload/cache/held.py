@@ -32,7 +32,6 @@ from offload.errors import (
 )
 from offload.models.checkpoint import open_checkpoint
 from offload.storage.file import Identity, TensorFile
-from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.storage.reasons import reading
 from offload.storage.replacing import made_folder
@@ -324,7 +323,7 @@ def read_file(path: Path) -> HeldStore:
         CacheError: they are no columns of one length.
     """
     found = open_checkpoint(path)
-    handles = [(Handle.reference(value.file, value.key), CPU) for value in found.values()]
+    handles = [(value.handle(name), CPU) for name, value in found.items()]
     tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
     file = next((value.file for value in found.values()), None)
     said = {} if file is None else file.notes.get(_NOTE) or notes_in(file) or {}

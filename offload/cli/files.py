@@ -13,7 +13,7 @@ from offload.cli import arguments
 from offload.cli.output import allow_json, console, counted, print_json, table
 
 if TYPE_CHECKING:
-    from offload.models.checkpoint import StoredValue
+    from offload.models.checkpoint import Value
 
 
 def add_to(commands: Any) -> None:
@@ -70,7 +70,7 @@ def inspect(options: argparse.Namespace) -> None:
     from offload.models.checkpoint import open_checkpoint
 
     source = open_checkpoint(options.path)
-    rows = [(name, *_kind_and_shape(value), value.nbytes, value.file.path.name) for name, value in source.items()]
+    rows = [(name, *_kind_and_shape(value), value.nbytes, _place(value)) for name, value in source.items()]
     if options.json:
         names = ("name", "dtype", "shape", "nbytes", "file")
         print_json({"tensors": [dict(zip(names, row, strict=True)) for row in rows], "nbytes": source.nbytes})
@@ -109,7 +109,11 @@ def verify(options: argparse.Namespace) -> int:
     return code
 
 
-def _kind_and_shape(value: StoredValue) -> tuple[str, list[int] | None]:
+def _place(value: Value) -> str:
+    return ", ".join(file.path.name for file in value.files)
+
+
+def _kind_and_shape(value: Value) -> tuple[str, list[int] | None]:
     from offload.storage.subclasses import layout_from
 
     if value.layout is not None and value.key in value.file.header.kinds:

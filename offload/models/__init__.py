@@ -10,6 +10,7 @@ Always true:
 | module | what |
 | --- | --- |
 | `checkpoint` | a checkpoint as a mapping from names to stored values |
+| `distributed` | what many processes have written by torch.distributed.checkpoint |
 | `device_map` | which tensor goes where |
 | `loader` | a model, empty or in memory, filled and moved: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
 | `slots` | a model's tensors, each once, under all their names |

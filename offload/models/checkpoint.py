@@ -12,23 +12,25 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
 from offload.memory import uncollected
 from offload.models import log
+from offload.models.distributed import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.header import MARK, is_unicode
-from offload.storage.layout import Layout
+from offload.storage.header import MARK, is_file_name
+from offload.storage.layout import Layout, contiguous
 from offload.storage.reasons import reading, short, some
 from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
 from offload.storage.state_file import read_json
 from offload.tensor.blocks import dense_layout, in_shape, referenced
 from offload.tensor.guests import CPU
+from offload.tensor.recipes import Joined, Piece
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
@@ -63,8 +65,59 @@ class StoredValue:
             return layout.nbytes if layout else 0
         return sum(entry.layout.nbytes for entry in self.file.entries.values())
 
+    @property
+    def files(self) -> tuple[TensorFile, ...]:
+        """Those that it is in."""
+        return (self.file,)
 
-class Checkpoint(Mapping[str, StoredValue]):
+    def handle(self, _: str, offload_dir: PathLike | None = None) -> Handle:
+        """The value, referenced where it is."""
+        if self.key in self.file.header.loose:
+            log.debug("%s is copied: no tensor can be over it where it lies in %s", self.key, self.file.path)
+        return referenced(self.file, self.key, offload_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedValue:
+    """A value that lies in parts.
+
+    Attributes:
+        shards: the parts, each with the place of its first element in the whole.
+    """
+
+    layout: Layout
+    shards: tuple[tuple[StoredValue, tuple[int, ...]], ...]
+
+    @property
+    def file(self) -> TensorFile:
+        """That of the first part."""
+        return self.shards[0][0].file
+
+    @property
+    def key(self) -> str:
+        """Of the first part in its file."""
+        return self.shards[0][0].key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return self.layout.nbytes
+
+    @property
+    def files(self) -> tuple[TensorFile, ...]:
+        """Those that it is in."""
+        return tuple({shard.file.path: shard.file for shard, _ in self.shards}.values())
+
+    def handle(self, name: str, offload_dir: PathLike | None = None) -> Handle:
+        """The value, joined when it is read."""
+        pieces = [Piece(shard.handle(shard.key)) for shard, _ in self.shards]
+        return Handle.compose(Joined(self.layout, pieces, [start for _, start in self.shards]), name, offload_dir)
+
+
+Value: TypeAlias = StoredValue | ShardedValue
+
+
+class Checkpoint(Mapping[str, Value]):
     """The values of a checkpoint by name. Use `open_checkpoint`.
 
     Attributes:
@@ -76,7 +129,7 @@ class Checkpoint(Mapping[str, StoredValue]):
     def __init__(
         self,
         path: Path,
-        values: Mapping[str, StoredValue],
+        values: Mapping[str, Value],
         metadata: Mapping[Any, Any] | None = None,
         *,
         is_offload_folder: bool = False,
@@ -86,7 +139,7 @@ class Checkpoint(Mapping[str, StoredValue]):
         self.is_offload_folder = is_offload_folder
         self._values = values
 
-    def __getitem__(self, name: str) -> StoredValue:
+    def __getitem__(self, name: str) -> Value:
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -115,12 +168,9 @@ class Checkpoint(Mapping[str, StoredValue]):
         wanted = dict.fromkeys(self, CPU) if devices is None else devices
         to_write = self.is_offload_folder and self.is_in(offload_dir)
         values = [self[name] for name in wanted]
-        for value in values:
-            if value.key in value.file.header.loose:
-                log.debug("%s is copied: no tensor can be over it where it lies in %s", value.key, value.file.path)
         handles = [
-            Handle.adopt(value.file, value.key) if to_write else referenced(value.file, value.key, offload_dir)
-            for value in values
+            Handle.adopt(value.file, value.key) if to_write else value.handle(name, offload_dir)
+            for name, value in zip(wanted, values, strict=True)
         ]
         tensors = wrap_handles(zip(handles, wanted.values(), strict=True))
         shaped = (in_shape(tensor, one.file, one.key) for tensor, one in zip(tensors, values, strict=True))
@@ -146,7 +196,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     Files are `.safetensors`, GGUF, or of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), and are told by what is in them.
     A GGUF file is named itself, as a folder may hold several of one model.
     An index is a `*.index.json`, or any `.json` that is named itself. In a folder with both forms, safetensors is
-    taken.
+    taken. A folder may also be one of torch.distributed.checkpoint (`.metadata`, `*.distcp`).
 
     Raises:
         MissingFileError: nothing there, or a shard is missing.
@@ -182,9 +232,16 @@ def _open_folder(folder: Path) -> Checkpoint:
         if all("name" in file.notes for file in opened):
             return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
         found = _the_only(folder, files)
+    if found is None and METADATA in names:
+        return _open_distributed(folder)
     found = found or _model_in(folder, names, "pytorch_model", PICKLES)
     if found is None:
         pickled = [name for name in names if name.endswith(PICKLES) and not is_beside(name)]
+        if not pickled and any(name.endswith(SUFFIX) for name in names):
+            raise CheckpointError(
+                f"{folder} holds {SUFFIX} files and no {METADATA}, which says what is in them: "
+                "the save was not finished"
+            )
         if not pickled:
             packed = ", ".join(name for name in names if name.endswith(".gguf"))
             more = f" but GGUF files ({packed}): name one of them" if packed else ""
@@ -193,6 +250,34 @@ def _open_folder(folder: Path) -> Checkpoint:
     if found.endswith(INDEX):
         return _open_index(folder / found)
     return _open_file(folder, folder / found)
+
+
+def _open_distributed(folder: Path) -> Checkpoint:
+    values = read_metadata(folder)
+    files = {file: open_archives(folder, file, places) for file, places in archives_of(values).items()}
+    return Checkpoint(folder, {name: _value_in(files, value) for name, value in values.items()})
+
+
+def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]) -> TensorFile:
+    """A file that many processes' values are in, one archive after another.
+
+    Raises:
+        MissingFileError, CorruptFileError, ReadError, CheckpointError
+    """
+    try:
+        return TensorFile.of_archives(folder / name, places)
+    except MissingFileError as error:
+        holds = next(iter(places))
+        raise MissingFileError(f"{folder / name}, which holds {holds!r}, is missing: get that file again") from error
+
+
+def _value_in(files: Mapping[str, TensorFile], value: Sharded) -> Value:
+    for shard in value.shards:
+        check_shard(files[shard.file], value, shard)
+    stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
+    if len(stored) == 1:
+        return stored[0][0]
+    return ShardedValue(contiguous(value.dtype, value.shape), stored)
 
 
 def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
@@ -284,19 +369,13 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
         raise CheckpointError(f"{path} names no tensors: get the index again")
     metadata = index.get("metadata")
     for name, shard in places.items():
-        if not _is_file_name(shard):
+        if not is_file_name(shard):
             raise CheckpointError(f"{path} places {short(name)!r} in {short(shard)!r}, outside its folder: refused")
         if not shard.endswith((".safetensors", *PICKLES)):
             raise CheckpointError(
                 f"{path} places {short(name)!r} in {short(shard)!r}, which is neither .safetensors nor .bin"
             )
     return places, metadata if isinstance(metadata, dict) else {}
-
-
-def _is_file_name(text: str) -> bool:
-    """Whether this is the name of a file, on any system, and leads to no other folder."""
-    is_plain = PurePosixPath(text).name == PureWindowsPath(text).name == text
-    return is_plain and text not in ("", ".", "..") and "\0" not in text and is_unicode(text)
 
 
 def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:

@@ -184,7 +184,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
 
 def _metadata_of(source: Checkpoint) -> dict[str, str]:
     """What the files of a checkpoint say beside their values: a quantized one can't be read without it."""
-    files = {id(value.file): value.file for value in source.values()}
+    files = {id(file): file for value in source.values() for file in value.files}
     found: dict[str, str] = {}
     for file in files.values():
         found = {**file.header.metadata, **found}

@@ -9,12 +9,14 @@ Always true:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from offload.errors import CheckpointError, OffloadError, ReadError
 from offload.models.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
+from offload.models.distributed import METADATA, archives_of, check_shard, read_metadata
 from offload.storage.file import TensorFile
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
@@ -56,11 +58,11 @@ class Verdict:
         """Bytes of the files that can be read."""
         return sum(file.identity.size for file in self.files.values() if file)
 
-    def open(self, path: Path) -> TensorFile | None:
+    def open(self, path: Path, opened: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile | None:
         """The file at `path`, looked at once; None, and a finding, if it can't be used."""
         if path not in self.files:
             try:
-                file = TensorFile.open(path)
+                file = opened(path)
             except ReadError:
                 raise
             except OffloadError as error:
@@ -102,6 +104,8 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
     for name in names:
         if name.endswith(INDEX):
             _verify_index(folder / name, verdict)
+    if METADATA in names:
+        _verify_distributed(folder, verdict)
     for name in names:
         if name.endswith((".safetensors", ".gguf", *PICKLES)) and not is_beside(name):
             verdict.open(folder / name)
@@ -111,6 +115,22 @@ def _verify_folder(folder: Path, verdict: Verdict) -> None:
     if not any(name.endswith(INDEX) for name in names):
         parts = [path for path in verdict.files if is_shard(path.name)]
         verdict.findings.extend(Finding(path, "is a part of a checkpoint, and no index is there") for path in parts)
+
+
+def _verify_distributed(folder: Path, verdict: Verdict) -> None:
+    try:
+        values = read_metadata(folder)
+        for name, places in archives_of(values).items():
+            verdict.open(folder / name, partial(TensorFile.of_archives, places=places))
+        for value in values.values():
+            for shard in value.shards:
+                file = verdict.files[folder / shard.file]
+                if file is not None:
+                    check_shard(file, value, shard)
+    except ReadError:
+        raise
+    except OffloadError as error:
+        verdict.findings.append(Finding(folder / METADATA, _without(str(error), folder / METADATA)))
 
 
 def _claims(verdict: Verdict) -> Iterator[Finding]:

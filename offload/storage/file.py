@@ -12,11 +12,12 @@ Always true:
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,12 +35,12 @@ from offload.errors import (
 )
 from offload.storage import gguf_header, pickled
 from offload.storage.header import Header, header_length, parse
-from offload.storage.layout import Entry, Loose, Record, contiguous
+from offload.storage.layout import Entry, Loose, Record, can_be_over, contiguous
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import mapped as map_bytes
 from offload.storage.mapping import scratch, scratch_bytes
 from offload.storage.reasons import not_regular, reading, some
-from offload.storage.regular import absolute, as_file, closed_after, closed_on_error, open_regular
+from offload.storage.regular import Section, absolute, as_file, closed_after, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
 _STEP = 1 << 20  # bytes that are read at a time
@@ -87,7 +88,7 @@ class TensorFile:
             known = _OPENED.get(path)
             if known is not None and known.identity == Identity.of(file_status(path)):
                 return known
-            opened = cls(path, *_read(path))
+            opened = cls(path, *_read(path, _read_header))
             _OPENED.pop(
                 path, None
             )  # the key goes with the file that it was for: at exit there is no comparing of paths
@@ -128,6 +129,20 @@ class TensorFile:
                 f"takes {end} bytes, and {status.st_size} are there. Get the file again."
             )
         opened = cls(path, Identity.of(status), Header({}, {entry.key: entry}, {}))
+        opened.is_raw = True
+        return opened
+
+    @classmethod
+    def of_archives(cls, path: str | os.PathLike[str], places: Mapping[str, tuple[int, int]]) -> TensorFile:
+        """The file at `path`, of archives that torch.save wrote one after another, each of one tensor.
+
+        Args:
+            places: for each tensor, by the key that it is to have, where its archive begins, and how many bytes it has.
+
+        Raises: as `open`.
+        """
+        path = absolute(path)
+        opened = cls(path, *_read(path, lambda file, size: _header_of_archives(file, size, places)))
         opened.is_raw = True
         return opened
 
@@ -254,13 +269,13 @@ def file_status(path: Path) -> os.stat_result:
         return os.stat(path)
 
 
-def _read(path: Path) -> tuple[Identity, Header]:
+def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[Identity, Header]:
     with reading(path), as_file(open_regular(path)) as file:
         with suppress(OSError):  # else the system reads on behind the header, by megabytes on some disks
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         identity = Identity.of(os.fstat(file.fileno()))
         try:
-            return identity, _read_header(file, identity.size)
+            return identity, read_header(file, identity.size)
         except UnsupportedTorchError:
             raise
         except CheckpointError as error:
@@ -281,6 +296,28 @@ def _read_header(file: BinaryIO, size: int) -> Header:
         return gguf_header.read_header(file, size)
     length = header_length(file.read(8), size)
     return parse(file.read(length), size)
+
+
+def _header_of_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[int, int]]) -> Header:
+    entries: dict[str, Entry] = {}
+    unreadable: dict[str, str] = {}
+    loose: dict[str, Loose] = {}
+    for key, (begin, nbytes) in places.items():
+        if begin + nbytes > size:
+            raise CorruptFileError(
+                f"it is cut off: its archive of {key!r} ends at byte {begin + nbytes}, it has {size}"
+            )
+        section = io.BufferedReader(Section(file.fileno(), begin, nbytes))
+        found = pickled.read_tensor(section, nbytes, key)
+        if isinstance(found, str):
+            unreadable[key] = found
+            continue
+        found = replace(found, record=replace(found.record, start=found.record.start + begin))
+        if found.entry is not None and can_be_over(found.entry):
+            entries[key] = found.entry
+        else:
+            loose[key] = found
+    return Header({}, entries, unreadable, loose)
 
 
 # Values that no tensor can be over where they lie

@@ -16,6 +16,7 @@ import json
 import struct
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -212,6 +213,12 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_file_name(text: str) -> bool:
+    """Whether this is the name of a file, on any system, and leads to no other folder."""
+    is_plain = PurePosixPath(text).name == PureWindowsPath(text).name == text
+    return is_plain and text not in ("", ".", "..") and "\0" not in text and is_unicode(text)
 
 
 def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:

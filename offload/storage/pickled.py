@@ -1,8 +1,8 @@
 """The header of a file that torch.save wrote: what is in it, and where.
 
 Always true:
-- pickles are read by the unpickler of `torch.load(weights_only=True)` and no other, over tensors without data: nothing
-  in the file is run, and no value is read
+- pickles of tensors are read by the unpickler of `torch.load(weights_only=True)` and no other, over tensors without
+  data; of others each object becomes a note: nothing in the file is run, and no value is read
 - the memory that a pickle takes follows its length, whatever it asks for
 - where a value lies comes from the file's own directory and not from guesses; every extent has been checked to lie in
   the file
@@ -22,7 +22,7 @@ import reprlib
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
@@ -92,21 +92,36 @@ def read_header(file: BinaryIO, size: int) -> Header:
         CorruptFileError: it is not whole.
         CheckpointError: code in it, an old or foreign form, no tensors by name.
     """
+    with no_functions(), no_modes():
+        saved, pieces, records = _read(file, size)
+        return _header(_tensors_in(saved), pieces, records)
+
+
+def read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
+    """Where the value lies in such a file that holds one tensor and no name, or why it can't be read.
+
+    Raises: as `read_header`.
+    """
+    with no_functions(), no_modes():
+        saved, pieces, records = _read(file, size)
+        if not isinstance(saved, torch.Tensor):
+            raise CheckpointError(f"holds {_told(saved)} in place of {key!r}: {_SAVE_TENSORS}")
+        return _place(key, saved, pieces, records)
+
+
+def _read(file: BinaryIO, size: int) -> Saved:
     start = file.read(MAGIC_SIZE)
     file.seek(0)
-    with no_functions(), no_modes():
-        if start.startswith(_ZIP):
-            saved, pieces, records = _read_zip(file)
-        elif start.startswith(_LEGACY):
-            saved, pieces, records = _read_legacy(file, size)
-        elif start[257:262] == _TAR:
-            raise CheckpointError(
-                "is in the tar form of PyTorch before 0.2, which can't be read safely: "
-                f"open it with torch.load where you trust it, and {_SAVE_TENSORS}"
-            )
-        else:
-            raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
-        return _header(_tensors_in(saved), pieces, records)
+    if start.startswith(_ZIP):
+        return _read_zip(file)
+    if start.startswith(_LEGACY):
+        return _read_legacy(file, size)
+    if start[257:262] == _TAR:
+        raise CheckpointError(
+            "is in the tar form of PyTorch before 0.2, which can't be read safely: "
+            f"open it with torch.load where you trust it, and {_SAVE_TENSORS}"
+        )
+    raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
 
 
 # The two forms
@@ -353,6 +368,56 @@ def _without_sparse_checks() -> Iterator[None]:
         yield
     finally:
         del waiting[before:]
+
+
+# Pickles of other objects than tensors
+
+
+class Noted:
+    """An object of a pickle: what it was to be made of, and nothing that could run.
+
+    Attributes:
+        args: of the call that would make it.
+        state: that it would have then.
+    """
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
+    """What a pickle says, with objects of classes of these names in their modules as notes, by classes of those names.
+
+    Raises:
+        CheckpointError: it names anything else but a dtype.
+        CorruptFileError: it is cut off or damaged.
+    """
+    known = {(module, name): type(name, (Noted,), {}) for module, names in classes.items() for name in names}
+
+    def find(module: str, name: str) -> Any:
+        found = (dtype_named(name) if module == "torch" else None) or known.get((module, name))
+        if found is None:
+            raise CheckpointError(
+                f"names {short(f'{module}.{name}')}, which has no place in it, and is not opened: it could run code"
+            )
+        return found
+
+    # That in C takes memory for as many objects as a pickle claims to have, and can't be given a function for names.
+    reader = pickle._Unpickler(io.BytesIO(data))
+    reader.find_class = find  # type: ignore[method-assign]
+    try:
+        return reader.load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever made-up bytes lead the unpickler to
+        raise CorruptFileError(
+            f"is cut off or damaged ({type(error).__name__}: {short(error)}): get it again"
+        ) from error
 
 
 # From what was pickled to a header

@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -104,6 +105,32 @@ def as_file(fd: int) -> BinaryIO:
     """A descriptor as a file, which closes it; it is closed if that fails, too."""
     with closed_on_error(fd):
         return open(fd, "rb")
+
+
+class Section(io.RawIOBase):
+    """Bytes of an open file, as a file of their own; the other stays open."""
+
+    def __init__(self, fd: int, begin: int, size: int) -> None:
+        self._fd, self._begin, self._size, self._at = fd, begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence] + offset
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+        room = memoryview(buffer)[: max(0, self._size - self._at)]
+        count = os.preadv(self._fd, [room], self._begin + self._at) if room else 0
+        self._at += count
+        return count
 
 
 def read_regular(path: Path, most: int) -> bytes:
