@@ -255,7 +255,7 @@ def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., A
     if pieces.keys() & others.keys() or not options.get("save_original_format", True):
         return save(**options)
     quantization = packed.now(others)
-    beside = packed.beside if quantization is not None else {}
+    beside = packed.still_beside(others)
     dense = revert_weight_conversion(model, others)
     saved = save(**{**options, "state_dict": {**dense, **pieces, **beside}, "save_original_format": False})
     path = folder / "config.json"

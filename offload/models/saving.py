@@ -165,7 +165,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
         packed: Any = getattr(source, "packed_as", None)
         if dtype is None and packed is not None:
             pieces, others = packed_state(tensors)
-            tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **packed.beside}
+            tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **packed.still_beside(others)}
         discarded = _discarded_names(source)
     elif isinstance(source, Mapping):
         tensors = dict(source)

@@ -18,6 +18,7 @@ from offload.tensor.wrapper import handle_of
 from tests.models.forms import FORMS, outcome
 
 SAVED = ["fp8-llama", "fp8-llama-shards", "fp8-qwen3_moe", "fp8-tensor-static", "fp8-scale-name", "fp8-fp4-experts"]
+SAVED += ["ct-w4a16", "ct-w4a16-qwen3_moe", "ct-fp8-tensor", "ct-nvfp4a16", "bnb-nf4-double", "bnb-int8"]
 
 
 def _files(folder: Path) -> dict[str, torch.Tensor]:
@@ -54,7 +55,7 @@ def test_what_was_not_changed_is_saved_as_it_was_packed(tmp_path: Path, form: st
     assert not any(handle_of(one).owned for one in model.parameters() if is_offloaded(one))
 
 
-@pytest.mark.parametrize("form", ["fp8-llama", "fp8-qwen3_moe"])
+@pytest.mark.parametrize("form", ["fp8-llama", "fp8-qwen3_moe", "ct-w4a16", "ct-fp8-tensor", "bnb-nf4", "bnb-int8"])
 def test_what_was_changed_is_dense_and_the_rest_packed(tmp_path: Path, form: str) -> None:
     source, model = _written(tmp_path / "source", form)
     with torch.no_grad():
@@ -62,11 +63,14 @@ def test_what_was_changed_is_dense_and_the_rest_packed(tmp_path: Path, form: str
     wanted = outcome(model)
     model.save_pretrained(tmp_path / "saved")
     before, after = _files(source), _files(tmp_path / "saved")
-    name = "model.layers.0.self_attn.o_proj.weight"
-    assert before.keys() - after.keys() == {f"{name}_scale_inv"}
-    assert after[name].dtype == torch.bfloat16
-    assert all(_equal(before[one], after[one]) for one in after if one != name)
-    assert "model.layers.0.self_attn.o_proj" in _quantization(tmp_path / "saved")["modules_to_not_convert"]
+    module = "model.layers.0.self_attn.o_proj"
+    assert {one for one in after if one.startswith(module)} == {f"{module}.weight"}
+    assert after[f"{module}.weight"].dtype == torch.bfloat16
+    others = {one for one in before if not one.startswith(module)}
+    assert others == after.keys() - {f"{module}.weight"}
+    assert all(_equal(before[one], after[one]) for one in others)
+    quantization = _quantization(tmp_path / "saved")
+    assert module in quantization[{"f": "modules_to_not_convert", "c": "ignore", "b": "llm_int8_skip_modules"}[form[0]]]
     for again in (FORMS[form].plain(tmp_path / "saved"), offload.from_pretrained(tmp_path / "saved")):
         assert torch.equal(outcome(again).logits, wanted.logits)
 

@@ -48,6 +48,17 @@ class Packed:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return cls(quantization, tuple(name for name, tensor in named if _is_packed(tensor)), beside)
 
+    def still_beside(self, dense: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is to be beside the packed pieces when these values of the model are dense."""
+        changed = {name.rpartition(".")[0] for name in set(self.names) & dense.keys()}
+        if len(changed) == len({name.rpartition(".")[0] for name in self.names}):
+            return {}
+        return {
+            name: tensor
+            for name, tensor in self.beside.items()
+            if not any(".".join(name.split(".")[:depth]) in changed for depth in range(1, name.count(".") + 1))
+        }
+
     def now(self, dense: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
         """What the configuration is to say when these values of the model are dense; None if all are."""
         changed = sorted(set(self.names) & dense.keys())
