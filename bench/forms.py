@@ -1,20 +1,32 @@
-"""Other forms of checkpoint: pickled shards, and experts that transformers joins when it loads them.
+"""Other forms of checkpoint: pickled shards, experts that are stored apart, weights that are cast, and packed ones.
 
 Always true:
-- what is measured, and how, is as in `bench.generate`
+- pickled shards and experts are measured as in `bench.generate`, against peers; the others as in `bench.packed`,
+  against the same values stored dense
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from bench import packed
 from bench.generate import figures_of
 from bench.models import pickled
+from bench.peers import OURS
 from bench.rounds import Figure
 from bench.scale import Scale
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Loading, the first token, the others, and memory, for each form."""
+    """Loading, tokens and memory of the first two; for the others what a token takes, and how fast they are decoded."""
     folders = {"forms, pickled": pickled(scale.model()), "forms, experts": scale.experts()}
-    return [figure for case, folder in folders.items() for figure in figures_of(case, folder, scale, scratch)]
+    found = [figure for case, folder in folders.items() for figure in figures_of(case, folder, scale, scratch)]
+    return found + [figure for name in packed.FORMS for figure in _figures_or_reason(name, scale, scratch)]
+
+
+def _figures_or_reason(name: str, scale: Scale, scratch: Path) -> list[Figure]:
+    """A form that can't be measured costs its own figures alone."""
+    try:
+        return packed.figures_of(name, scale, scratch)
+    except Exception as error:
+        return [Figure(f"forms, {name}", "", {}, [], "", {OURS: f"{type(error).__name__}: {error}"})]

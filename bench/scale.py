@@ -20,6 +20,7 @@ class Scale:
     Attributes:
         model: makes the checkpoint of a language model.
         experts: makes that of a mixture of experts.
+        packed_gigabytes: about how large a packed checkpoint is; 0 for two small layers.
         rounds: how often each arm runs.
         pairs: tokens that are decoded in turn in one process.
         tokens: tokens that a warm trial decodes.
@@ -39,6 +40,7 @@ class Scale:
     name: str
     model: Callable[[], Path]
     experts: Callable[[], Path]
+    packed_gigabytes: float
     rounds: int
     pairs: int
     tokens: int
@@ -59,6 +61,7 @@ FULL = Scale(
     name="full",
     model=llama,
     experts=experts,
+    packed_gigabytes=1.0,
     rounds=3,
     pairs=60,
     tokens=8,
@@ -78,6 +81,7 @@ TOY = Scale(
     name="toy",
     model=toy_llama,
     experts=toy_experts,
+    packed_gigabytes=0.0,
     rounds=1,
     pairs=3,
     tokens=2,
