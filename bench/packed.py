@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -74,13 +74,16 @@ class Form:
 # Random pieces
 
 
-_BITS = torch.randint(0, 256, (16 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+@lru_cache
+def _bits() -> torch.Tensor:
+    return torch.randint(0, 256, (16 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """Random bits in a tensor of that shape."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    return _BITS.repeat(-(-nbytes // len(_BITS)))[:nbytes].view(dtype).view(shape)
+    bits = _bits()
+    return bits.repeat(-(-nbytes // len(bits)))[:nbytes].view(dtype).view(shape)
 
 
 def _dense(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Entries:
@@ -117,13 +120,6 @@ def _nf4(name: str, shape: tuple[int, ...]) -> Entries:
     }
 
 
-def _mxfp4(name: str, shape: tuple[int, ...]) -> Entries:
-    experts, columns, rows = shape  # the model's, which is transposed
-    blocks = (experts, rows, columns // 32)
-    scales = torch.full(blocks, 121, dtype=torch.uint8)
-    return {f"{name}_blocks": _random((*blocks, 16)), f"{name}_scales": scales}
-
-
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _W4A16 = {
@@ -141,10 +137,8 @@ FORMS = {
     "cast": Form("llama", 32, partial(_dense, dtype=torch.float32), options={"dtype": torch.bfloat16}),
     "FP8 experts": Form("qwen3_moe", 8, _fp8, _FP8),
     "W4A16 experts": Form("qwen3_moe", 4.1, _w4a16, _W4A16),
-    "MXFP4 experts": Form("gpt_oss", 4.25, _mxfp4, {"quant_method": "mxfp4"}),
     "joined experts": Form("qwen3_moe", 16, _dense),
 }
-_PACKED = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def made(form: Form, folder: Path, gigabytes: float) -> Stored:
@@ -155,7 +149,7 @@ def made(form: Form, folder: Path, gigabytes: float) -> Stored:
     if form.quantization is not None:
         config.quantization_config = dict(form.quantization)
     config.save_pretrained(folder)
-    entries = (pieces for name, shape in _stored(form, model) for pieces in _pieces(form, name, shape).items())
+    entries = (pieces for name, shape in _stored(model) for pieces in _pieces(form, name, shape).items())
     return Stored(_written(entries, folder), form.options)
 
 
@@ -175,11 +169,11 @@ def _empty(model_type: str, layers: int, *, small: bool = False) -> tuple[Any, A
         return config, AutoModelForCausalLM.from_config(config)
 
 
-def _stored(form: Form, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes that a checkpoint of the model has: experts stand apart, but for gpt-oss."""
+def _stored(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes that a checkpoint of the model has: experts stand apart."""
     for name, value in model.state_dict().items():
         shape = tuple(value.shape)
-        if form.model_type != "qwen3_moe" or value.dim() != 3:
+        if value.dim() != 3:
             yield name, shape
             continue
         stem, _, which = name.rpartition(".")
@@ -189,7 +183,7 @@ def _stored(form: Form, model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _pieces(form: Form, name: str, shape: tuple[int, ...]) -> Entries:
-    is_packed = name.endswith(_PACKED) and (form.model_type != "gpt_oss" or len(shape) == 3)
+    is_packed = name.endswith("_proj.weight")
     return form.entry(name, shape) if is_packed else _dense(name, shape)
 
 
@@ -302,7 +296,7 @@ def read_by_a_token(packed: Stored) -> tuple[int, int]:
     model = packed.load()
     config = model.config
     is_mixture = hasattr(config, "num_experts_per_tok")
-    share = config.num_experts_per_tok / config.num_local_experts if is_mixture else 1.0
+    share = config.num_experts_per_tok / config.num_experts if is_mixture else 1.0
     needed = 0.0
     for name, value in model.named_parameters():
         if "embed_tokens" not in name:
