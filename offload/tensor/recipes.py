@@ -377,9 +377,10 @@ class Decoded(Recipe):
         per: for each piece, how many of its rows a granule takes; None for all of it, always.
         is_divisible: whether some rows of a granule can be made by themselves: from as many rows of each piece in
             proportion, or from all that a granule takes where these are fewer than its rows.
+        stacked: whether value and pieces are stacks, as of experts: the rows are those of one of them.
     """
 
-    __slots__ = ("_order", "decode", "granule", "is_divisible", "per")
+    __slots__ = ("_order", "_row", "decode", "granule", "is_divisible", "per", "stacked")
 
     def __init__(
         self,
@@ -390,6 +391,7 @@ class Decoded(Recipe):
         granule: int = 1,
         per: Sequence[int | None],
         is_divisible: bool = False,
+        stacked: bool = False,
     ) -> None:
         self.layout = layout
         self.decode = decode
@@ -397,6 +399,8 @@ class Decoded(Recipe):
         self.granule = granule
         self.is_divisible = is_divisible
         self.per = tuple(per)
+        self.stacked = stacked
+        self._row = layout.shape[1 + stacked :]
         sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
 
@@ -415,37 +419,47 @@ class Decoded(Recipe):
         return stored_in(self.pieces[number].handle for number in self._order)
 
     def _in_box(self, box: Box) -> torch.Tensor:
-        step = math.prod(self.layout.shape[1:])
-        start, count = box.start[0], box.size[0]
-        whole = room(contiguous(self.layout.dtype, (count, *self.layout.shape[1:])))
+        step = math.prod(self._row)
+        start, end = box.first // step, -(-(box.first + math.prod(box.size)) // step)
+        whole = room(contiguous(self.layout.dtype, (end - start, *self._row)))
         self._into(whole, start)
         inside = box.first - start * step
         return whole.view(-1)[inside:] if inside else whole
 
     def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
         """As `Piece.put`: whole rows are decoded straight to their place."""
-        step = math.prod(self.layout.shape[1:])
+        step = math.prod(self._row)
         offset = int(twin.storage_offset())
-        is_rows = tuple(twin.shape[1:]) == self.layout.shape[1:] and _lies_as(twin, self.layout.stride)
-        if is_rows and twin.dtype == self.layout.dtype and offset % step == 0:
+        first = len(self.layout.shape) - twin.dim()
+        is_rows = twin.dim() > len(self._row) and tuple(twin.shape[1:]) == self.layout.shape[first + 1 :]
+        if is_rows and _lies_as(twin, self.layout.stride[first:]) and twin.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)
         else:
             place.copy_(self.value(twin))
 
     def _into(self, place: torch.Tensor, start: int) -> None:
         """Make the rows from `start` on that `place` has room for."""
+        left = self.layout.shape[1] - start % self.layout.shape[1] if self.stacked else len(place)
+        if place.dim() > 1 + len(self._row):
+            for number, part in enumerate(place):
+                self._into(part, start + number * self.layout.shape[1])
+            return
+        if left < len(place):
+            self._into(place[left:], start + left)
+            place = place[:left]
         for at, part in self._parts(start, len(place)):
             place[at : at + len(part)].copy_(part)
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """These rows by blocks, each with where it begins among them."""
+        """These rows, of one of a stack, by blocks, each with where it begins among them."""
+        only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
         granule, end = self.granule, start + count
         first, last = start // granule, -(-end // granule)
         found: list[torch.Tensor] = [torch.empty(0)] * len(self.pieces)
         for number in self._order:
             piece, per = self.pieces[number], self.per[number]
-            twin = piece.twin if per is None else piece.twin[first * per : last * per]
-            found[number] = piece.value(twin)
+            twin = piece.twin[only] if self.stacked else piece.twin
+            found[number] = piece.value(twin if per is None else twin[first * per : last * per])
         for low, high in self._blocks_of_rows(start, end):
             begin, stop = low // granule, -(-high // granule)
             inside = begin * granule  # the first row that is made
@@ -467,7 +481,7 @@ class Decoded(Recipe):
     def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Rows that are made at a time: of whole granules, or of one."""
         granule = self.granule
-        row = math.prod(self.layout.shape[1:]) * self.layout.dtype.itemsize
+        row = math.prod(self._row) * self.layout.dtype.itemsize
         step = max(1, BLOCK // max(1, row))
         if step >= granule or not self.is_divisible:
             step = max(1, step // granule) * granule

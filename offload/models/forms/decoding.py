@@ -29,6 +29,7 @@ _MODULES = {  # by what a configuration calls the method
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
+    "mxfp4": "mxfp4",
 }
 
 
@@ -61,6 +62,7 @@ def decoded(
     granule: int = 1,
     per: Sequence[int | None],
     is_divisible: bool = False,
+    stacked: bool = False,
 ) -> OffloadedTensor:
     """The dense value called `name`, made from packed pieces when it is read. For the rest see `Decoded`.
 
@@ -70,23 +72,26 @@ def decoded(
     Raises:
         CheckpointError: the pieces have not as many rows as that takes, or can't be decoded.
     """
+    rows, *row = shape[1:] if stacked else shape
+    granules = -(-rows // granule)
     with no_functions(), no_modes():
         twins = [current_twin(piece) for piece in pieces]
-    rows = shape[0]
-    granules = -(-rows // granule)
-    for twin, each in zip(twins, per, strict=True):
-        if each is not None and not granules * each - each < len(twin) <= granules * each:
-            raise _unfit(name, pieces, f"{list(twin.shape)} does not make {granules} times {each} rows")
+        if stacked and any(len(twin) != shape[0] for twin in twins):
+            raise unfit(name, pieces, f"not all of them are stacks of {shape[0]}")
+        ones = [twin[0] for twin in twins] if stacked else twins
+    for one, each in zip(ones, per, strict=True):
+        if each is not None and not granules * each - each < len(one) <= granules * each:
+            raise unfit(name, pieces, f"{list(one.shape)} does not make {granules} times {each} rows")
     given = tuple(
-        (tuple(twin.shape) if each is None else (min(each, len(twin)), *twin.shape[1:]), twin.dtype)
-        for twin, each in zip(twins, per, strict=True)
+        (tuple(one.shape) if each is None else (min(each, len(one)), *one.shape[1:]), one.dtype)
+        for one, each in zip(ones, per, strict=True)
     )
     try:
         decode, found, dtype = _tried(*_call(decode), given)
     except Exception as error:  # whatever a decoder makes of shapes that it does not know
-        raise _unfit(name, pieces, str(error)) from error
-    if found != (min(granule, rows), *shape[1:]) and found != (granule, *shape[1:]):
-        raise _unfit(name, pieces, f"they make rows of {list(found[1:])}, and {list(shape[1:])} are needed")
+        raise unfit(name, pieces, str(error)) from error
+    if found not in ((min(granule, rows), *row), (granule, *row)):
+        raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
     recipe = Decoded(
         contiguous(dtype, tuple(shape)),
         decode,
@@ -94,6 +99,7 @@ def decoded(
         granule=granule,
         per=per,
         is_divisible=is_divisible,
+        stacked=stacked,
     )
     return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
 
@@ -119,7 +125,8 @@ def _tried(
         return decode, tuple(made.shape), made.dtype
 
 
-def _unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
+def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
+    """The error for pieces that do not fit each other."""
     kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
     return CheckpointError(
         f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Get the checkpoint "

@@ -1,0 +1,75 @@
+"""Weights of 4-bit floats with an exponent for each block of 32, as gpt-oss is published.
+
+Always true:
+- a weight is its numbers times 2 to the power of the exponents of their blocks: what transformers' `Mxfp4Dequantize`
+  computes, in any floating-point dtype
+- it is stored with the inputs of an expert innermost, and read with the outputs there: (experts, inputs, outputs)
+
+Source: transformers, `integrations/mxfp4.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offload.models.forms.decoding import Tensors, decoded, missing, unfit
+from offload.models.forms.fp4 import fp4_numbers
+from offload.tensor.wrapper import OffloadedTensor
+
+_BLOCK = 32  # inputs that share an exponent
+_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, what a processor reads as one
+
+
+def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+    """See `decoding.unpacked`."""
+    dense: dict[str, OffloadedTensor] = {}
+    for name, tensor in tensors.items():
+        of, _, piece = name.rpartition("_")
+        other = {"blocks": "scales", "scales": "blocks"}.get(piece)
+        if other is None:
+            dense[name] = tensor
+        elif f"{of}_{other}" not in tensors:
+            raise missing(name, f"{of}_{other}", tensors)
+        elif piece == "blocks":
+            dense[of] = _weight(of, tensor, tensors[f"{of}_scales"])
+    return dense
+
+
+def _weight(name: str, blocks: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
+    pieces = [blocks, scales]
+    if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or {piece.dtype for piece in pieces} != {torch.uint8}:
+        raise unfit(name, pieces, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
+    experts, outputs, count, _ = blocks.shape
+    return decoded(
+        name,
+        _decode,
+        [blocks.transpose(1, 2), scales.transpose(1, 2)],  # type: ignore[list-item]
+        shape=(experts, count * _BLOCK, outputs),
+        granule=_BLOCK * _TOGETHER,
+        per=(_TOGETHER, _TOGETHER),
+        stacked=True,
+    )
+
+
+def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of inputs, in bfloat16, which holds each number as it is.
+
+    Args:
+        blocks: (blocks, outputs, 16) bytes.
+        scales: (blocks, outputs) bytes.
+    """
+    turned = blocks.transpose(1, 2).contiguous().view(torch.int16)  # (blocks, 16, outputs / 2): two of a row in each
+    low = (turned & 0x0F).bitwise_or_((turned >> 4).bitwise_and_(0xF0))
+    high = (turned >> 8).bitwise_and_(0xF0).bitwise_or_((turned >> 4).bitwise_and_(0x0F))
+    rows = torch.stack([low, high], 2).to(torch.uint8)  # (blocks, 16, 2, outputs / 2): the rows as they come
+    numbers = fp4_numbers(rows, torch.bfloat16).view(len(blocks), _BLOCK, -1)
+    numbers.mul_(_factors(scales).unsqueeze(1))
+    return numbers.flatten(0, 1)
+
+
+def _factors(scales: torch.Tensor) -> torch.Tensor:
+    """2 to the power of each byte less 127, in bfloat16."""
+    return (scales.to(torch.float32) - 127.0).exp2().to(torch.bfloat16)
