@@ -26,9 +26,11 @@ Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
 Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
 
 _MODULES = {  # by what a configuration calls the method
+    "awq": "integers",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
+    "gptq": "integers",
     "mxfp4": "mxfp4",
 }
 
