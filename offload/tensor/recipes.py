@@ -432,7 +432,8 @@ class Decoded(Recipe):
         offset = int(twin.storage_offset())
         first = len(self.layout.shape) - twin.dim()
         is_rows = twin.dim() > len(self._row) and tuple(twin.shape[1:]) == self.layout.shape[first + 1 :]
-        if is_rows and _lies_as(twin, self.layout.stride[first:]) and twin.dtype == self.layout.dtype and offset % step == 0:
+        lies_so = is_rows and _lies_as(twin, self.layout.stride[first:])
+        if lies_so and twin.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)
         else:
             place.copy_(self.value(twin))

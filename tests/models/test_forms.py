@@ -18,10 +18,8 @@ _SMALL = 1024  # bytes up to which a value may be in memory
 
 # What does not hold yet, and why. A form that holds fails here: take it out.
 NOT_YET = {
-    **dict.fromkeys((name for name in FORMS if name.startswith("mxfp4-")), "is decoded in memory"),
     **dict.fromkeys((name for name in FORMS if name.startswith("torchao-")), "is copied to files of its own"),
     **dict.fromkeys((name for name in FORMS if name.startswith("bitnet-")), "is loaded in memory, and copied"),
-    **dict.fromkeys(("gptq", "gptq-act-order", "awq"), "transformers wants the package that wrote it"),
 }
 
 

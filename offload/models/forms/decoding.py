@@ -29,10 +29,13 @@ _MODULES = {  # by what a configuration calls the method
     "awq": "integers",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed_tensors",
+    "fbgemm_fp8": "fp8",
     "fp8": "fp8",
     "gptq": "integers",
     "mxfp4": "mxfp4",
+    "mxfp8": "fp8",
 }
+_LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
 
 
 def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor] | None:
@@ -46,11 +49,22 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
         None if the weights are to stay as they are packed, as transformers computes with them so.
 
     Raises:
-        CheckpointError: pieces are missing, or do not fit each other; the message names the tensor and its file.
+        CheckpointError: pieces are missing, or do not fit each other; the message names the tensor and its file. Or
+            the form is not known here.
     """
-    module = _MODULES.get(str(quantization.get("quant_method")))
-    if module is None:
+    is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # of bitsandbytes, without a name
+    method = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
+    module = _MODULES.get(str(method))
+    if module is None and method in _LEFT_TO_TRANSFORMERS:
         return None
+    if module is None:
+        first = next(iter(tensors.values()), None)
+        where = "" if first is None else f" in {handle_of(first).path}"
+        raise CheckpointError(
+            f"the weights{where} are packed by {method!r}, which is not decoded here: dequantize the model with the "
+            f"package that packed it and save that, or get a checkpoint in one of the forms "
+            f"{', '.join(sorted([*_MODULES, *_LEFT_TO_TRANSFORMERS]))}"
+        )
     unpack: Unpack = import_module(f"offload.models.forms.{module}").unpack
     return unpack(tensors, quantization)
 

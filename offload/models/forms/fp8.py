@@ -5,7 +5,7 @@ Always true:
 - two 4-bit floats (e2m1) to a byte, for experts, are told by their dtype, int8
 - scales of activations are left out: weights are dense here, and activations are not quantized
 
-Source: transformers, `integrations/finegrained_fp8.py`.
+Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scale for each row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Offl
 
 def _usual(name: str) -> str:
     """A name as most checkpoints have it."""
-    name = re.sub(r"\.scale$", ".weight_scale_inv", name)
+    name = re.sub(r"\.(weight_)?scale$", ".weight_scale_inv", name)
     return name.replace(".qscale_weight", ".weight_scale_inv")
 
 

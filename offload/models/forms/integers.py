@@ -18,6 +18,7 @@ import torch
 
 from offload.errors import CheckpointError
 from offload.models.forms.decoding import Tensors, decoded, missing, unfit
+from offload.models.forms.numbers import of_words
 from offload.tensor.wrapper import OffloadedTensor
 
 _WORD = 32  # bits of what integers are packed in
@@ -47,7 +48,7 @@ def _bits(quantization: Mapping[str, Any], *, is_awq: bool) -> int:
     """Of an integer."""
     bits, form = quantization.get("bits", 4), quantization.get("version" if is_awq else "checkpoint_format")
     if bits not in ((4,) if is_awq else (2, 4, 8)):
-        raise CheckpointError(f"weights of {bits!r} bits ({quantization['quant_method']}) are not decoded: 4 and 8 are")
+        raise CheckpointError(f"weights of {bits!r} bits ({quantization['quant_method']}) are not decoded")
     if str(form or "gptq").lower() not in ("gemm", "gptq", "gptq_v2"):
         raise CheckpointError(
             f"weights of {quantization['quant_method']} as {form!r} stores them are not decoded: get the checkpoint as "
@@ -56,9 +57,7 @@ def _bits(quantization: Mapping[str, Any], *, is_awq: bool) -> int:
     return int(bits)
 
 
-def _weight(
-    name: str, pieces: list[OffloadedTensor], quantization: Mapping[str, Any], bits: int
-) -> OffloadedTensor:
+def _weight(name: str, pieces: list[OffloadedTensor], quantization: Mapping[str, Any], bits: int) -> OffloadedTensor:
     integers, zeros, scales, *order = pieces
     if any(piece.dim() != 2 for piece in pieces[:3]) or {integers.dtype, zeros.dtype} != {torch.int32}:
         raise unfit(name, pieces, "qweight and qzeros should be matrices of int32, and scales a matrix")
@@ -70,14 +69,10 @@ def _weight(
     if list(order and order[0].shape) != [shape[1]] * len(order):
         raise unfit(name, pieces, f"g_idx should name the group of each of {shape[1]} inputs")
     if not order:
-        return decoded(
-            name, _decode_awq, _turned(pieces), shape=shape, granule=each, per=(1, 1, each)
-        )
+        return decoded(name, _decode_awq, _turned(pieces), shape=shape, granule=each, per=(1, 1, each))
     is_first = quantization.get("checkpoint_format") != "gptq_v2"
     decode = partial(_decode_gptq, bits=bits, less=int(is_first))
-    return decoded(
-        name, decode, [*_turned(pieces[:3]), *order], shape=shape, granule=each, per=(each, 1, each, None)
-    )
+    return decoded(name, decode, [*_turned(pieces[:3]), *order], shape=shape, granule=each, per=(each, 1, each, None))
 
 
 def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
@@ -96,9 +91,10 @@ def _decode_gptq(
         scales: (rows, groups).
         order: the group of each input.
     """
-    numbers = _fields(words.contiguous().view(torch.uint8), bits).to(torch.float32)
-    points = _fields(zeros.contiguous().view(torch.uint8), bits).view(*zeros.shape, -1).transpose(1, 2).flatten(0, 1)
-    points = ((points + less) & (2**bits - 1)).to(torch.float32)
+    half = 2 ** (bits - 1)  # less than they are stored, both
+    numbers = of_words(words.contiguous(), bits).to(torch.float32)
+    points = of_words(zeros.contiguous().view(-1, 1), bits).view(*zeros.shape, -1).transpose(1, 2).flatten(0, 1)
+    points = (points.to(torch.float32) + (half + less)).remainder_(2 * half).sub_(half)
     groups = scales.shape[1]
     usual = torch.arange(len(order), dtype=order.dtype, device="cpu") // -(-len(order) // groups)
     factors = scales.to(torch.float32)
@@ -132,13 +128,3 @@ def _scaled(numbers: torch.Tensor, points: torch.Tensor, factors: torch.Tensor) 
     groups = numbers.view(*points.shape, -1)
     groups.sub_(points.unsqueeze(-1)).mul_(factors.unsqueeze(-1))
     return numbers
-
-
-def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The fields of bytes, one to a byte, from the lowest bits on; in the last dimension."""
-    width = 8
-    while width > bits:
-        width //= 2
-        wide = packed.to(torch.int16)
-        packed = wide.bitwise_or_(wide << (8 - width)).bitwise_and_((2**width - 1) * 0x0101).view(torch.uint8)
-    return packed

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from offload.models.forms.decoding import Tensors, decoded, missing, unfit
-from offload.models.forms.fp4 import fp4_numbers
+from offload.models.forms.numbers import E2M1, of_exponents, of_halves
 from offload.tensor.wrapper import OffloadedTensor
 
 _BLOCK = 32  # inputs that share an exponent
 _TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, what a processor reads as one
 
 
-def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+def unpack(tensors: Tensors, _: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in tensors.items():
@@ -55,7 +55,7 @@ def _weight(name: str, blocks: OffloadedTensor, scales: OffloadedTensor) -> Offl
 
 
 def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of inputs, in bfloat16, which holds each number as it is.
+    """Rows of inputs, in float32.
 
     Args:
         blocks: (blocks, outputs, 16) bytes.
@@ -65,11 +65,6 @@ def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     low = (turned & 0x0F).bitwise_or_((turned >> 4).bitwise_and_(0xF0))
     high = (turned >> 8).bitwise_and_(0xF0).bitwise_or_((turned >> 4).bitwise_and_(0x0F))
     rows = torch.stack([low, high], 2).to(torch.uint8)  # (blocks, 16, 2, outputs / 2): the rows as they come
-    numbers = fp4_numbers(rows, torch.bfloat16).view(len(blocks), _BLOCK, -1)
-    numbers.mul_(_factors(scales).unsqueeze(1))
+    numbers = of_halves(rows, E2M1).view(len(blocks), _BLOCK, -1)
+    numbers.mul_(of_exponents(scales).unsqueeze(1))
     return numbers.flatten(0, 1)
-
-
-def _factors(scales: torch.Tensor) -> torch.Tensor:
-    """2 to the power of each byte less 127, in bfloat16."""
-    return (scales.to(torch.float32) - 127.0).exp2().to(torch.bfloat16)
