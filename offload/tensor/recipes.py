@@ -431,7 +431,7 @@ class Decoded(Recipe):
         step = math.prod(self._row)
         offset = int(twin.storage_offset())
         first = len(self.layout.shape) - twin.dim()
-        is_rows = twin.dim() > len(self._row) and tuple(twin.shape[1:]) == self.layout.shape[first + 1 :]
+        is_rows = first >= 0 and twin.dim() > len(self._row) and twin.shape[1:] == self.layout.shape[first + 1 :]
         lies_so = is_rows and _lies_as(twin, self.layout.stride[first:])
         if lies_so and twin.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)

@@ -27,7 +27,7 @@ def unpack(tensors: Tensors, _: Mapping[str, Any]) -> dict[str, OffloadedTensor]
     """See `decoding.unpacked`."""
     dense: dict[str, OffloadedTensor] = {}
     for name, tensor in tensors.items():
-        of, _, piece = name.rpartition("_")
+        of, piece = name.rpartition("_")[::2]
         other = {"blocks": "scales", "scales": "blocks"}.get(piece)
         if other is None:
             dense[name] = tensor
