@@ -90,9 +90,13 @@ class Call:
 
     def stop(self) -> None:
         """Have it end, and wait for that."""
+        self.leave()
+        self._thread.join()
+
+    def leave(self) -> None:
+        """Have it end; nobody waits for that."""
         self._is_stopped = True
         self._turn.put(None)
-        self._thread.join()
 
     def announce(self) -> None:
         """Its turn is soon: what it has on disk is read ahead."""
@@ -193,10 +197,16 @@ class Lift:
         self._at = 0
 
     def stop(self, after: int = -1) -> None:
-        """End every call of a later batch than `after`."""
-        for call in [call for call in self._calls if call.number > after]:
-            call.stop()
-            self._calls.remove(call)
+        """End every call of a later batch than `after`; after another interrupt, without waiting for that."""
+        calls = [call for call in self._calls if call.number > after]
+        try:
+            for call in calls:
+                call.stop()
+                self._calls.remove(call)
+        except BaseException:
+            for call in calls:
+                call.leave()
+            raise
 
     def _distance(self, call: Call) -> tuple[int, int]:
         assert call.place is not None
@@ -219,8 +229,8 @@ class Lift:
             stack.callback(self.lease.end)
             self.lease.expect(self._lots)
             for floor, module in enumerate(self._floors):
-                before = hooked(partial(self._arrive, floor))
-                after = hooked(partial(self._leave, self._places - 1 - floor))
+                before = _Gate(hooked(partial(self._arrive, floor)))
+                after = _Gate(hooked(partial(self._leave, self._places - 1 - floor)))
                 for handle in (
                     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                     module.register_forward_hook(after),
@@ -260,6 +270,20 @@ class Lift:
         """The call that this thread runs for this lift."""
         call: Call | None = getattr(_HERE, "call", None)
         return call if call is not None and call.lift is self else None
+
+
+class _Gate:
+    """A hook of a module. In a copy of the module, and where that is unpickled, it does nothing."""
+
+    def __init__(self, act: Callable[..., None] | None = None) -> None:
+        self._act = act
+
+    def __call__(self, *given: Any) -> None:
+        if self._act is not None:
+            self._act(*given)
+
+    def __reduce__(self) -> tuple[type[_Gate], tuple[()]]:
+        return _Gate, ()
 
 
 def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from offload.batches.floors import floors_of, lots_of, models_of
 from offload.batches.lift import Call, Lift
 from offload.batches.world import Seeds, Settings, World
 from offload.errors import ArgumentTypeError
-from offload.memory import available_bytes
+from offload.memory import anonymous_bytes, available_bytes
 from offload.progress import Bar
 from offload.tensor.arguments import checked_count, iterated, refuse_uncalled
 
@@ -116,6 +117,7 @@ class _Mapping:
         self._limit = most or 1  # batches in flight
         self._room = None if most else int(available_bytes() * _SHARE)  # for what waits
         self._largest = 0  # bytes of a batch that waits, as far as was seen
+        self._graphs = _Growth() if torch.is_grad_enabled() else None
         self._world, self._settings, self._seeds = World(), Settings.now(), Seeds()
         self._has_drawn = False
         self._begun = 0
@@ -171,8 +173,8 @@ class _Mapping:
 
     def _look_at(self, call: Call) -> None:
         """A call that has run, and waits again or has ended."""
-        if self._room is not None and call.waiting_bytes >= self._largest:
-            self._limit = self._measured(call, self._room)
+        if self._room is not None:
+            self._measure(call, self._room)
         if not call.has_ended:
             return
         self._has_drawn = self._has_drawn or call.has_drawn
@@ -192,11 +194,33 @@ class _Mapping:
         self._lift.stop(after=number)
         self._ended = {one: call for one, call in self._ended.items() if one < number}
 
-    def _measured(self, call: Call, room: int) -> int:
-        """How many batches there is room for, where each takes as much as this one where it waits."""
-        limit = max(1, min(_MOST, room // (call.waiting_bytes + _A_THREAD)))
+    def _measure(self, call: Call, room: int) -> None:
+        """See how many batches there is room for, where each takes as much as this one.
+
+        With gradients a batch holds more at each floor, in its graph: the first one goes alone to its end.
+        """
+        size = call.waiting_bytes
+        if self._graphs is not None:
+            size = self._graphs.seen()
+            if not call.has_ended:
+                return
+            self._graphs = None
+        if size < self._largest:
+            return
+        self._limit = max(1, min(_MOST, room // (size + _A_THREAD)))
         if not self._largest:
-            _log.info("%d batches in flight: one takes %d bytes where it waits", limit, call.waiting_bytes)
+            _log.info("%d batches in flight: one takes %d bytes where it waits", self._limit, size)
             self._lift.restart()
-        self._largest = max(call.waiting_bytes, 1)
-        return limit
+        self._largest = max(size, 1)
+
+
+class _Growth:
+    """How much memory the process has taken since this was made."""
+
+    def __init__(self) -> None:
+        self._before, self._most = anonymous_bytes(), 0
+
+    def seen(self) -> int:
+        """The most, of now and the times before."""
+        self._most = max(self._most, anonymous_bytes() - self._before)
+        return self._most

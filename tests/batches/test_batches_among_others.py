@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
+import pickle
 import sys
 import threading
 import warnings
@@ -235,6 +237,21 @@ def test_an_error_holds_nothing_once_it_is_forgotten():
         assert alive[0]() is None
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_between_results_is_a_model_like_any(copied):
+    model = layers()
+    x = torch.ones(1, 4)
+    expected = model(x)
+    results = map_batches(model, [x] * 6, model, in_flight=3)
+    next(results)
+    other = copied(model)
+
+    assert torch.equal(expected, other(x))
+    assert 5 == len(list(results))
+    assert torch.equal(expected, other(x))
 
 
 def test_kv_caches_count_for_what_waits():

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
+from offload.batches import mapping
 from offload.batches.mapping import map_batches
 from offload.memory import return_freed
 from offload.prefetch.engine import counts
@@ -76,6 +77,28 @@ def test_what_waits_on_disk_is_not_in_memory(tmp_path, spill):
         assert peak.nbytes < 4 * (4 + 4) * MIB + WINDOW + 64 * MIB
     else:
         assert peak.nbytes > 4 * flight * MIB
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_graphs_count_for_how_many_batches_there_is_room_for(monkeypatch, grad):
+    """Each layer leaves 4 MiB in a graph; what waits is 4 MiB."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(12)))
+    monkeypatch.setattr(mapping, "available_bytes", lambda: 4 * 256 * MIB)
+    most, running = 0, 0
+
+    def fn(at: int) -> float:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        found = model(torch.full((4096, 256), float(at))).sum()
+        running -= 1
+        return float(found.detach())
+
+    return_freed()
+    with torch.set_grad_enabled(grad):
+        list(map_batches(fn, range(24), model))
+
+    assert most <= 5 if grad else most > 12
 
 
 def test_an_adapter_is_trained_over_batches_in_flight_as_over_one_after_the_other(tmp_path):

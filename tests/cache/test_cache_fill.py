@@ -175,7 +175,8 @@ def test_a_model_is_read_in_lockstep_for_the_batches(cache):
 
 def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path):
     """Each row is computed once, but for those that a killed process had not put on the disk."""
-    count, kills = 60, int(os.environ.get("OFFLOAD_FILL_KILLS", "3"))
+    kills = int(os.environ.get("OFFLOAD_FILL_KILLS", "3"))
+    count = 60 + 10 * kills  # so that there is work left at each
     TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, count).close()
     script = """
         import os, random, signal, sys, time

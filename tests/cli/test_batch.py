@@ -264,7 +264,7 @@ def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path
 
 def test_a_killed_process_loses_nothing_and_nothing_is_done_twice(folder, tmp_path):
     """Killed at random moments, then run to the end."""
-    count = 12
+    count = 8 + 3 * KILLS  # so that there is work left at each
     source = written(tmp_path / "in.jsonl", [request(at, max_tokens=3) for at in range(count)])
     run(folder, source, tmp_path / "expected.jsonl")
     script = """
@@ -291,7 +291,7 @@ def test_a_killed_process_loses_nothing_and_nothing_is_done_twice(folder, tmp_pa
                 assert os.waitpid(pid, 0)[1] == 0
     """
 
-    run_script(script, str(folder), str(source), str(tmp_path / "out.jsonl"), str(KILLS))
+    run_script(script, str(folder), str(source), str(tmp_path / "out.jsonl"), str(KILLS), limit=120 + 20 * KILLS)
 
     found = [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
     assert sorted(f"request {at}" for at in range(count)) == sorted(found)
