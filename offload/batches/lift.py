@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -224,13 +224,13 @@ class Lift:
     def gates(self) -> Iterator[None]:
         """Inside, calls wait before each floor."""
         self.lease = lease()
-        hooked: Callable[[Any], Any] = not_compiled if "torch._dynamo" in sys.modules else lambda hook: hook
+        gate = _uncompiled_gate() if "torch._dynamo" in sys.modules else _Gate
         with ExitStack() as stack:
             stack.callback(self.lease.end)
             self.lease.expect(self._lots)
             for floor, module in enumerate(self._floors):
-                before = _Gate(hooked(partial(self._arrive, floor)))
-                after = _Gate(hooked(partial(self._leave, self._places - 1 - floor)))
+                before = gate(partial(self._arrive, floor))
+                after = gate(partial(self._leave, self._places - 1 - floor))
                 for handle in (
                     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                     module.register_forward_hook(after),
@@ -284,6 +284,11 @@ class _Gate:
 
     def __reduce__(self) -> tuple[type[_Gate], tuple[()]]:
         return _Gate, ()
+
+
+@cache
+def _uncompiled_gate() -> type[_Gate]:
+    return type("_UncompiledGate", (_Gate,), {"__call__": not_compiled(_Gate.__call__)})
 
 
 def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:

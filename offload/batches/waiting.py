@@ -1,9 +1,8 @@
 """The tensors of a batch that waits: how much they take, and how they go to disk.
 
 Always true:
-- a storage goes once, whichever tensors share it; the tensors stay what they are, and find their values again
-- only what a module of the model has given goes: nobody else knows it yet
-- what numpy shares, or somebody mapped, stays: it can't be moved
+- a storage goes once, whichever tensors share it; its memory is the file's then, so who else knows it reads it there
+- only what a module of the model has just given goes, and nothing that is not torch's own memory
 - a file has no name, and is gone with its batch
 """
 
@@ -18,8 +17,9 @@ import torch
 
 from offload.errors import ReadError, WriteError
 from offload.storage.folders import private_folder
-from offload.storage.mapping import view_memory
+from offload.storage.mapping import swapped_in, swapped_out, view_memory
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.pages import PAGE, bring_in
 from offload.torch_api import storage_id
 
 _LEAST = 64 << 10  # bytes that are worth a file
@@ -57,33 +57,44 @@ def _tensors(given: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[torch.
 class Parcel:
     """Storages on disk, in a file without a name."""
 
-    def __init__(self, file: IO[bytes], storages: list[tuple[torch.UntypedStorage, int]]) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._storages = storages  # and their sizes, as they follow one another in the file
+        self._storages: list[torch.UntypedStorage] = []  # that are there
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> Parcel | None:
         """Put on disk what of these tensors was just made, and is not small; None if that is nothing.
 
         Raises:
-            WriteError: the disk did not take it; all is as it was.
+            WriteError: the disk did not take it; it is in memory still.
         """
         given = storages_of(made)
         found = [storage for key, storage in storages_of(tensors).items() if key in given and storage.resizable()]
-        large = [(storage, storage.nbytes()) for storage in found if storage.nbytes() >= _LEAST]
+        large = [storage for storage in found if storage.nbytes() >= _LEAST and not storage.is_pinned()]
         if not large:
             return None
         folder = private_folder()
         try:
-            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  it is closed with the parcel
-            for storage, _ in large:
-                _write(file, storage)
+            parcel = cls(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115  it is closed with the parcel
+            try:
+                for storage in large:
+                    parcel._put(storage)
+            except OSError:
+                parcel.bring_back()
+                raise
         except OSError as error:
             message = f"what waits can't be put on disk ({error.strerror}): call map_batches with spill=False"
             raise WriteError(error.errno, message, str(folder)) from error
-        for storage, _ in large:
-            storage.resize_(0)
-        return cls(file, large)
+        return parcel
+
+    def _put(self, storage: torch.UntypedStorage) -> None:
+        address, size = _pages(storage)
+        start = self._file.tell()
+        left = view_memory(address, size)
+        while left:
+            left = left[self._file.write(left) :]
+        swapped_out(address, size, self._file.fileno(), start)
+        self._storages.append(storage)
 
     def announce(self) -> None:
         """Have the system read it ahead."""
@@ -95,11 +106,22 @@ class Parcel:
         Raises:
             ReadError: the disk did not give them.
         """
-        with self._file as file:
-            file.seek(0)
-            for storage, size in self._storages:
-                storage.resize_(size)
-                _read(file, storage)
+        with self._file:
+            while self._storages:
+                address, size = _pages(self._storages[-1])
+                try:
+                    bring_in(address, size)
+                    swapped_in(address, size)
+                except OSError as error:
+                    message = f"what a batch has put on disk can't be read ({error.strerror})"
+                    raise ReadError(error.errno, message) from error
+                self._storages.pop()
+
+
+def _pages(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Those that are all of this storage: address, and length."""
+    first = -(-storage.data_ptr() // PAGE) * PAGE
+    return first, (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE - first
 
 
 def waiting_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -112,18 +134,3 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
     with no_functions(), no_modes():
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return {storage_id(storage): storage for storage in storages}
-
-
-def _write(file: IO[bytes], storage: torch.UntypedStorage) -> None:
-    left = view_memory(storage.data_ptr(), storage.nbytes())
-    while left:
-        left = left[file.write(left) :]
-
-
-def _read(file: IO[bytes], storage: torch.UntypedStorage) -> None:
-    left = view_memory(storage.data_ptr(), storage.nbytes())
-    while left:
-        count = file.readinto(left)  # type: ignore[attr-defined]
-        if not count:
-            raise ReadError(f"what a batch has put on disk is not there any more, in {file.name!r}")
-        left = left[count:]

@@ -25,6 +25,7 @@ from offload.storage.regular import closed_after, open_regular
 
 _FAILED = ctypes.c_void_p(-1).value
 _NO_RESERVE = 0x4000  # Python names it since 3.13
+_FIXED = 0x10  # Python does not name it
 _WRITABLE = 0x200  # PyBUF_WRITE
 
 
@@ -100,6 +101,33 @@ def scratch(layout: Layout) -> torch.Tensor:
     flat = torch.frombuffer(scratch_bytes(layout.nbytes), dtype=torch.uint8, requires_grad=False)
     empty = torch.empty(0, dtype=layout.dtype, device="cpu")
     return empty.set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
+
+
+def swapped_out(address: int, nbytes: int, fd: int, start: int) -> None:
+    """Have whole pages of memory, which a file holds from `start` on, be those of the file: copied when written to.
+
+    Raises:
+        OSError: the system does not do it; nothing has changed.
+    """
+    _replace(address, nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, fd, start)
+
+
+def swapped_in(address: int, nbytes: int) -> None:
+    """Have pages that were swapped out be memory again, with what they hold now.
+
+    Raises:
+        OSError: the system does not do it; nothing has changed.
+    """
+    view = view_memory(address, nbytes)
+    now = bytes(view)
+    _replace(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    view[:] = now
+
+
+def _replace(address: int, nbytes: int, flags: int, fd: int, start: int) -> None:
+    if libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _FIXED, fd, start) == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def view_memory(address: int, size: int) -> memoryview:

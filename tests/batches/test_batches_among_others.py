@@ -254,6 +254,54 @@ def test_a_copy_of_the_model_between_results_is_a_model_like_any(copied):
     assert torch.equal(expected, other(x))
 
 
+MASKS: dict[int, torch.Tensor] = {}
+
+
+def cached_mask(size: int) -> torch.Tensor:
+    if size not in MASKS:
+        MASKS[size] = torch.full((size, 64), 2.0)
+    return MASKS[size]
+
+
+class Masking(nn.Module):
+    """Gives on what a function has made, and knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor, _: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = cached_mask(len(x))
+        return x * self.weight + mask, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_a_function_has_cached_is_there_for_others_while_it_is_spilled(writes):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Masking() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = None
+            for layer in self.layers:
+                x, mask = layer(x, mask)
+                if writes:
+                    mask += 1
+                x = x * mask.mean()
+            return x
+
+    MASKS.clear()
+    model = Model()
+    batches = [torch.full((4096, 64), float(at)) for at in range(4)]
+    found = list(map_batches(model, batches, model, in_flight=4, spill=True))
+    if writes:  # then batches are not each for themselves, in any way that they are called
+        assert torch.equal(torch.full((4096, 64), 2.0 + 4 * 4), MASKS[4096])
+    else:
+        assert equal(map(model, batches), found)
+
+
 def test_kv_caches_count_for_what_waits():
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
