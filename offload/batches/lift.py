@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -286,7 +286,6 @@ class _Gate:
         return _Gate, ()
 
 
-@cache
 def _uncompiled_gate() -> type[_Gate]:
     return type("_UncompiledGate", (_Gate,), {"__call__": not_compiled(_Gate.__call__)})
 

@@ -65,11 +65,12 @@ def map_batches(
         batches: any iterable; it is read as batches are begun.
         model: what `fn` calls; a list if it calls several.
         in_flight: how many batches are on their way at a time. Their hidden states, and what else they hold, are in
-            memory together. None: up to 32, as many as a quarter of the available memory has room for.
+            memory together. None: up to 32, as many as a quarter of the available memory has room for. Where gradients
+            are recorded, the first batch is done alone then, to see what its graph takes.
         blocks: the modules, or their names, before which batches wait for one another. None: each layer of the model,
             and each module with values before and after them.
         spill: put what waits at a block on disk: for hidden states that do not fit in memory. KV caches stay, if they
-            are not those of `offload.integrations.kv_cache`.
+            are not those of `offload.integrations.kv_cache`, and so do graphs.
         ordered: give results in the order of the batches; False: as they are ready.
         progress: show a bar, on a terminal.
 
