@@ -173,10 +173,10 @@ class Turns:
     lots: Sequence[Sequence[Handle]] = ()
     others: int = 0
 
-    def __iter__(self) -> Iterator[set[Value]]:
+    def __iter__(self) -> Iterator[list[Value]]:
         """The values of each lot, as far as they are known."""
         for lot in self.lots:
-            yield {value for handle in lot for value in books_of(handle).ranges.values()}
+            yield list(dict.fromkeys(value for handle in lot for value in books_of(handle).ranges.values()))
 
 
 class Pool:
@@ -306,7 +306,7 @@ class Pool:
 
     def _due_of_lots(self, kept: set[Value]) -> list[Value]:
         """What stays so that no lot streams more than there is room for beside all that stays."""
-        lots = [self._streaming(lot - kept) for turns in self.turns for lot in turns]
+        lots = [self._streaming(lot, kept) for turns in self.turns for lot in turns]
         others, room = max(turns.others for turns in self.turns), self._room - _size(kept)
         most = min(max(map(_size, lots), default=0), self.most_at_a_time)
         too_small, due = 0, _due(lots, most)
@@ -320,9 +320,9 @@ class Pool:
         self.at_a_time = most + others
         return due
 
-    def _streaming(self, lot: Iterable[Value]) -> list[Value]:
+    def _streaming(self, lot: Iterable[Value], kept: set[Value]) -> list[Value]:
         """What may stream of a lot: what has stayed first, then the larger ones."""
-        own = [value for value in lot if value.pool is self]
+        own = [value for value in lot if value.pool is self and value not in kept]
         return sorted(own, key=lambda value: (not value.has_stayed, -value.nbytes))
 
     def _reserve(self, at_a_time: int) -> int:
