@@ -240,7 +240,7 @@ def counts() -> Counts:
 
 def _track(handle: Handle, key: tuple[int, int], books: Books) -> Value:
     value = Value(books.pool or POOL, handle.file, *key, shared=handle.owned)
-    value.is_part = key != handle.extent
+    value.is_part = key != handle.extent or handle.is_picked
     return value
 
 

@@ -116,6 +116,7 @@ class Handle:
         twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
         books: what is known of its bytes in memory; kept for those who read ahead.
         has_holes: whether the file may lack blocks on the disk, which are then reserved before it is stored into.
+        is_picked: whether it is one of many that are read apart, such as an expert: not with its neighbours.
         is_fixed: whether others write to the file in place, so that it is never to be replaced.
     """
 
@@ -133,6 +134,7 @@ class Handle:
         "generation",
         "has_holes",
         "is_fixed",
+        "is_picked",
         "layout",
         "name",
         "owned",
@@ -148,6 +150,7 @@ class Handle:
         self.composed: Composed | None = None
         self.has_holes = False
         self.is_fixed = False
+        self.is_picked = False
         self._base: torch.Tensor | None = None
         self._addresses: torch.UntypedStorage | None = None
         self._lock = fork_safe_lock()

@@ -255,6 +255,9 @@ class Joined(Recipe):
         ends = [place[0] + piece.twin.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # one piece after the other
+        if len(order) > 2 and len(turned) > 1:  # a stack of matrices
+            for handle in self.handles():
+                handle.is_picked = True
 
     @property
     def form(self) -> str:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import offload
 from offload import OffloadedTensor
 from offload.models.deferred import DeferredTensor, deferred
+from offload.prefetch.engine import tracked
 from offload.tensor import ops
 from offload.tensor.recipes import Recipe
 from offload.tensor.wrapper import handle_of
@@ -140,3 +141,20 @@ def test_where_parts_give_other_bits_the_whole_is_multiplied(
     monkeypatch.setitem(ops._KEEPS_BITS, key, False)
     F.linear(x, weight)
     assert carried_out == [E * N * K]
+
+
+def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTensor, torch.Tensor]) -> None:
+    recipe = handle_of(matrices[0]).composed
+    assert isinstance(recipe, Recipe)
+    assert all(handle.is_picked for handle in recipe.handles())
+    assert all(tracked(handle, *handle.extent).is_part for handle in recipe.handles())
+    [handle] = _whole(matrices[0]).handles()
+    assert not handle.is_picked
+
+
+def _whole(tensor: OffloadedTensor) -> Recipe:
+    """A cast of all of a value that has a file."""
+    wide = OffloadedTensor.from_original_tensor(offload.materialize(tensor).double(), "wide")
+    cast = handle_of(_stored(deferred(wide).float())).composed
+    assert isinstance(cast, Recipe)
+    return cast
