@@ -49,7 +49,6 @@ STATE = {
     "offload.models.forms.bitsandbytes._decoder_of_4_bits": "a pure function, remembered",
     "offload.models.forms.compressed_tensors._decoder": "a pure function, remembered",
     "offload.models.forms.numbers._pairs_of_dtype": "tables of numbers of 8 bits, by pairs",
-    "offload.models.forms.numbers._pairs_of_table": "the same, of other numbers",
     "offload.models.forms.decoding._tried": "a pure function, remembered",
     "offload.models.forms.numbers._pairs_of_halves": "a pure function, remembered",
     "offload.models.forms.numbers._powers": "a pure function, remembered",

@@ -21,6 +21,7 @@ from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
+from offload.models.forms.bitnet import for_modules
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import Dense, filled, quantization_of, without_quantization
 from offload.models.slots import tensor_slots
@@ -102,12 +103,15 @@ def from_pretrained(
     if dense is not None:
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
         model, info = filled(type(empty), without_quantization(empty.config), dense.tensors, dtype, **options)
+    elif quantization is not None and quantization.get("quant_method") == "bitnet":
+        values = for_modules(tensors, quantization, dtype)
+        model, info = filled(type(empty), empty.config, values, dtype, **options)
     elif quantization is not None:
         log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`
             model, info = type(empty).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     else:
-        values = tensors if is_folder(folder) else as_saved(source, tensors, empty, dtype)
+        values = dict(tensors) if is_folder(folder) else as_saved(source, tensors, empty, dtype)
         model, info = filled(type(empty), empty.config, values, dtype, **options)
         refuse_other_names(source, ((slot.names, slot.tensor) for slot in tensor_slots(model)), offload_dir)
     report = report_of(info)

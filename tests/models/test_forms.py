@@ -17,10 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`
 _SMALL = 1024  # bytes up to which a value may be in memory
 
 # What does not hold yet, and why. A form that holds fails here: take it out.
-NOT_YET = {
-    **dict.fromkeys((name for name in FORMS if name.startswith("torchao-")), "is copied to files of its own"),
-    **dict.fromkeys((name for name in FORMS if name.startswith("bitnet-")), "is loaded in memory, and copied"),
-}
+NOT_YET = dict.fromkeys((name for name in FORMS if name.startswith("torchao-")), "is copied to files of its own")
 
 
 def _marked(name: str) -> object:

@@ -4,6 +4,7 @@
 | --- | --- |
 | `decoding` | a dense weight as a recipe over packed pieces; which form a configuration names |
 | `numbers` | packed numbers as floats, and factors that blocks of them share |
+| `bitnet` | ternary weights for transformers' own modules |
 | `bitsandbytes` | NF4, FP4 and 8-bit integers |
 | `compressed_tensors` | what llm-compressor and vLLM publish: W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4, MXFP8 |
 | `fp8` | 8-bit floats with a scale for each block (DeepSeek, Qwen, Mistral), and 4-bit experts beside them |

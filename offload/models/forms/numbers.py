@@ -45,14 +45,6 @@ def numbers_of(packed: torch.Tensor) -> torch.Tensor:
     return _looked_up(packed, _pairs_of_dtype(packed.dtype)) if _is_in_pairs(packed) else packed.to(torch.float32)
 
 
-def looked_up(packed: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
-    """For each byte its number of a table of 256, in float32."""
-    if _is_in_pairs(packed):
-        return _looked_up(packed, _pairs_of_table(table))
-    numbers = torch.tensor(table, dtype=torch.float32, device="cpu")
-    return numbers[packed.view(torch.uint8).int()]
-
-
 def _is_in_pairs(packed: torch.Tensor) -> bool:
     return packed.is_contiguous() and packed.dim() > 0 and packed.shape[-1] % 2 == 0 == packed.storage_offset() % 2
 
@@ -65,11 +57,6 @@ def _looked_up(packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _pairs_of_dtype(dtype: torch.dtype) -> torch.Tensor:
     return _pairs(torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32))
-
-
-@lru_cache(maxsize=16)
-def _pairs_of_table(table: tuple[float, ...]) -> torch.Tensor:
-    return _pairs(torch.tensor(table, dtype=torch.float32, device="cpu"))
 
 
 def _pairs(numbers: torch.Tensor) -> torch.Tensor:
