@@ -141,8 +141,9 @@ def _in_parts(func: Any, rows: torch.Tensor, weight: OffloadedTensor, bias: torc
         return None
     bias = None if bias is None else guest_of(bias)
     key = (
-        rows.shape, rows.stride(), rows.dtype, bias is None, torch.get_num_threads(), torch.backends.mkldnn.enabled,
-        torch.get_float32_matmul_precision(), *((len(part), part.data_ptr() % _LINE) for part in parts)
+        rows.shape, rows.stride(), rows.dtype, rows.data_ptr() % _LINE, bias is None, torch.get_num_threads(),
+        torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
+        *((len(part), part.data_ptr() % _LINE) for part in parts)
     )  # fmt: skip
     if _KEEPS_BITS.get(key) is False:
         return None

@@ -33,7 +33,7 @@ from offload.torch_api import storage_id, storage_uses
 BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
 _WRITTEN = 4 << 20  # the same, for what is written to a file, while another one is made
 _GENERATION = b"1"  # another one once a decoder gives other numbers than it did: what was stored is stored anew
-_MOST_KEPT = 64 << 20  # bytes of memory that are kept for the next value
+_MOST_KEPT = 32 << 20  # bytes of memory that are kept for the next value
 
 Decode: TypeAlias = Callable[..., torch.Tensor]
 Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # what a piece has of a box, and where in that it is
