@@ -269,7 +269,7 @@ def _capped(name: str, packed: Stored, dense: Stored, scale: Scale, scratch: Pat
             return run_apart(capped_token, stored, dense.folder, scratch, budget, scale.capped_tokens, group)
 
     done = in_turn({DENSE: partial(arm, dense), OURS: partial(arm, packed)}, scale.rounds, {})
-    return _figure(f"forms, {name}: a token, cold and capped", done)
+    return _figure(f"forms, {name}: a token, capped", done)
 
 
 def capped_token(stored: Stored, dense: Path, scratch: Path, budget: int, tokens: int, group: Any) -> float:
@@ -285,7 +285,7 @@ def capped_token(stored: Stored, dense: Path, scratch: Path, budget: int, tokens
 def _read(name: str, packed: Stored, scale: Scale) -> Figure:
     done = [run_apart(read_by_a_token, packed) for _ in range(scale.rounds)]
     read, needed = ([float(one[which]) for one in done] for which in (0, 1))
-    return Figure(f"forms, {name}: bytes read by a token, cold", "B", {OURS: read}, needed, "what it needs", {})
+    return Figure(f"forms, {name}: bytes, cold", "B", {OURS: read}, needed, "what it needs", {})
 
 
 def read_by_a_token(packed: Stored) -> tuple[int, int]:

@@ -261,7 +261,7 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
 
 
-LONG = {"offload.cache.table": 710, "offload.tensor.wrapper": 832}  # a class is not cut in two for a limit of lines
+LONG = {"offload.cache.table": 710, "offload.tensor.wrapper": 836}  # a class is not cut in two for a limit of lines
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

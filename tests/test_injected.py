@@ -230,7 +230,7 @@ MODELS = {
     "dispatch a pickle": Act(saved_bin, dispatched),
     "dispatch and cast": Act(
         saved_model,
-        lambda folder: dispatched(folder, dtype=torch.float64, offload_dir=folder / "cast"),
+        lambda folder: dispatched(folder, dtype=torch.float64, offload_dir=folder / "cast", store=True),
     ),
     "disk_offload": Act(
         lambda folder: (network(), folder),

@@ -268,7 +268,7 @@ def test_the_descriptions_of_ops_are_missed_when_they_are_asked_for(monkeypatch)
 
 
 FEATURES = {
-    "torch._C._storage_Use_Count": ("offload_activations", "pack()"),
+    "torch._C._storage_Use_Count": ("offload_activations, or a recipe,", "pack()"),
     "torch._disable_dynamo": ("offload_activations", "pack()"),
     "torch._C._TorchDispatchModeKey": ("offloading", "large()"),
     "torch.utils._python_dispatch.TorchDispatchMode": ("offloading", "large()"),

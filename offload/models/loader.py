@@ -50,6 +50,7 @@ from offload.prefetch.residency import SMALL, Pool
 from offload.progress import progress, progress_in_bytes
 from offload.storage.handle import Handle
 from offload.storage.reasons import some
+from offload.storage.regular import is_folder
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
 from offload.tensor.recipes import Recipe, stored_in
@@ -502,10 +503,9 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
 
     Each file appears whole, and says what it was made of: after a kill only the rest is made.
     """
-    stored = {handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)}
-    folders: dict[Path | None, bool] = {
-        handle.folder: store or handle.folder.is_dir() for handle in stored if handle.folder is not None
-    }
+    stored = dict.fromkeys(handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor))
+    named = {handle.folder for handle in stored if handle.folder is not None}
+    folders: dict[Path | None, bool] = {folder: store or is_folder(folder) for folder in named}
     recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder)]
     made = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
     left = [(handle, mark) for handle, mark in made if not handle.take_up(mark)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Piece:
             place.copy_(self.value(twin))
 
 
-class Recipe:
+class Recipe(ABC):
     """What the kinds have in common.
 
     Attributes:
@@ -106,9 +107,9 @@ class Recipe:
         return stored_in(piece.handle for piece in self.pieces)
 
     @property
+    @abstractmethod
     def form(self) -> str:
         """What is done to what is stored, in words."""
-        raise NotImplementedError
 
     @property
     def mark(self) -> str:
@@ -135,9 +136,9 @@ class Recipe:
             box = Box.around(layout, twin)
             return _recut(self._in_box(box), box.first * layout.dtype.itemsize, twin)
 
+    @abstractmethod
     def _in_box(self, box: Box) -> torch.Tensor:
         """A tensor whose elements lie as those of the box do in the whole value."""
-        raise NotImplementedError
 
     def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Some rows of what `twin` cuts out, by their sorted numbers, as a tensor of their own."""

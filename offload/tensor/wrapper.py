@@ -508,8 +508,11 @@ class OffloadedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain tensor or parameter, over the mapped file: pickled in bounded memory, loaded without `offload`."""
         plain = self._on_cpu()
-        plain = torch.nn.Parameter(plain) if isinstance(self, torch.nn.Parameter) else plain.detach()
-        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        if isinstance(self, torch.nn.Parameter):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        else:
+            plain = plain.detach().requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
     # How ops are carried out
 

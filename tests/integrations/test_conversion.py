@@ -422,7 +422,7 @@ def test_a_quantized_checkpoint_does_not_fill_an_empty_model(llama_folder: Path,
     with offload.init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
 
-    with pytest.raises(CheckpointError, match=r"quantized checkpoint.*use offload\.from_pretrained"):
+    with pytest.raises(CheckpointError, match=r"quantized by torchao.*use offload\.from_pretrained"):
         offload.load_checkpoint_and_dispatch(model, tmp_path)
 
 

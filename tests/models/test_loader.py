@@ -116,7 +116,8 @@ def test_in_what_torch_save_wrote_another_dtype_is_converted_when_it_is_read(
     )
 
     assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
-    assert not (tmp_path / "half" / "first.weight.safetensors").exists()
+    if pickled.name != "legacy.pt":  # there values begin at any byte, also where no tensor can be over them
+        assert not (tmp_path / "half" / "first.weight.safetensors").exists()
     with torch.no_grad():
         loaded.first.weight.zero_()
     assert tmp_path / "half" / "first.weight.safetensors" == loaded.first.weight.offload_path
