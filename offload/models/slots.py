@@ -206,9 +206,10 @@ def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor])
 
 
 def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
-    """Its place in the map; a buffer is not on disk where only parameters are, unless a module keeps its weight so."""
+    """Its place in the map; a buffer is not on disk where only parameters are, unless it is a packed weight."""
     place = placed[slot.name]
-    is_weight = slot.is_parameter or slot.name.rpartition(".")[2] == "weight"  # packed ones of BitNet are buffers
+    is_packed = slot.tensor.dtype == torch.uint8 and slot.name.rpartition(".")[2] == "weight"  # those of BitNet
+    is_weight = slot.is_parameter or is_packed
     if not place.on_disk or is_weight or offload_buffers:
         return place
     return Place(False, place.device)
