@@ -83,7 +83,6 @@ STATE = {
     "offload.storage.replacing._tag": "one for each process",
     "offload.storage.subclasses._REGISTERED": "what `register_subclass` is for",
     "offload.tensor.guests.whole_twin": "a pure function, remembered",
-    "offload.tensor.ops._KEEPS_BITS": "for which sizes a product by parts is the same",
     "offload.tensor.processes._COMPOSED": "what came from another process is one value here",
     "offload.tensor.processes._COUNT": "of `_NUMBERS`",
     "offload.tensor.processes._LOCK": "of `_PASSED`, `_COMPOSED` and `_NUMBERS`",

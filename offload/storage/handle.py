@@ -92,12 +92,6 @@ class Composed(Protocol):
     def stands(self, twin: torch.Tensor, /) -> bool:
         """Whether what a meta tensor cuts out of it is in a file as it reads, so that `value` is over that."""
 
-    def in_rows(self, twin: torch.Tensor, /) -> list[torch.Tensor] | None:
-        """A matrix that a meta tensor cuts out of it as those, one over the other, that are in files as they read.
-
-        None if it is one such, or is not made of such.
-        """
-
     def blocks(self) -> Iterator[torch.Tensor]:
         """Contiguous plain tensors that make up the whole, as its layout orders them; each is good until the next."""
 

@@ -110,60 +110,6 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return on_guests(func, args, kwargs, {id(table): mapped_value(table)})
 
 
-@overrides(F.linear)
-def apply_linear(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `read_directly`; a few rows are multiplied with a joined weight part by part, where that keeps all bits."""
-    weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if type(weight) is OffloadedTensor and weight._handle.composed is not None and weight._target == CPU:
-        with DisableTorchFunctionSubclass():
-            rows = args[0] if args else kwargs.get("input")
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            if type(rows) is torch.Tensor and not (modes_are_on() or records_graph(args, kwargs)):
-                found = _in_parts(func, rows, weight, bias)
-                if found is not None:
-                    return found
-    return read_directly(func, args, kwargs)
-
-
-_FEW_ROWS = 4  # with more of them, joining the weight first costs little
-
-
-def _in_parts(func: Any, rows: torch.Tensor, weight: OffloadedTensor, bias: torch.Tensor | None) -> Any:
-    """None if the weight is not joined from such parts, or the numbers would be others.
-
-    Which kernel multiplies goes by sizes, alignment and threads: the first time that these come, both ways are gone.
-    """
-    if rows.dim() == 0 or rows.numel() > _FEW_ROWS * rows.shape[-1] or rows.dtype != weight.dtype:
-        return None
-    composed, twin = weight._handle.composed, current_twin(weight)
-    parts = None if composed is None else composed.in_rows(twin)
-    if parts is None:
-        return None
-    bias = None if bias is None else guest_of(bias)
-    key = (
-        rows.shape, rows.stride(), rows.dtype, rows.data_ptr() % _LINE, bias is None, torch.get_num_threads(),
-        torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(),
-        *((len(part), part.data_ptr() % _LINE) for part in parts)
-    )  # fmt: skip
-    if _KEEPS_BITS.get(key) is False:
-        return None
-    with no_grad():
-        biases = [None] * len(parts) if bias is None else bias.split([len(part) for part in parts])
-        found = torch.cat([func(rows, part, part_bias) for part, part_bias in zip(parts, biases, strict=True)], -1)
-        if key not in _KEEPS_BITS:
-            whole = func(rows, composed.value(twin), bias)  # type: ignore[union-attr]
-            if len(_KEEPS_BITS) >= _MOST_KNOWN:
-                _KEEPS_BITS.clear()
-            _KEEPS_BITS[key] = torch.equal(whole.view(torch.uint8), found.view(torch.uint8))
-            return whole
-    return found
-
-
-_MOST_KNOWN = 4096
-_LINE = 64  # bytes of a line of the processor's cache
-_KEEPS_BITS: dict[Any, bool] = {}  # for sizes, alignment and threads: whether a product by parts is the same
-
-
 @implements(aten.convolution.default)
 def convolve(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.jit.trace` records the op that it is made of, and not this one."""

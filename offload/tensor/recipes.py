@@ -157,10 +157,6 @@ class Recipe(ABC):
         """See `Composed`."""
         return False
 
-    def in_rows(self, _: torch.Tensor, /) -> list[torch.Tensor] | None:
-        """See `Composed`."""
-        return None
-
     def put_into(self, place: torch.Tensor) -> None:
         """Carry all of it out into a plain tensor of its shape, in the dtype of that."""
         with no_functions(), no_modes():
@@ -303,25 +299,6 @@ class Joined(Recipe):
                 place = place.narrow(dim, at[dim], size)
             piece.put(place, twin)
         return whole
-
-    def in_rows(self, twin: torch.Tensor, /) -> list[torch.Tensor] | None:
-        """See `Composed`."""
-        if twin.dim() != 2 or not twin.is_contiguous() or twin.numel() == 0 or twin.dtype != self.layout.dtype:
-            return None
-        width, strides = twin.shape[1], contiguous_stride(self._turned_shape())
-        with no_functions(), no_modes():
-            inside = sorted(self._inside(Box.around(self.layout, twin)), key=lambda one: one[2])
-            for piece, part, _ in inside:
-                composed, rows = piece.handle.composed, part.numel() // width
-                is_whole_rows = part.shape[-1] == width and part.dim() > 1 and part.shape[-2] == rows
-                if not is_whole_rows or part.dtype != twin.dtype or not _lies_as(part, strides):
-                    return None
-                if composed is not None and not composed.stands(part):
-                    return None
-            if len(inside) < 2 or sum(part.numel() for _, part, _ in inside) != twin.numel():
-                return None
-            found = [piece.value(part) for piece, part, _ in inside]
-            return [value.as_strided((value.numel() // width, width), (width, 1)) for value in found]
 
     def parts(self, twin: torch.Tensor) -> Iterator[Piece]:
         """What a cut of the value is carried out from."""
