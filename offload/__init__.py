@@ -69,8 +69,9 @@ from offload.offloading.context import offloading
 from offload.storage.subclasses import register_subclass
 from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
+from offload.tensor.locals import is_offloaded
 from offload.tensor.materialize import materialize
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded
+from offload.tensor.wrapper import OffloadedTensor
 from offload.tree.saved import load_tree, save_tree
 
 __all__ = [

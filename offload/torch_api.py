@@ -12,7 +12,9 @@ line says otherwise.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -219,6 +221,29 @@ def not_compiled(function: _T) -> _T:
     """Decorates what a compiler is not to look into."""
     decorated: Any = _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)
     return decorated  # type: ignore[no-any-return]
+
+
+local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")  # of a DTensor
+
+
+def dtensor_class() -> Any:
+    """The class of torch.distributed's tensors; None where nobody has imported it, so that there are none."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor on the mesh of another one, with its placements and shape, and the dtype of its own local tensor.
+
+    Raises:
+        UnsupportedTorchError: torch makes them in another way by now.
+    """
+    try:
+        spec, kind = outer._spec, type(outer)
+        meta = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        made: torch.Tensor = kind(local, meta, requires_grad=local.requires_grad)
+    except (AttributeError, TypeError) as error:
+        raise _unsupported("a DTensor with its share on disk", error) from error
+    return made
 
 
 def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:

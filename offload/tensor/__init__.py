@@ -17,6 +17,7 @@ How an op is carried out, in this order:
 | `ops` | 1: the rules of ops that 2 and 3 do not fit, and of values that are themselves of a tensor subclass |
 | `guests` | the plain tensors that ops compute with, and what does while a compiler traces |
 | `blocks` | values packed in the blocks of a GGUF file |
+| `locals` | what a rank has of a DTensor |
 | `arguments` | what users hand in, checked |
 | `materialize` | tensors, modules and nests of them, plain again |
 | `recipes` | values that are carried out from others when they are read: joined, cast, decoded |

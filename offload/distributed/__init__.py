@@ -1,0 +1,13 @@
+"""Beyond one process: models of torch.distributed, with each rank's share on disk.
+
+Always true:
+- a DTensor says which share a rank has, torch.distributed moves activations, and `offload` says where the bytes are
+- a DTensor is outside, and a tensor on disk inside: never the other way
+- every host opens a checkpoint of its own; no weight travels
+- torch.distributed is imported only where a DTensor came in
+
+What walks a model looks inside a DTensor with `offload.tensor.locals.local_of`.
+
+| module | what |
+| --- | --- |
+"""

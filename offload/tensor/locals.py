@@ -1,0 +1,55 @@
+"""A tensor of many processes, and what this one has of it: the local tensor of a DTensor.
+
+Always true:
+- a DTensor is outside, and a tensor on disk inside: never the other way
+- torch.distributed is not imported here: where a DTensor came in, somebody has
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload.tensor import wrapper
+from offload.torch_api import dtensor_class, dtensor_like, local_tensor
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether this is a DTensor of torch.distributed.
+
+    Example:
+        >>> is_dtensor(torch.ones(2))
+        False
+    """
+    kind = dtensor_class()
+    return kind is not None and isinstance(x, kind)
+
+
+def local_of(x: Any) -> Any:
+    """The local tensor of a DTensor; anything else as it is.
+
+    Example:
+        >>> local_of(torch.ones(1))
+        tensor([1.])
+    """
+    return local_tensor(x) if is_dtensor(x) else x
+
+
+def with_local(outer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor as `outer`, with another local tensor: that itself, where `outer` is no DTensor.
+
+    Args:
+        local: of the shape that the local tensor of `outer` has; the DTensor has its dtype.
+    """
+    return dtensor_like(outer, local) if is_dtensor(outer) else local
+
+
+def is_offloaded(x: object) -> bool:
+    """True for a tensor whose data is on disk, or a DTensor of which this process's share is.
+
+    Example:
+        >>> is_offloaded(torch.ones(2))
+        False
+    """
+    return wrapper.is_offloaded(local_of(x))
