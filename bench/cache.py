@@ -5,7 +5,9 @@ Always true:
 - writing ends when the files are synced, also those of peers that do not sync themselves
 - cold is with nothing in the page cache; capped is in a memory cgroup of half the data and an allowance, which is
   full of the store's own files when the clock starts
-- the limit is what the system's calls take by themselves: the better of row by row, and all rows announced before
+- an epoch is all rows once, in random batches, from cold, with nothing dropped between them
+- the limit is what the system's calls take by themselves: the better of row by row, and all rows announced before;
+  of an epoch, a scan and then all batches row by row
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ _COLUMNS = (2048, 128)  # rows of 8 KiB and of 512 B
 _STEP = 8 * MIB  # bytes of a part, where all is written or read
 _COLD_BATCHES = 4
 _CHECKED = 4  # batches that are read back after writing
+_EPOCH = 2  # times as long as else may be read
+SCANNED = "a scan, then preadv"
 _SAME_FILES = (ANNOUNCED, TORCH_MAPPED)  # other ways to read what others have written
 
 
@@ -72,6 +76,10 @@ class Table:
 
     def parts(self, step: int) -> Iterator[tuple[int, int]]:
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+    def whole(self) -> Table:
+        """With batches of all rows."""
+        return replace(self, batches=-(-self.rows // BATCH), seconds=self.seconds * _EPOCH)
 
     def random_rows(self, seed: int) -> Sequence[torch.Tensor]:
         """Batches of rows, no row twice."""
@@ -184,7 +192,26 @@ def _uncapped(folder: Path, table: Table, rounds: int, missing: dict[str, str]) 
         for state, trial in (("warm", warm_trial), ("cold", cold_trial)):
             trials = {arm: partial(trial, arm, folder, table, read) for arm in STORES}
             found.append(_read_figure(f"cache, {state}: {what}", in_turn(trials, rounds, missing)))
-    return found
+    return [*found, _epoch_figure(folder, table, rounds, missing)]
+
+
+def _epoch_figure(folder: Path, table: Table, rounds: int, missing: dict[str, str]) -> Figure:
+    trials = {arm: partial(fresh_trial, arm, folder, table, read_epoch, make_cold) for arm in STORES}
+    for arm in (RAW, ANNOUNCED):
+        del trials[arm]
+    done = in_turn({**trials, SCANNED: partial(scanned_trial, folder, table)}, rounds, missing)
+    limit = [one.seconds for one in done.take(SCANNED)]
+    facts = {arm: {"bytes read": results[-1].bytes_read} for arm, results in done.results.items()}
+    case = f"cache, first epoch: {table.nbytes / 1e6:.3g} MB in batches of {BATCH} random rows of {table.row_bytes} B"
+    return Figure(case, "s", done.values(lambda one: one.seconds), limit, SCANNED, done.missing, facts)
+
+
+def scanned_trial(folder: Path, table: Table) -> Timing:
+    """From cold, all rows in order, and then in random batches."""
+    scan = fresh_trial(RAW, folder, table, read_all, make_cold)
+    with opened(RAW, folder, table) as reader:
+        epoch = read_epoch(reader, table)
+    return Timing(scan.seconds + epoch.seconds, scan.bytes_read + epoch.bytes_read)
 
 
 def _capped(folder: Path, table: Table, rounds: int, missing: dict[str, str]) -> list[Figure]:
@@ -279,6 +306,13 @@ def read_batches(reader: Reader, table: Table) -> Timing:
         if clock.seconds > table.seconds:
             break
     return Timing(clock.seconds / count, (read_bytes() - before) // count)
+
+
+def read_epoch(reader: Reader, table: Table) -> Timing:
+    """All rows, in random batches; where that takes long, some of them, and the rest in proportion."""
+    whole = table.whole()
+    each = read_batches(reader, whole)
+    return Timing(each.seconds * whole.batches, each.bytes_read * whole.batches)
 
 
 def read_all(reader: Reader, table: Table) -> Timing:

@@ -23,6 +23,7 @@ import torch
 from offload.cache.indexing import Numbers, Rows
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, ReadError
 from offload.memory import available_bytes
+from offload.prefetch.filling import Filling
 from offload.storage.mapping import mapped
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
 from offload.storage.reasons import explained, reading
@@ -116,6 +117,7 @@ class RowFile:
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # bytes behind each other that were written and not given to the disk
         self._until_mapped = 0  # bytes that are to be read from memory before
+        self._filling = Filling()
 
     def write(self, rows: Rows, data: memoryview) -> None:
         """Write rows whose numbers ascend; `data` has them one behind the other.
@@ -145,6 +147,9 @@ class RowFile:
             mapped = self._hot_mapping(rows, is_cached)
             if mapped is not None:
                 return self._taken(mapped, rows, out, pinned=pinned)
+            if not is_cached and not rows.span:
+                pages = len(rows) * -(-self._size // PAGE) * PAGE
+                self._filling.missed(len(rows), pages, os.fstat(self.fd).st_size, self._to_be_filled)
             words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
             return self._values(words) if out is None else out
@@ -229,6 +234,7 @@ class RowFile:
 
     def close(self) -> None:
         self._mapped = None
+        self._filling.end()
         self._files.close()
 
     def _at(self, row: int) -> int:
@@ -258,14 +264,30 @@ class RowFile:
         mapped = self._mapped
         self._until_mapped -= len(rows) * self._size
         is_due = is_cached and self._until_mapped < 0 and (mapped is None or len(mapped) <= rows.last)
+        is_due = is_due and not self._filling.is_under_way  # until then it is not all in memory
         if is_due or (mapped is not None and not is_cached and not _is_in_memory(mapped)):
             mapped = self._mapped = self._map() if is_due else None
             self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
         return mapped if is_cached and mapped is not None and len(mapped) > rows.last else None
 
     def _map(self) -> torch.Tensor | None:
+        """The rows that the file holds, if nearly all are in memory."""
         size = os.fstat(self.fd).st_size
-        if not self._start < size <= available_bytes() // 2:
+        if size > available_bytes() // 2:
+            return None
+        rows = self._filling.take()
+        if rows is None or len(rows) != (size - self._start) // self._size:
+            rows = self._all_mapped()
+        return rows if rows is not None and _is_in_memory(rows) else None
+
+    def _to_be_filled(self) -> torch.Tensor | None:
+        """As `_all_mapped`; None for a file with more holes than rows: these were not written yet."""
+        status = os.fstat(self.fd)
+        return self._all_mapped() if status.st_blocks * 512 >= status.st_size // 2 else None
+
+    def _all_mapped(self) -> torch.Tensor | None:
+        size = os.fstat(self.fd).st_size
+        if size <= self._start:
             return None
         try:
             mapping = mapped(self.fd, self.path, 0, size, shared=False)
@@ -275,8 +297,7 @@ class RowFile:
             return None
         count = (size - self._start) // self._size
         whole = torch.empty(0, dtype=torch.uint8).set_(mapping, self._start, (count * self._size,), (1,))
-        rows = whole.view(self._word).view(count, *self._words)
-        return rows if _is_in_memory(rows) else None
+        return whole.view(self._word).view(count, *self._words)
 
 
 def _is_in_memory(mapped: torch.Tensor) -> bool:

@@ -595,9 +595,11 @@ class HotRows:
     def _plain(self, index: Any) -> int | slice | torch.Tensor | None:
         if type(index) is list:
             try:
-                index = torch.from_numpy(np.asarray(index))
+                index = np.asarray(index)
             except (TypeError, ValueError, RuntimeError):  # no numbers, or too large ones
                 return None
+        if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
+            index = torch.from_numpy(index)
         if type(index) is torch.Tensor:
             return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
         if type(index) is int:

@@ -336,16 +336,16 @@ class TensorCache:
             RowIndexError, ColumnError, MissingRowsError, CorruptFileError
         """
         store = self._open()
-        if device is None and out is None and missing == "error" and not pin_memory and self.device == CPU:
+        target = self.device if device is None else checked_device(device)
+        if out is None and missing == "error" and not pin_memory:
             hot = store.read_hot(rows, columns)
             if hot is not None:
-                return hot
+                return hot if target == CPU else {name: value.to(target) for name, value in hot.items()}
         if out is not None:
             refuse_other(out, Mapping, "out: a dict of tensors by column")
         with no_functions(), no_modes():
             wanted = rows_of(rows, store.num_rows)
             found = store.read(wanted, columns, missing=missing, out=out, pinned=pin_memory)
-            target = self.device if device is None else checked_device(device)
             found = {name: _sent(value, target, pin_memory) for name, value in found.items()}
         form = "list" if wanted.is_one else ragged
         found = {

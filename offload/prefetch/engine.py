@@ -24,7 +24,7 @@ from time import monotonic
 
 import torch
 
-from offload.prefetch.reader import Counts, Reader
+from offload.prefetch.reader import Counts, Reader, ReadInParts
 from offload.prefetch.residency import AWAY, SMALL, Books, Pool, Value, books_of, let_go
 from offload.prefetch.stream import Lease, Streams
 from offload.storage.handle import Handle
@@ -230,6 +230,11 @@ def lock() -> threading.RLock:
 def lease() -> Lease:
     """For threads that are about to use the same values, one after the other; it ends with `end`."""
     return Lease(_ENGINE.streams)
+
+
+def fill(whole: ReadInParts) -> None:
+    """Have something read part by part, while nothing else is to be read. Under the lock."""
+    _ENGINE.reader.fill(whole)
 
 
 def counts() -> Counts:

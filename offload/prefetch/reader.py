@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from offload.prefetch.residency import AWAY, HERE, QUEUED, READ, Pool, Value, log
 from offload.storage.background import Background
@@ -46,7 +47,29 @@ class Counts:
     waited: float = 0.0
 
 
-class Reader(Background["tuple[list[Value], list[Value]]"]):
+class ReadInParts(Protocol):
+    """What is read when nothing else is to be."""
+
+    def read_on(self) -> bool:
+        """Read the next part; whether there is more to do now. Called without the lock."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done at a time.
+
+    Attributes:
+        leaving: values that are dropped.
+        batch: values that are read.
+        part: a part of this is read.
+    """
+
+    leaving: list[Value]
+    batch: list[Value]
+    part: ReadInParts | None = None
+
+
+class Reader(Background[Work]):
     """What is to be read, and what is to leave. What needs the lock says so."""
 
     def __init__(self) -> None:
@@ -56,6 +79,7 @@ class Reader(Background["tuple[list[Value], list[Value]]"]):
         self._leaving: list[Value] = []
         self._going: dict[int, int] = {}  # bytes that a thread is dropping
         self._taken: Value | None = None  # last, by the reader
+        self._parts: list[ReadInParts] = []
         self._ops = Waiters()  # for the reader to do something
 
     # Under the lock
@@ -67,6 +91,12 @@ class Reader(Background["tuple[list[Value], list[Value]]"]):
             value.state = QUEUED
             self._queue.append(value)
             self._begin()
+
+    def fill(self, whole: ReadInParts) -> None:
+        """Have something read part by part, until it says that there is nothing to do."""
+        if whole not in self._parts:
+            self._parts.append(whole)
+        self._begin()
 
     def drop(self, value: Value) -> None:
         """Have `value` dropped, unless it is asked for before."""
@@ -132,10 +162,10 @@ class Reader(Background["tuple[list[Value], list[Value]]"]):
 
     # The thread
 
-    def take(self) -> tuple[list[Value], list[Value]] | None:
-        """What is to leave, and what is to be read: one value, or several small ones."""
+    def take(self) -> Work | None:
+        """What is to leave, and what is to be read: one value, or several small ones; or a part of what can wait."""
         if not self._queue and not self._leaving:
-            return None
+            return Work([], [], self._parts[0]) if self._parts else None
         batch: list[Value] = []
         size = 0
         while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
@@ -145,7 +175,7 @@ class Reader(Background["tuple[list[Value], list[Value]]"]):
                 batch.append(value)
                 size += value.nbytes
                 self._taken = value
-        return self.take_leaving(), batch
+        return Work(self.take_leaving(), batch)
 
     def _next(self) -> Value:
         """The next in turn; before it, one that follows in the file what was read last, if it is soon due too."""
@@ -155,19 +185,31 @@ class Reader(Background["tuple[list[Value], list[Value]]"]):
                 return value
         return self._queue.popleft()
 
-    def carry_out(self, work: tuple[list[Value], list[Value]]) -> None:
+    def carry_out(self, work: Work) -> None:
         """Drop, then read."""
-        leaving, batch = work
-        log.debug("dropping %d values, reading %d ahead", len(leaving), len(batch))
+        if work.part is not None:
+            self._read_on(work.part)
+            return
+        log.debug("dropping %d values, reading %d ahead", len(work.leaving), len(work.batch))
         try:
-            self.let_go(leaving)
-            self._read(batch)
+            self.let_go(work.leaving)
+            self._read(work.batch)
         finally:  # whatever happened, nobody is to wait for ever
             with self.lock:
-                for value in batch:
+                for value in work.batch:
                     if value.state == READ:
                         value.state = AWAY
                 self._ops.wake()
+
+    def _read_on(self, whole: ReadInParts) -> None:
+        is_more = False
+        try:
+            with suppress(Exception):  # who asks for rows meets the same error, and tells
+                is_more = whole.read_on()
+        finally:
+            with self.lock:
+                if not is_more and whole in self._parts:
+                    self._parts.remove(whole)
 
     def _read(self, batch: list[Value]) -> None:
         runs = list(_runs(batch))

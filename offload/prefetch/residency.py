@@ -235,6 +235,21 @@ class Pool:
         """Whether all values may stay."""
         return self._total <= self._room
 
+    @property
+    def nbytes(self) -> int:
+        """Of all values whose files are in use, or a little more: views of them may overlap."""
+        return sum(value.nbytes for value in self.values() if value.has_file)
+
+    def spare(self) -> int:
+        """Bytes that there is room for now beside all values."""
+        return max(0, self._room_now() - self.nbytes)
+
+    def _room_now(self) -> int:
+        available = (self._available or available_bytes)()
+        if self.max_memory is None:
+            return int(available * _SHARE)
+        return max(0, min(self.max_memory, available - self.window))
+
     def values(self) -> list[Value]:
         """The live ones, in the order in which they came."""
         return list(self._values.values())
@@ -257,10 +272,7 @@ class Pool:
         room = self._room
         if anew or now - self._looked > _LOOK_AGAIN:
             self._looked = now
-            available = (self._available or available_bytes)()
-            room = int(available * _SHARE)
-            if self.max_memory is not None:
-                room = max(0, min(self.max_memory, available - self.window))
+            room = self._room_now()
         fits = self._total <= min(room, self._room)
         news = abs(room - self._room) > _NEWS * self._room or self._total - self._planned > _NEWS * self._total
         if anew or (news and not fits):

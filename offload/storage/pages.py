@@ -72,6 +72,11 @@ class Range:
         joined.is_part = False
         return joined
 
+    @property
+    def has_file(self) -> bool:
+        """Whether somebody in this process has its file."""
+        return self._file() is not None
+
     def missing_bytes(self) -> int:
         """How much of it the disk has to give, in whole pages; all, where the kernel does not tell."""
         return self.nbytes - self.cached_bytes() if self.may_ask else self.nbytes
@@ -157,11 +162,10 @@ class Range:
             return False
         if self._advised != (address, exactly):
             self._advised = address, exactly
-            extent = _whole_pages(address, self.nbytes)
-            if libc.madvise(*extent, _MADV_HUGEPAGE):
+            if not read_in_huge_pages(address, self.nbytes):
                 self._advised = (0, False)
                 return False
-            libc.madvise(*extent, _MADV_RANDOM if exactly else _MADV_NORMAL)
+            libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly else _MADV_NORMAL)
         return True
 
     def _explained(self, error: OSError) -> OffloadError:
@@ -223,16 +227,28 @@ def bring_in(address: int, nbytes: int) -> None:
     Raises:
         OSError: the disk did not give it.
     """
-    if nbytes == 0:
-        return
-    first, length = _whole_pages(address, nbytes)
-    if libc.madvise(first, length, _MADV_POPULATE_READ):
-        code = ctypes.get_errno()
-        if code == errno.EFAULT:
-            raise OSError(errno.EIO, "the disk did not give what was asked for")
-        if code not in _MAY_BE_TOUCHED:
-            raise OSError(code, os.strerror(code))
+    if nbytes and not populated(address, nbytes):
         touch(address, nbytes)
+
+
+def populated(address: int, nbytes: int) -> bool:
+    """As `bring_in`; whether the kernel has a call for it. Where it has none, nothing was read.
+
+    Raises: as `bring_in`.
+    """
+    if not libc.madvise(*_whole_pages(address, nbytes), _MADV_POPULATE_READ):
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EFAULT:
+        raise OSError(errno.EIO, "the disk did not give what was asked for")
+    if code not in _MAY_BE_TOUCHED:
+        raise OSError(code, os.strerror(code))
+    return False
+
+
+def read_in_huge_pages(address: int, nbytes: int) -> bool:
+    """Have a mapped range read in pages of 2 MiB from now on; whether the system will."""
+    return _READS_HUGE_PAGES and not libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE)
 
 
 def bring_in_exactly(address: int, nbytes: int) -> None:

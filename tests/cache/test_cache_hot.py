@@ -64,6 +64,7 @@ def no_other(monkeypatch):
         torch.tensor([7, 0, 39, 7]),
         torch.tensor([], dtype=torch.int64),
         torch.arange(40)[::3],
+        np.array([7, 0, 39, 7]),
         [7, 0, 39, 7],
         slice(None),
         slice(3, 9),
@@ -156,6 +157,14 @@ def test_what_is_wrong_is_told_as_else(folder):
         cache.get(torch.tensor([1]), missing="zero")
     with pytest.raises(TypeError, match="slice indices must be integers"):
         cache["a":"b"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_hot_rows_land_where_they_are_wanted(folder, no_other, device):
+    found = no_other(hot(folder)).get([7, 0], device=device)
+
+    assert {device} == {value.device.type for value in found.values()}
+    assert [(2, 3, 2), (2,), (2, 5)] == [tuple(value.shape) for value in found.values()]
 
 
 def test_names_that_can_be_gone_through_once_are_not_used_up(folder):

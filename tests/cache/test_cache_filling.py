@@ -1,0 +1,334 @@
+"""A cold cache that is read at random: all of it is brought in where it has room, and is asked for often enough."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from bench.page_cache import cached_fraction
+from offload import OffloadedTensor, TensorCache
+from offload.errors import CorruptFileError
+from offload.prefetch import engine, filling
+from offload.storage import background, pages
+from tests.page_cache import needs_page_cache
+from tests.processes import in_fork, run_script
+
+MIB = 1 << 20
+ROWS = 2048  # of 8 KiB
+
+pytestmark = needs_page_cache
+
+
+def values(numbers):
+    return torch.as_tensor(numbers)[:, None].int().expand(-1, 2048)
+
+
+def dropped(path: Path) -> Path:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with TensorCache.create(tmp_path / "cache", {"x": (torch.int32, (2048,))}, ROWS) as cache:
+        cache[:] = {"x": values(range(ROWS))}
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def path(folder):
+    """The file of the column, which is not in memory."""
+    return dropped(folder / "x.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """The parts that were brought in; before each of them `gate` is waited for, and `before` called."""
+
+    class Parts(list):
+        before = staticmethod(lambda: None)
+        gate = threading.Event()
+
+    seen = Parts()
+    seen.gate.set()
+
+    def populated(address, nbytes):
+        seen.gate.wait()
+        seen.before()
+        is_read = pages.populated(address, nbytes)
+        seen.append(nbytes)
+        return is_read
+
+    monkeypatch.setattr(filling, "populated", populated)
+    monkeypatch.setattr(filling, "_PART", MIB)
+    return seen
+
+
+def rest():
+    """Wait until nothing is being brought in."""
+    while engine._ENGINE.reader._parts:
+        time.sleep(0.001)
+
+
+def some(count, seed=0):
+    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+def assert_whole(cache):
+    for rows in torch.randperm(ROWS).split(256):
+        assert torch.equal(values(rows), cache[rows]["x"])
+
+
+@pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
+def test_a_column_that_fits_is_in_memory_after_some_random_rows(folder, tmp_path, parts, is_file):
+    path = folder / "x.safetensors"
+    if is_file:
+        path = tmp_path / "rows.safetensors"
+        TensorCache.open(folder).to_disk(path)
+    dropped(path)
+    cache = TensorCache.from_disk(path if is_file else folder)
+
+    for rows in some(256).split(64):
+        assert torch.equal(values(rows), cache[rows]["x"])
+    rest()
+
+    assert cached_fraction([path]) > 0.99
+    assert sum(parts) == ROWS * 8192
+    assert_whole(cache)
+
+
+@pytest.mark.parametrize("count", [10, 255])
+def test_a_few_rows_bring_in_no_others(folder, path, parts, count):
+    cache = TensorCache.open(folder)
+
+    cache[some(count)]
+    rest()
+
+    assert not parts
+    assert cached_fraction([path]) < 2 * count / ROWS + 0.01
+
+
+def test_few_rows_of_many_bring_in_no_others(folder, path, parts, monkeypatch):
+    """So many rows that they are not one in 64 of the bytes."""
+    monkeypatch.setattr(filling, "_LEAST_ROWS", 1)
+    cache = TensorCache.open(folder)
+
+    cache[some(31)]
+    rest()
+    assert not parts
+
+    cache[some(40)[31:]]
+    rest()
+    assert cached_fraction([path]) > 0.99
+
+
+def test_rows_behind_each_other_bring_in_no_others(folder, path, parts):
+    cache = TensorCache.open(folder)
+
+    for start in range(0, ROWS, 256):
+        assert torch.equal(values(range(start, start + 256)), cache[start : start + 256]["x"])
+    rest()
+
+    assert not parts
+
+
+def test_what_has_no_room_is_not_brought_in(folder, path, parts):
+    with offload.set_max_memory("15MiB"):
+        cache = TensorCache.open(folder)
+        cache[some(256)]
+        rest()
+
+    assert not parts
+    assert cached_fraction([path]) < 0.3
+
+
+def test_what_has_no_room_beside_values_is_not_brought_in(folder, path, parts, tmp_path):
+    weight = OffloadedTensor.zeros((4, MIB), name="w", offload_dir=tmp_path / "values")
+    with offload.set_max_memory("24MiB"):
+        weight.sum()
+        cache = TensorCache.open(folder)
+        cache[some(256)]
+        rest()
+
+    assert not parts
+
+
+def test_of_two_columns_the_one_that_has_room_is_brought_in(tmp_path):
+    schema = dict.fromkeys("xy", (torch.int32, (2048,)))
+    with TensorCache.create(tmp_path / "two", schema, ROWS) as cache:
+        cache[:] = {name: values(range(ROWS)) for name in "xy"}
+    paths = [dropped(tmp_path / "two" / f"{name}.safetensors") for name in "xy"]
+    with offload.set_max_memory("24MiB"):
+        cache = TensorCache.open(tmp_path / "two")
+        for rows in some(1024).split(256):
+            cache[rows]
+        rest()
+
+    whole = sorted(cached_fraction([path]) > 0.99 for path in paths)
+    assert [False, True] == whole
+
+
+def test_it_stops_where_the_memory_goes(folder, path, parts, monkeypatch):
+    left = iter([1 << 40, 1 << 40, 1 << 40])
+    monkeypatch.setattr(engine.POOL, "_available", lambda: next(left, MIB))
+    cache = TensorCache.open(folder)
+
+    cache[some(256)]
+    rest()
+
+    assert 1 <= len(parts) <= 3
+    assert cached_fraction([path]) < 0.5
+    assert_whole(cache)
+
+
+def test_it_stops_when_no_more_rows_are_asked_for_and_goes_on_with_the_next(folder, path, parts, monkeypatch):
+    cache = TensorCache.open(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(filling, "_GOES_ON", -1.0)
+        cache[some(256)]
+        rest()
+    assert not parts
+
+    cache[some(300)[256:]]
+    rest()
+
+    assert cached_fraction([path]) > 0.99
+
+
+def test_what_is_gone_again_is_brought_in_less_readily(folder, path, parts, monkeypatch):
+    monkeypatch.setattr(filling, "_LEAST_ROWS", 1)
+    cache = TensorCache.open(folder)
+    needed = []
+    for _ in range(3):
+        parts.clear()
+        cache._store._files["x"]._file._mapped = None
+        for done, rows in enumerate(some(ROWS).split(16)):
+            dropped(path)
+            cache[rows]
+            rest()
+            if parts:
+                needed.append((done + 1) * 16)
+                break
+        cache._store._files["x"]._file._filling.take()
+        dropped(path)
+
+    assert [48, 144, 528] == needed  # the header counts too
+
+
+def test_rows_that_are_written_meanwhile_are_right(folder, path, parts):
+    writer, cache = TensorCache.open(folder, "r+"), TensorCache.open(folder)
+    expected = values(range(ROWS)).clone()
+    numbers = iter(range(3, ROWS, 127))
+
+    def write():
+        row = next(numbers)
+        writer[[row]] = {"x": values([-row])}
+        writer.flush()
+        expected[row] = -row
+
+    parts.before = write
+    parts.gate.clear()
+    cache[some(256)]
+    parts.gate.set()
+    rest()
+
+    assert len(parts) == 16
+    assert (expected[:, 0] < 0).sum() == 16
+    for reader in (cache, writer):
+        assert torch.equal(expected, reader[torch.arange(ROWS).flip(0)]["x"].flip(0))
+
+
+def test_holes_are_not_brought_in(tmp_path, parts):
+    with TensorCache.create(tmp_path / "cache", {"x": (torch.int32, (2048,))}, ROWS) as cache:
+        cache[:512] = {"x": values(range(512))}
+    dropped(tmp_path / "cache" / "x.safetensors")
+    cache = TensorCache.open(tmp_path / "cache")
+
+    cache[torch.randperm(512)]
+    rest()
+
+    assert not parts
+
+
+def test_a_closed_cache_is_not_brought_in_further(folder, path, parts):
+    cache = TensorCache.open(folder)
+    parts.before = cache.close
+    parts.gate.clear()
+
+    cache[some(256)]
+    parts.gate.set()
+    rest()
+
+    assert 1 == len(parts)
+
+
+def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(folder, path, parts):
+    cache = TensorCache.open(folder)
+    parts.before = lambda: os.truncate(path, 4096)
+    parts.gate.clear()
+
+    cache[some(256)]
+    parts.gate.set()
+    rest()
+
+    assert not parts
+    with pytest.raises(CorruptFileError, match="cut"):
+        cache[some(256, seed=1)]
+
+
+def test_the_thread_ends(folder, path, parts, monkeypatch):
+    monkeypatch.setattr(background, "IDLE", 0.01)
+    cache = TensorCache.open(folder)
+
+    cache[some(256)]
+    rest()
+    with engine.lock():
+        thread = engine._ENGINE.reader.thread
+    if thread is not None:
+        thread.join()
+
+    assert parts
+    assert "offload-reader" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_forked_child_goes_on_by_itself(folder, path, parts):
+    cache = TensorCache.open(folder)
+    parts.gate.clear()
+    cache[some(256)]
+
+    def child():
+        parts.gate.set()
+        cache[some(600)[256:]]
+        rest()
+        assert cached_fraction([path]) > 0.99
+        assert_whole(cache)
+
+    try:
+        assert in_fork(child)
+    finally:
+        parts.gate.set()
+    rest()
+    assert_whole(cache)
+
+
+def test_a_process_ends_while_it_is_under_way(folder, path):
+    script = """
+        import sys, threading, torch
+        from offload import TensorCache
+        from offload.prefetch import filling
+
+        filling.populated = lambda *_: threading.Event().wait()
+        cache = TensorCache.open(sys.argv[1])
+        cache[torch.randperm(2048)[:256]]
+        print(cache._store._files["x"]._file._filling.is_under_way)
+    """
+
+    assert "True\n" == run_script(script, folder)
