@@ -3,7 +3,7 @@
 | file | what it holds |
 | --- | --- |
 | `__main__` | the command: `python -m bench` |
-| `dispatch` `load` `decode` `generate` `cold` `capped` `update` `small` | the cases |
+| `dispatch` `load` `decode` `generate` `cold` `capped` `larger` `update` `small` | the cases |
 | `cache` `row_stores` | tables of rows: the case, and the ways to keep them that are compared |
 | `main_job` | the main job on real input: `make run` |
 | `architectures` | every architecture of transformers, from disk: `python -m bench.architectures` |

@@ -2,14 +2,15 @@
 
 Always true:
 - a memory cgroup counts what loading and decoding take, the page cache too; what the process had before does not count
-- every way has the same cap: the budget, and the same allowance for all that is not weights
+- every way has the same cap: the budget, and the same allowance for all that is not weights; where values are large,
+  for two of them as well: the one in use, and the next
 - nothing of the checkpoint is cached at the start: what is, belongs to another group, and would come for free
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from bench.limits import MIB, fastest_reader
 from bench.memory_cap import Group, memory_cap
 from bench.models import bytes_of_a_pass
 from bench.page_cache import files_in, make_cold
-from bench.peers import IN_MEMORY, PACKAGES, WAYS, absent, limit_memory
+from bench.peers import IN_MEMORY, IN_PLACE, PACKAGES, WAYS, absent, limit_memory
 from bench.process import MemoryTrace, read_bytes
 from bench.rounds import Figure, Rounds, Trace, in_turn
 from bench.scale import Scale
@@ -50,23 +51,35 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     """
     with memory_cap(ALLOWANCE):
         pass
-    return [figure for factor in scale.factors for figure in _figures_at(factor, scale, scratch)]
+    found = _figures_of_model("capped", scale.model(), WAYS, ALLOWANCE, scale, scratch)
+    for what, folder, nbytes in scale.by_value(scratch):
+        found += _figures_of_model(f"capped, {what}", folder, IN_PLACE, ALLOWANCE + 2 * nbytes, scale, scratch)
+    return found
 
 
-def _figures_at(factor: float, scale: Scale, scratch: Path) -> list[Figure]:
-    folder, files = scale.model(), files_in(scale.model())
-    size = bytes_of_a_pass(folder)
+def _figures_of_model(
+    case: str, folder: Path, ways: Iterable[str], allowance: int, scale: Scale, scratch: Path
+) -> list[Figure]:
+    of_factors = [_figures_at(factor, case, folder, ways, allowance, scale, scratch) for factor in scale.factors]
+    return [figure for figures in of_factors for figure in figures]
+
+
+def _figures_at(
+    factor: float, case: str, folder: Path, ways: Iterable[str], allowance: int, scale: Scale, scratch: Path
+) -> list[Figure]:
+    files, size = files_in(folder), bytes_of_a_pass(folder)
     budget = int(size / factor)
-    arms = {arm: partial(_in_group, arm, folder, scratch, budget, scale.capped_tokens) for arm in WAYS}
+    arms = {arm: partial(_in_group, arm, folder, scratch, budget, allowance, scale.capped_tokens) for arm in ways}
     computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, scale.capped_tokens)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
-    done = in_turn({_COMPUTING: computing, **arms}, scale.rounds, absent(PACKAGES))
+    missing = absent({arm: PACKAGES[arm] for arm in arms})
+    done = in_turn({_COMPUTING: computing, **arms}, scale.rounds, missing)
     computed = done.take(_COMPUTING)
     done.strike(lambda one: one.tokens, computed[0].tokens, "tokens")
     least = size - budget
     limit = [max(least / rate, one.seconds) for one in computed]
-    return _figures_of(f"capped, {factor:g}x", done, limit, least, budget)
+    return _figures_of(f"{case}, {factor:g}x", done, limit, least, budget)
 
 
 def _figures_of(case: str, done: Rounds[CappedTrial], limit: list[float], least: int, budget: int) -> list[Figure]:
@@ -83,9 +96,9 @@ def _figures_of(case: str, done: Rounds[CappedTrial], limit: list[float], least:
     ]
 
 
-def _in_group(arm: str, folder: Path, scratch: Path, budget: int, tokens: int) -> CappedTrial:
+def _in_group(arm: str, folder: Path, scratch: Path, budget: int, allowance: int, tokens: int) -> CappedTrial:
     make_cold(files_in(folder))
-    with memory_cap(budget + ALLOWANCE) as group:
+    with memory_cap(budget + allowance) as group:
         done = run_apart(trial, arm, folder, scratch, tokens, budget, group)
         return replace(done, facts=group.facts())
 

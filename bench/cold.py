@@ -22,7 +22,7 @@ from bench.generate import rehearse
 from bench.limits import fastest_reader
 from bench.models import bytes_of_a_pass
 from bench.page_cache import files_in, make_cold
-from bench.peers import IN_MEMORY, PACKAGES, WAYS, absent
+from bench.peers import IN_MEMORY, IN_PLACE, PACKAGES, WAYS, absent
 from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 
@@ -39,14 +39,24 @@ class Passes:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """The first pass after loading, and one for each length of prompt."""
-    folder = scale.model()
-    trials = {arm: partial(run_apart, cold_trial, arm, folder, scratch, scale.prompts) for arm in WAYS}
+    """The first pass after loading, and one for each length of prompt; then for models with values of other sizes."""
+    found = _figures_of("cold", scale.model(), WAYS, scale, scratch)
+    for what, folder, _ in scale.by_value(scratch):
+        found += _figures_of(f"cold, {what}", folder, IN_PLACE, scale, scratch)
+    return found
+
+
+def _figures_of(case: str, folder: Path, arms: Iterable[str], scale: Scale, scratch: Path) -> list[Figure]:
+    trials = {arm: partial(run_apart, cold_trial, arm, folder, scratch, scale.prompts) for arm in arms}
     computing = partial(run_apart, warm_trial, folder, scratch, scale.prompts)
     needed = bytes_of_a_pass(folder) / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    done = in_turn({READING: reading(folder, needed), COMPUTING: computing, **trials}, scale.rounds, absent(PACKAGES))
+    missing = absent({arm: PACKAGES[arm] for arm in trials})
+    done = in_turn({READING: reading(folder, needed), COMPUTING: computing, **trials}, scale.rounds, missing)
     first, *_ = scale.prompts
-    cases = [f"cold, first pass: prompt of {first}", *(f"cold, later: prompt of {count}" for count in scale.prompts)]
+    cases = [
+        f"{case}, first pass: prompt of {first}",
+        *(f"{case}, later: prompt of {count}" for count in scale.prompts),
+    ]
     return figures_of(cases, done)
 
 

@@ -52,6 +52,99 @@ def toy_experts() -> Path:
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts_per_tok": 4}
 
 
+def larger_llama(folder: Path, gigabytes: float) -> Path:
+    """A Llama of about so many bytes in bfloat16, whose largest weights have 90 MB."""
+    layers = round(gigabytes * 1e9 / 2 / (4 * 4096 * 4096 + 3 * 4096 * 11008))
+    shape = {"vocab_size": 16_000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    return sliced(folder, num_hidden_layers=max(1, layers), num_key_value_heads=32, **shape)
+
+
+def larger_experts(folder: Path, gigabytes: float) -> Path:
+    """A mixture of experts of about so many bytes in bfloat16, of which each token goes to 4 of 64 of a layer."""
+    layers = round(gigabytes * 1e9 / 2 / (64 * 3 * 2048 * 1024 + 3 * 2048 * 2048))
+    shape = {"vocab_size": 16_000, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 1024}
+    layers = max(1, layers)
+    return sliced(folder, "Qwen3MoeConfig", num_hidden_layers=layers, num_experts=64, **shape, **(_HEADS | _WIDE))
+
+
+def toy_sliced_llama(folder: Path, _gigabytes: float) -> Path:
+    """As `larger_llama`, of some megabytes."""
+    shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    return sliced(folder, num_hidden_layers=12, num_key_value_heads=2, **shape)
+
+
+def toy_sliced_experts(folder: Path, _gigabytes: float) -> Path:
+    """As `larger_experts`, of a megabyte."""
+    shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+    return sliced(folder, "Qwen3MoeConfig", num_hidden_layers=2, num_experts=8, **shape, **_HEADS)
+
+
+def with_values_of(folder: Path, megabytes: float, dtype: str, gigabytes: float) -> Path:
+    """A Llama of about so many bytes, whose largest weights have so many megabytes."""
+    itemsize = getattr(torch, dtype).itemsize
+    hidden = max(128, round((megabytes * 1e6 / itemsize / 2.75) ** 0.5 / 128) * 128)
+    inner = round(megabytes * 1e6 / itemsize / hidden / 64) * 64
+    layers = max(1, round(gigabytes * 1e9 / itemsize / (4 * hidden * hidden + 3 * hidden * inner)))
+    shape = {"vocab_size": 4096, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
+    return sliced(folder, dtype=dtype, **shape, **heads)
+
+
+def sliced(folder: Path, kind: str = "LlamaConfig", *, dtype: str = "bfloat16", **config: int) -> Path:
+    """A checkpoint whose values are slices of one random block, in shards of 2 GB: written at the disk's rate.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    import transformers
+
+    made = getattr(transformers, kind)(dtype=dtype, **config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    made.architectures = [type(model).__name__]
+    made.save_pretrained(folder)
+    torch.manual_seed(0)
+    block = torch.randn(1 << 24).mul_(0.02).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, value in model.state_dict().items():
+        if sum(other.nbytes for other in shards[-1].values()) + value.nbytes > _SHARD:
+            shards.append({})
+        shards[-1][name] = value
+    index = {}
+    for number, shard in enumerate(shards):
+        path = folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        _write_slices(path, shard, memoryview(block))
+        index.update(dict.fromkeys(shard, path.name))
+    total = sum(value.nbytes for shard in shards for value in shard.values())
+    described = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+def _write_slices(path: Path, values: dict[str, torch.Tensor], block: memoryview) -> None:
+    """A safetensors file of values of these shapes; each begins elsewhere in the block."""
+    header, end = {}, 0
+    for name, value in values.items():
+        code = {torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype]
+        header[name] = {"dtype": code, "shape": [*value.shape], "data_offsets": [end, end + value.nbytes]}
+        end += value.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 4096)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for number, value in enumerate(values.values()):
+            start, left = number * 7919 * 4096 % len(block), value.nbytes
+            while left:
+                left -= file.write(block[start : start + left])
+                start = 0
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_SHARD = 2_000_000_000
+_WIDE = {"num_attention_heads": 32, "num_key_value_heads": 4}
+
+
 def pickled(folder: Path) -> Path:
     """The checkpoint of a folder as `.bin` shards; made at the first call."""
     target = folder.with_name(f"{folder.name}-pickled")
@@ -102,6 +195,21 @@ def bytes_of_a_pass(folder: Path) -> int:
             names = [name for name in shard.keys() if not name.endswith("embed_tokens.weight")]  # noqa: SIM118
             total += sum(shard.get_tensor(name).nbytes for name in names)
     return total
+
+
+def bytes_of_a_token(folder: Path) -> int:
+    """As `bytes_of_a_pass`, of the experts only as many as a token goes to."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    total = 0.0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as shard:
+            sizes = {name: shard.get_tensor(name).nbytes for name in shard.keys()}  # noqa: SIM118
+        total += sum(size * (share if ".experts." in name else 1) for name, size in sizes.items() if _EMBED not in name)
+    return round(total)
+
+
+_EMBED = "embed_tokens"
 
 
 def minilm() -> Path:

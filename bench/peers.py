@@ -159,4 +159,5 @@ WAYS = {
     "compressed-tensors": Way("compressed_tensors", _load_compressed_tensors, _fill_compressed_tensors),
     "torch_to_nnef": Way("torch_to_nnef", _load_torch_to_nnef, _fill_torch_to_nnef),
 }
+IN_PLACE = (IN_MEMORY, OURS, "transformers")  # those that write nothing: for many models, and large ones
 PACKAGES = {name: way.package for name, way in WAYS.items()}

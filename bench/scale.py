@@ -6,11 +6,23 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from bench.models import experts, llama, toy_experts, toy_llama
+from bench.models import (
+    experts,
+    larger_experts,
+    larger_llama,
+    llama,
+    toy_experts,
+    toy_llama,
+    toy_sliced_experts,
+    toy_sliced_llama,
+    with_values_of,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +32,10 @@ class Scale:
     Attributes:
         model: makes the checkpoint of a language model.
         experts: makes that of a mixture of experts.
+        larger: by what it is, makes a checkpoint of so many gigabytes in a folder.
+        larger_times: how many times the memory of the machine that is.
+        value_megabytes: of the largest values of models that are read cold, and under a cap; each in two dtypes.
+        value_gigabytes: about how large these models are.
         packed_gigabytes: about how large a packed checkpoint is; 0 for two small layers.
         rounds: how often each arm runs.
         pairs: tokens that are decoded in turn in one process.
@@ -40,6 +56,10 @@ class Scale:
     name: str
     model: Callable[[], Path]
     experts: Callable[[], Path]
+    larger: dict[str, Callable[[Path, float], Path]]
+    larger_times: float
+    value_megabytes: tuple[float, ...]
+    value_gigabytes: float
     packed_gigabytes: float
     rounds: int
     pairs: int
@@ -56,11 +76,25 @@ class Scale:
     cache_batches: int
     cache_seconds: float
 
+    def by_value(self, scratch: Path) -> Iterator[tuple[str, Path, int]]:
+        """Models by the size of their largest values: what it is in words, the folder, and the size in bytes.
+
+        Each is there until the next one is asked for.
+        """
+        for megabytes, dtype in product(self.value_megabytes, ("float32", "bfloat16")):
+            with TemporaryDirectory(dir=scratch) as made:
+                folder = with_values_of(Path(made), megabytes, dtype, self.value_gigabytes)
+                yield f"values of {megabytes:g} MB in {dtype}", folder, int(megabytes * 1e6)
+
 
 FULL = Scale(
     name="full",
     model=llama,
     experts=experts,
+    larger={"dense": larger_llama, "experts": larger_experts},
+    larger_times=1.2,
+    value_megabytes=(8, 46, 128, 470),
+    value_gigabytes=1.0,
     packed_gigabytes=1.0,
     rounds=3,
     pairs=60,
@@ -81,6 +115,10 @@ TOY = Scale(
     name="toy",
     model=toy_llama,
     experts=toy_experts,
+    larger={"dense": toy_sliced_llama, "experts": toy_sliced_experts},
+    larger_times=0,
+    value_megabytes=(0.1,),
+    value_gigabytes=0.006,
     packed_gigabytes=0.0,
     rounds=1,
     pairs=3,

@@ -19,7 +19,7 @@ from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, tracked
 from offload.prefetch.reader import Counts
-from offload.prefetch.residency import WINDOW, Pool, Value, books_of, let_go
+from offload.prefetch.residency import Pool, Value, books_of, let_go
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.recipes import stored_in
@@ -75,8 +75,10 @@ def set_read_ahead(window: Amount | bool) -> Setting:
     """Say how many bytes may be in memory for being read ahead, in use, or just used.
 
     Args:
-        window: bytes, "256MiB", or a fraction of the memory that is available now. False reads nothing ahead, True as
-            much as by default (64 MiB). A value that is larger than the window is read ahead alone.
+        window: bytes, "256MiB", or a fraction of the memory that is available now. A value that is larger than that
+            is read ahead alone. False reads nothing ahead. True, the default, follows the disk and the values: what
+            the disk gives in a quarter second, and the next three values at least; 64 MiB or more, and no more than a
+            tenth of the budget beside that.
 
     Returns, raises: as `set_max_memory`.
 
@@ -84,11 +86,11 @@ def set_read_ahead(window: Amount | bool) -> Setting:
         >>> with set_read_ahead("256MiB"):
         ...     pass  # run the model
     """
-    before = POOL.window
-    POOL.window = _window_of(window)
+    before = POOL.fixed_window
+    POOL.fixed_window = _window_of(window)
 
     def undo() -> None:
-        POOL.window = before
+        POOL.fixed_window = before
 
     return Setting(undo)
 
@@ -226,7 +228,7 @@ def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | 
     """
     if max_memory is None and read_ahead is None:
         return None
-    pool = Pool(window=WINDOW if read_ahead is None else _window_of(read_ahead))
+    pool = Pool(window=None if read_ahead is None else _window_of(read_ahead))
     pool.max_memory, pool.on_devices = _shares(max_memory)
     return pool
 
@@ -261,10 +263,10 @@ def _device_bytes(device: torch.device) -> int:
     return int(torch.accelerator.get_memory_info(device)[0])
 
 
-def _window_of(window: Amount | bool) -> int:
-    """The window in bytes."""
+def _window_of(window: Amount | bool) -> int | None:
+    """The window in bytes; None for one that follows the values."""
     if isinstance(window, bool):
-        return WINDOW if window else 0
+        return None if window else 0
     return as_budget(window, available_bytes())
 
 

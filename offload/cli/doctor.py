@@ -23,7 +23,7 @@ import torch
 
 from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
-from offload.prefetch.residency import WINDOW, Pool
+from offload.prefetch.residency import Pool
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, closed_after
 from offload.storage.replacing import remove, temporary_for
@@ -106,7 +106,7 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
         available=available_bytes(),
         limit=cgroup_room(),
         budget=pool.room,
-        read_ahead=WINDOW,
+        read_ahead=pool.window,
         disk=_measured(place, nbytes),
     )
 

@@ -218,17 +218,19 @@ class Reader(Background[Work]):
             for extent in joined if len(joined) > 1 else ():
                 extent.announce()
         for run, extent in zip(runs, joined, strict=True):
-            state, read = AWAY, 0
+            state, read, seconds = AWAY, 0, 0.0
             with suppress(Exception):
                 if not extent.is_cached():
                     missing = extent.missing_bytes()
-                    extent.bring_in(exactly=not run[0].pool.fits)
-                    read = missing
+                    started = time.monotonic()
+                    extent.bring_in(exactly=not run[0].pool.fits, spare=run[0].spare)
+                    read, seconds = missing, time.monotonic() - started
                 state = HERE
             with self.lock:
                 for value in run:
                     value.state = AWAY if value.is_leaving else state
                 self.counts.bytes_read += read
+                run[0].pool.learn_rate(read, seconds)
                 self._ops.wake()
 
 

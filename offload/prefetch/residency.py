@@ -33,12 +33,16 @@ from offload.storage.pages import Range, joined
 log = logging.getLogger("offload.prefetch")
 
 SMALL = 64 << 10  # bytes up to which a value stays once it is read
-WINDOW = 64 << 20  # bytes that stream: read ahead, in use, and not yet dropped
-_SHARE = 0.85  # of the memory that is available, where no budget is set; the rest is for activations
+WINDOW = 64 << 20  # bytes that stream, at least: read ahead, in use, and not yet dropped
+_AHEAD = 0.25  # seconds of the disk that are read ahead
+_PART = 0.1  # of the room for what stays that the window takes at most
+_RATES = 0.25  # of the rate of the disk that a read changes
+_SHARE = 0.85  # of the memory that is available, where no budget is set; the rest is for the window and activations
 _LOOK_AGAIN = 2.0  # seconds after which available memory is looked at again
 _MOST_CONTEXTS = 16  # reads before a value that are told apart
 AWAY, QUEUED, READ, HERE = range(4)
 _BESIDE = 32 << 20  # bytes of a lot that may stream beside the budget
+_TELLING = 4 << 20  # bytes of a read that tell how fast the disk is
 _NEWS = 0.1  # by how much of itself a total or a room has to change for a new plan
 
 
@@ -93,7 +97,12 @@ class Value(Range):
         Raises:
             ReadError: the disk did not give it.
         """
-        self.bring_in(exactly=not self.pool.fits)
+        self.bring_in(exactly=not self.pool.fits, spare=self.spare)
+
+    @property
+    def spare(self) -> int:
+        """Bytes of free huge pages that it leaves to what streams, where it stays: these are read again and again."""
+        return self.pool.widest if self.kept and not self.pool.fits else 0
 
     def follower(self, before: Value | None) -> Value | None:
         """What is expected after `before`, then this one; None if that is anybody's guess."""
@@ -184,7 +193,8 @@ class Pool:
 
     Attributes:
         max_memory: bytes that may stay resident; None for what there is room for.
-        window: bytes that may be read ahead; 0 for none.
+        fixed_window: bytes that may be read ahead, as the user said, 0 for none; None for as many as do.
+        rate: bytes a second that the disk has given of late; 0 until it is known.
         turns: of those who use values lot by lot.
         at_a_time: bytes of each one's lots that stream at most, as far as is known.
         on_devices: budgets for what stays on accelerators.
@@ -193,12 +203,13 @@ class Pool:
     def __init__(
         self,
         max_memory: int | None = None,
-        window: int = WINDOW,
+        window: int | None = None,
         *,
         available: Callable[[], int] | None = None,
     ) -> None:
         self.max_memory = max_memory
-        self.window = window
+        self.fixed_window = window
+        self.rate = 0.0
         self.turns: list[Turns] = []
         self.at_a_time = 0
         self.on_devices: dict[torch.device, Pool] = {}
@@ -224,6 +235,18 @@ class Pool:
     def reserved(self) -> int:
         """Bytes of the budget that are kept free for what streams of lots."""
         return self._reserve(self.at_a_time)
+
+    @property
+    def window(self) -> int:
+        """Bytes that may be read ahead, in use, or not yet dropped: as many as the disk gives in a quarter second."""
+        if self.fixed_window is not None:
+            return self.fixed_window
+        return min(max(WINDOW, int(self.rate * _AHEAD)), self.widest)
+
+    @property
+    def widest(self) -> int:
+        """Bytes that the window may take for the next few values, where these are large."""
+        return max(WINDOW, int(self._room * _PART)) if self.fixed_window is None else self.fixed_window
 
     @property
     def most_at_a_time(self) -> int:
@@ -280,6 +303,11 @@ class Pool:
             return self._plan()
         return []
 
+    def learn_rate(self, nbytes: int, seconds: float) -> None:
+        """The disk has given so many bytes, in one go."""
+        if nbytes >= _TELLING and seconds > 0:
+            self.rate += (nbytes / seconds - self.rate) * (_RATES if self.rate else 1)
+
     def doubt(self) -> None:
         """A value that should be in memory was not: for none of the others it is taken for granted any more."""
         for value in self.values():
@@ -288,8 +316,9 @@ class Pool:
     def _plan(self) -> list[Value]:
         """Choose what stays."""
         values = self.values()
-        is_new = self._total != self._planned
-        self._total = self._planned = sum(extent.nbytes for extent in joined(values))  # views may overlap
+        self._total = sum(extent.nbytes for extent in joined(values))  # views may overlap
+        is_new = abs(self._total - self._planned) > _NEWS * self._total
+        self._planned = self._total
         self.at_a_time = 0
         kept = set(values) if self.fits else self._chosen(values, is_new=is_new)
         leaving = []
@@ -303,7 +332,7 @@ class Pool:
     def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
         """What stays: the pinned and the small ones, what is due of lots, and of the others as many as have room.
 
-        Where the values are those of the plan before, as few as can be change: what leaves has to be read again.
+        Where most values are those of the plan before, as few as can be change: what leaves has to be read again.
         """
         kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
         before = [] if is_new else [value for value in values if value.kept]

@@ -19,6 +19,7 @@ from offload.prefetch.reader import Reader
 from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Turns, Value, books_of, let_go, log
 from offload.storage.handle import Handle
 
+_LEAST_AHEAD = 3  # values, where there is room for them: while one is used, one is here, and one on its way
 _MOST_STEPS = 256  # that the order is followed at a time
 _NEARLY = 0.75  # of the window: with more in flight, the order is not followed on yet
 _PATIENCE = 2  # reads in a row that were not expected, until what is ahead is given up
@@ -64,9 +65,9 @@ class Streams:
         """Bytes that are ahead, that stream and are in use, or that have not gone yet."""
         return sum(stream.in_flight for stream in self.live) + self.reader.leaving_bytes
 
-    def share(self, value: Value) -> int:
-        """The part of the window that is for one thread."""
-        return value.pool.window // max(len(self.live), 1)
+    def share(self, window: int) -> int:
+        """The part of a window that is for one thread."""
+        return window // max(len(self.live), 1)
 
 
 class Stream:
@@ -115,7 +116,7 @@ class Stream:
             if self._last is not None:
                 self._last.learn(self._before, value)
             self._before, self._last = self._last, value
-        if not self._ahead or self.in_flight < _NEARLY * self._streams.share(value):
+        if self._is_few() or self.in_flight < _NEARLY * self._streams.share(value.pool.window):
             self._read_ahead()
 
     def give_up(self) -> None:
@@ -150,7 +151,7 @@ class Stream:
         else:
             self.in_flight += value.nbytes
         self._used.append(value)
-        most = self._streams.share(value) // 4
+        most = self._streams.share(value.pool.window) // 4
         while len(self._used) > 1 and sum(value.nbytes for value in self._used) > most:
             self._drop(self._used.popleft())
 
@@ -189,7 +190,10 @@ class Stream:
         self._walked = (before, last)
 
     def _has_room(self, value: Value) -> bool:
-        """Whether the window takes a value; where nothing is ahead of any thread, it takes a larger one too."""
+        """Whether the window takes a value.
+
+        For the next few it may be wider; where nothing is ahead of any thread, it takes one that is larger still.
+        """
         if value.pool.window == 0:
             return False
         if not self._fits(value) and len(self._streams.live) > 1:
@@ -197,8 +201,13 @@ class Stream:
         return self._fits(value) or not any(other._ahead for other in self._streams.live)
 
     def _fits(self, value: Value) -> bool:
-        streams, window = self._streams, value.pool.window
-        return self.in_flight + value.nbytes <= streams.share(value) and streams.in_flight() + value.nbytes <= window
+        streams, pool = self._streams, value.pool
+        window = pool.widest if self._is_few() else pool.window
+        return self.in_flight + value.nbytes <= streams.share(window) and streams.in_flight() + value.nbytes <= window
+
+    def _is_few(self) -> bool:
+        """Whether less is ahead than there should be: what is small does not count."""
+        return sum(value.nbytes > SMALL for value in self._ahead) < _LEAST_AHEAD
 
 
 class Lease:

@@ -3,6 +3,7 @@
 Always true:
 - nothing here changes what a read gives, only when the disk is read for it
 - memory that was stored into is never dropped
+- huge pages are asked for while there are free ones: where the system has to make them, it drops what should stay
 - where the kernel has no call for it, pages are read by touching them
 """
 
@@ -13,6 +14,7 @@ import errno
 import mmap
 import os
 import re
+import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
@@ -33,9 +35,12 @@ _ASKED_WHOLE = 1 << 20  # bytes up to which every page is asked for
 _BLOCK = 2 << 20  # bytes that are read at a time; the kernel takes no more for an announcement than it reads ahead
 _BLOCKS = 4  # that are on their way at a time
 _HUGE = 2 << 20
+_SPARE = 256 << 20  # bytes of free huge pages that are left to others
+_FREE_BLOCKS = Path("/proc/buddyinfo")
 # Why the kernel may not bring pages in that can be read all the same: it does not know how, or has better to do.
 _MAY_BE_TOUCHED = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
-_MADV_NORMAL, _MADV_RANDOM, _MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_PAGEOUT, _MADV_POPULATE_READ = 0, 1, 3, 14, 21, 22
+_MADV_NORMAL, _MADV_RANDOM, _MADV_WILLNEED = 0, 1, 3
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_PAGEOUT, _MADV_POPULATE_READ = 14, 15, 21, 22
 
 
 class Range:
@@ -54,7 +59,7 @@ class Range:
         self._start = start
         self._shared = shared
         self._may_ask: bool | None = None
-        self._advised = (0, False)  # address, and whether exactly
+        self._advised = (0, 0, 0)  # address, and what of it
         self.nbytes = nbytes
         self.calm_until = 0.0
         self.is_part = False
@@ -68,7 +73,7 @@ class Range:
         joined = Range.__new__(Range)
         joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
         joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
-        joined._advised = (0, False)
+        joined._advised = (0, 0, 0)
         joined.is_part = False
         return joined
 
@@ -110,11 +115,12 @@ class Range:
         if mapped is not None:
             announce(mapped.data_ptr() + self._start, self.nbytes)
 
-    def bring_in(self, *, exactly: bool = False) -> None:
+    def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
         """Read it from the disk, if it is not in memory.
 
         Args:
             exactly: and little of its neighbours, which on some disks the system reads along by megabytes.
+            spare: bytes of free huge pages that it is to leave, for what comes and goes.
 
         Raises:
             ReadError: the disk did not give it.
@@ -124,7 +130,7 @@ class Range:
         if mapped is None:
             return
         address = mapped.data_ptr() + self._start
-        takes_care = self._ask_for_huge_pages(address, exactly=exactly)
+        takes_care = self._ask_for_huge_pages(address, exactly=exactly, spare=spare + _SPARE)
         if takes_care and exactly:  # of the huge pages that it shares with its neighbours, its own part only
             head = min(-self._start % _HUGE, self.nbytes)
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
@@ -153,20 +159,23 @@ class Range:
             let_go(mapped.data_ptr() + self._start, self.nbytes)
             os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # the ends of huge pages
 
-    def _ask_for_huge_pages(self, address: int, *, exactly: bool) -> bool:
+    def _ask_for_huge_pages(self, address: int, *, exactly: bool, spare: int) -> bool:
         """Have it read in pages of 2 MiB, and with `exactly` in no others; whether the system will.
 
         Not where it may be written to: a store makes a whole page dirty. Nor for a part of a value.
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
-        if self._advised != (address, exactly):
-            self._advised = address, exactly
-            if not read_in_huge_pages(address, self.nbytes):
-                self._advised = (0, False)
+        takes_care = free_in_huge_pages() >= self.nbytes + spare
+        pages = _MADV_HUGEPAGE if takes_care else _MADV_NOHUGEPAGE
+        advice = address, pages, _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL
+        if self._advised != advice:
+            extent = _whole_pages(address, self.nbytes)
+            if libc.madvise(*extent, pages):
                 return False
-            libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly else _MADV_NORMAL)
-        return True
+            libc.madvise(*extent, advice[-1])
+            self._advised = advice
+        return takes_care
 
     def _explained(self, error: OSError) -> OffloadError:
         file = self._file()
@@ -297,6 +306,19 @@ def _count(first: int, length: int) -> int:
     if libc.mincore(first, length, pages.ctypes.data):
         return len(pages)
     return int(np.count_nonzero(pages & 1))
+
+
+def free_in_huge_pages() -> int:
+    """Bytes that are free in pieces of 2 MiB and more; no end of them where the system does not tell.
+
+    Source: https://docs.kernel.org/filesystems/proc.html, buddyinfo: free blocks by size, from a page on.
+    """
+    try:
+        lines = _FREE_BLOCKS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return sys.maxsize
+    zones = [[int(count) for count in line.split()[4:]] for line in lines]
+    return sum(count * (PAGE << order) for zone in zones for order, count in enumerate(zone) if PAGE << order >= _HUGE)
 
 
 def touch(address: int, nbytes: int) -> None:

@@ -42,7 +42,7 @@ class Made(Value):
     def is_cached(self) -> bool:
         return self in self.memory.here
 
-    def bring_in(self, *, exactly: bool = False) -> None:
+    def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
         if self.name == "broken":
             raise OSError("the disk is broken")
         self.memory.take(self)
@@ -288,6 +288,25 @@ def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memo
 
     assert 3 == engine.reader.counts.ahead
     assert memory.most <= 30 * MIB  # in use, ahead, and not yet dropped
+
+
+def test_the_next_three_values_are_ahead_where_they_are_larger_than_the_window(engine, memory):
+    """Beside a budget that has room for them; else the window is what it is."""
+    ahead = []
+    for budget in 2500 * MIB, 300 * MIB:
+        pool = Pool(budget, available=lambda: 1 << 40)
+        values = seed([Made(name, memory, pool, 50 * MIB, place << 30) for place, name in enumerate("abcdefgh")])
+        pool.add(values)
+        for value in values:
+            value.kept = False
+        assert 64 * MIB == pool.window
+
+        engine.arrive(values[0])
+        rest(engine)
+        ahead.append("".join(sorted(value.name for value in memory.here & set(values[1:]))))
+        engine.streams.give_up_own()
+
+    assert ["bcd", "b"] == ahead
 
 
 def test_what_is_kept_is_read_once(engine, memory):

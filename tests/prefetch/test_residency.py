@@ -92,6 +92,74 @@ def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[in
         assert before <= after or after <= before
 
 
+def test_a_value_that_comes_later_moves_none_of_the_others():
+    """A view of the table of tokens, say: what has been read stays in memory for the pass that follows."""
+    pool = Pool(20 * MIB)
+    values = values_of(pool, [MIB] * 40)
+    before = kept(values)
+    later = values_of(pool, [2 * MIB], 40 * MIB)
+    leaving = pool.reconsider(anew=True)
+
+    assert before == kept(values)
+    assert [] == leaving == kept(later)
+
+
+@given(taken=st.lists(st.integers(0, 30), min_size=1, max_size=8))
+def test_memory_that_others_take_and_give_back_moves_no_more_than_that(taken: list[int]):
+    """Without a budget; nothing leaves to make room for what was not there before."""
+    available = [40 * MIB]
+    pool = Pool(available=lambda: available[0])
+    values = values_of(pool, [MIB] * 60)
+    for value in values:
+        value.calm_until = 1.0  # it was read
+    for others in taken:
+        before = set(kept(values))
+        available[0] = (40 - others) * MIB
+        leaving = pool.reconsider(anew=True)
+
+        after = set(kept(values))
+        assert after <= before or before <= after
+        assert {values[place] for place in before - after} == set(leaving)
+        assert abs(int(0.85 * (40 - others)) - len(after)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("room", "rate", "window", "widest"),
+    [
+        (100 * MIB, 0, 64 * MIB, 64 * MIB),  # nothing is known of the disk
+        (100 * MIB, 2000 * MIB, 64 * MIB, 64 * MIB),  # beside a small budget the window is small
+        (3000 * MIB, 2000 * MIB, 300 * MIB, 300 * MIB),
+        (20_000 * MIB, 2000 * MIB, 500 * MIB, 2000 * MIB),
+        (20_000 * MIB, 100 * MIB, 64 * MIB, 2000 * MIB),  # a slow disk
+    ],
+)
+def test_the_window_follows_the_disk_and_the_budget(room: int, rate: int, window: int, widest: int):
+    pool = Pool(room, available=lambda: 1 << 40)
+    pool.reconsider(anew=True)
+    pool.learn_rate(100 * MIB, 100 * MIB / rate if rate else 0)
+
+    assert (window, widest) == (pool.window, pool.widest)
+
+
+def test_a_window_that_is_set_stays():
+    pool = Pool(20_000 * MIB, 5 * MIB, available=lambda: 1 << 40)
+    pool.reconsider(anew=True)
+    pool.learn_rate(100 * MIB, 0.01)
+
+    assert (5 * MIB, 5 * MIB) == (pool.window, pool.widest)
+
+
+def test_what_is_read_in_a_moment_does_not_tell_how_fast_the_disk_is():
+    pool = Pool(20_000 * MIB)
+    pool.learn_rate(MIB, 1e-6)
+    assert 0 == pool.rate
+
+    pool.learn_rate(8 * MIB, 0.01)
+    pool.learn_rate(8 * MIB, 0.02)
+
+    assert 400 * MIB < pool.rate < 800 * MIB
+
+
 def lots_of(pool: Pool, lots: list[list[int]]) -> tuple[list[list[Value]], Turns]:
     """Values of these sizes, used lot by lot."""
     made, handles = [], []

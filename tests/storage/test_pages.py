@@ -108,6 +108,40 @@ def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch
     assert left[1] < MIB // 4
 
 
+@pytest.mark.skipif(not pages._READS_HUGE_PAGES, reason="this kernel reads files in small pages")
+def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatch):
+    """Else the kernel makes room for them, and drops what is to stay, though there is memory enough."""
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
+    blocks = tmp_path / "buddyinfo"
+    monkeypatch.setattr(pages, "_FREE_BLOCKS", blocks)
+    file = TensorFile.open(path)
+    part = Range(file, 4 * MIB, 8 * MIB, shared=False)
+    asked = []
+    for free in 1000, 100, 1000:
+        make_cold(path)
+        blocks.write_text(f"Node 0, zone Normal {'9 ' * 9} {free} 0\nNode 0, zone DMA {'9 ' * 9} 3 1\n")
+        part.bring_in(exactly=True)
+        asked.append("hg" in flags_of(path))
+        assert 8 * MIB <= whole(file).cached_bytes() <= 8 * MIB + (64 << 10)
+        part.let_go()
+
+    assert [True, False, True] == asked
+    assert 2010 * MIB == pages.free_in_huge_pages()
+
+
+def flags_of(path: Path) -> set[str]:
+    """The kernel's flags of this process's mappings of a file."""
+    flags: set[str] = set()
+    is_ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_ours = line.endswith(str(path))
+        elif is_ours and line.startswith("VmFlags:"):
+            flags.update(line.split()[1:])
+    return flags
+
+
 def test_neighbours_on_the_same_page_stay(file):
     """What is let go are the pages that are all its own."""
     whole(file).bring_in()

@@ -1,0 +1,118 @@
+"""Models that are larger than the memory of the machine: loading, the first pass, and tokens after it.
+
+Always true:
+- no budget is set: each way has what the machine has
+- the checkpoint is made for its figures, cold at the start of each trial, and removed after them
+- of a token the limit is what the budget of `offload` has no room for, at the rate of the disk before the trials
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+
+import offload
+from bench.apart import run_apart
+from bench.cold import next_token
+from bench.generate import rehearse
+from bench.limits import fastest_reader
+from bench.models import bytes_of_a_pass, bytes_of_a_token
+from bench.page_cache import files_in, make_cold
+from bench.peers import IN_MEMORY, IN_PLACE, OURS, PACKAGES, WAYS, absent
+from bench.process import MemoryTrace, read_bytes
+from bench.rounds import Figure, Rounds, in_turn
+from bench.scale import Scale
+
+_ARMS = (*IN_PLACE, _COPIES := "accelerate")  # which needs room for the checkpoint once more
+_PROMPT, _TOKENS = 16, 3
+_ENOUGH = 2 << 30  # bytes that tell the rate of the disk
+
+
+@dataclass(frozen=True)
+class LargerTrial:
+    """Seconds, and bytes. A token is the median of those after the first pass."""
+
+    load_seconds: float
+    first_seconds: float
+    token_seconds: float
+    bytes_read: float
+    peak_bytes: int
+    budget: int
+    answers: list[int]
+
+
+def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """Of each kind of model.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    return [figure for kind in scale.larger for figure in _figures_of(kind, scale, scratch)]
+
+
+def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
+    nbytes = psutil.virtual_memory().total * scale.larger_times
+    free = shutil.disk_usage(scratch).free
+    if free < 1.1 * nbytes:
+        raise OSError(f"{nbytes / 1e9:.0f} GB are needed on the disk, and {free / 1e9:.0f} are free")
+    with tempfile.TemporaryDirectory(dir=scratch) as made:
+        folder = scale.larger[kind](Path(made), nbytes / 1e9)
+        files = files_in(folder)
+        make_cold(files)
+        missing = absent({arm: PACKAGES[arm] for arm in _ARMS})
+        if shutil.disk_usage(scratch).free < 1.1 * nbytes:
+            missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"
+        enough = min(_ENOUGH, sum(path.stat().st_size for path in files))
+        rate = enough / fastest_reader(files).seconds(files, enough)
+        arms = {arm: partial(run_apart, trial, arm, folder, scratch) for arm in _ARMS}
+        done = in_turn(arms, 1, missing)
+        return _told(f"larger, {kind}", done, rate, folder)
+
+
+def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path) -> list[Figure]:
+    size = bytes_of_a_pass(folder)
+    budget = min(done.results[OURS][0].budget, size) if OURS in done.results else 0
+    least = bytes_of_a_token(folder) * (size - budget) / size
+    if IN_MEMORY in done.results:
+        done.strike(lambda one: one.answers, done.results[IN_MEMORY][0].answers, "answers")
+
+    def figure(
+        what: str, unit: str, value: Callable[[LargerTrial], float], limit: Sequence[float] = (), name: str = ""
+    ) -> Figure:
+        return Figure(f"{case}: {what}", unit, done.values(value), list(limit), name, done.missing)
+
+    return [
+        figure("load", "s", lambda one: one.load_seconds),
+        figure("first pass", "s", lambda one: one.first_seconds),
+        figure("a token", "s", lambda one: one.token_seconds, [least / rate], "O_DIRECT, over the budget"),
+        figure("bytes read, a token", "B", lambda one: one.bytes_read, [least], "what a token needs, over the budget"),
+        figure("peak anonymous memory", "B", lambda one: one.peak_bytes),
+    ]
+
+
+def trial(arm: str, folder: Path, scratch: Path) -> LargerTrial:
+    """Load, run a prompt, then single tokens, each after another one."""
+    rehearse(arm, folder, scratch)
+    make_cold(files_in(folder))
+    with tempfile.TemporaryDirectory(dir=scratch) as own, MemoryTrace() as memory:
+        start = time.perf_counter()
+        model = WAYS[arm].load(folder, Path(own))
+        loaded = time.perf_counter()
+        answers = [next_token(model, torch.arange(1, _PROMPT + 1)[None])]
+        seconds, read = [time.perf_counter() - loaded], []
+        for token in range(_TOKENS):
+            before, begun = read_bytes(), time.perf_counter()
+            answers.append(next_token(model, torch.tensor([[token]])))
+            seconds.append(time.perf_counter() - begun)
+            read.append(read_bytes() - before)
+        budget = offload.memory_summary().budget
+    return LargerTrial(loaded - start, seconds[0], median(seconds[1:]), median(read), memory.peak, budget, answers)
