@@ -1,4 +1,4 @@
-"""The thread that reads ahead, and drops what is done with.
+"""The thread that reads ahead, and the one that drops what is done with, so that the disk need not wait for that.
 
 Always true:
 - the lock is not held while the disk is read
@@ -56,17 +56,32 @@ class ReadInParts(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What is done at a time.
+    """What is read at a time.
 
     Attributes:
-        leaving: values that are dropped.
-        batch: values that are read.
-        part: a part of this is read.
+        batch: values.
+        part: a part of this.
     """
 
-    leaving: list[Value]
     batch: list[Value]
     part: ReadInParts | None = None
+
+
+class Dropper(Background["list[Value]"]):
+    """What is to leave, under the lock of the reader."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__("offload-dropper", reader.lock)
+        self._reader = reader
+
+    def take(self) -> list[Value] | None:
+        """All of it."""
+        return self._reader.take_leaving() or None
+
+    def carry_out(self, work: list[Value]) -> None:
+        """Drop it."""
+        log.debug("dropping %d values", len(work))
+        self._reader.let_go(work)
 
 
 class Reader(Background[Work]):
@@ -74,6 +89,7 @@ class Reader(Background[Work]):
 
     def __init__(self) -> None:
         super().__init__("offload-reader")
+        self.dropper = Dropper(self)
         self.counts = Counts()
         self._queue: deque[Value] = deque()
         self._leaving: list[Value] = []
@@ -90,19 +106,19 @@ class Reader(Background[Work]):
         if value.state == AWAY:
             value.state = QUEUED
             self._queue.append(value)
-            self._begin()
+            _begin(self)
 
     def fill(self, whole: ReadInParts) -> None:
         """Have something read part by part, until it says that there is nothing to do."""
         if whole not in self._parts:
             self._parts.append(whole)
-        self._begin()
+        _begin(self)
 
     def drop(self, value: Value) -> None:
         """Have `value` dropped, unless it is asked for before."""
         value.is_leaving = True
         self._leaving.append(value)
-        self._begin()
+        _begin(self.dropper)
 
     @property
     def leaving_bytes(self) -> int:
@@ -112,7 +128,8 @@ class Reader(Background[Work]):
     def take_leaving(self) -> list[Value]:
         """What is to leave, for this thread to `let_go`."""
         leaving, self._leaving = self._leaving, []
-        self._going[threading.get_ident()] = sum(value.nbytes for value in leaving)
+        if leaving:
+            self._going[threading.get_ident()] = sum(value.nbytes for value in leaving)
         return leaving
 
     def mend(self) -> None:
@@ -120,17 +137,14 @@ class Reader(Background[Work]):
         self._going.pop(threading.get_ident(), None)
         known = (value for pool in Pool.all() for value in pool.values())
         self._leaving = [value for value in known if value.is_leaving]
-        self._begin()
+        _begin(self)
+        _begin(self.dropper)
 
     def count_waited(self, value: Value, started: float) -> None:
         """An op has waited for `value` since `started`."""
         waited = time.monotonic() - started
         value.waited += waited
         self.counts.waited += waited
-
-    def _begin(self) -> None:
-        with suppress(RuntimeError):  # the interpreter is ending: who asks for a value will read it
-            self.wake()
 
     # For those who ask for a value
 
@@ -163,9 +177,7 @@ class Reader(Background[Work]):
     # The thread
 
     def take(self) -> Work | None:
-        """What is to leave, and what is to be read: one value, or several small ones; or a part of what can wait."""
-        if not self._queue and not self._leaving:
-            return Work([], [], self._parts[0]) if self._parts else None
+        """What is to be read: one value, or several small ones; or a part of what can wait."""
         batch: list[Value] = []
         size = 0
         while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
@@ -175,7 +187,9 @@ class Reader(Background[Work]):
                 batch.append(value)
                 size += value.nbytes
                 self._taken = value
-        return Work(self.take_leaving(), batch)
+        if batch:
+            return Work(batch)
+        return Work([], self._parts[0]) if self._parts else None
 
     def _next(self) -> Value:
         """The next in turn; before it, one that follows in the file what was read last, if it is soon due too."""
@@ -186,13 +200,12 @@ class Reader(Background[Work]):
         return self._queue.popleft()
 
     def carry_out(self, work: Work) -> None:
-        """Drop, then read."""
+        """Read it."""
         if work.part is not None:
             self._read_on(work.part)
             return
-        log.debug("dropping %d values, reading %d ahead", len(work.leaving), len(work.batch))
+        log.debug("reading %d values ahead", len(work.batch))
         try:
-            self.let_go(work.leaving)
             self._read(work.batch)
         finally:  # whatever happened, nobody is to wait for ever
             with self.lock:
@@ -232,6 +245,12 @@ class Reader(Background[Work]):
                 self.counts.bytes_read += read
                 run[0].pool.learn_rate(read, seconds)
                 self._ops.wake()
+
+
+def _begin(thread: Reader | Dropper) -> None:
+    """Under the lock."""
+    with suppress(RuntimeError):  # the interpreter is ending: who asks for a value will read it
+        thread.wake()
 
 
 def _runs(batch: Iterable[Value]) -> Iterator[list[Value]]:

@@ -24,8 +24,8 @@ class Background(ABC, Generic[Work]):
         thread: the one that is at work; None if there is none.
     """
 
-    def __init__(self, name: str) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
+        self.lock = lock or threading.RLock()
         self.thread: threading.Thread | None = None
         self._name = name
         self._something = threading.Condition(self.lock)

@@ -52,14 +52,13 @@ class Range:
         is_part: whether others of the same value may stay unread: nothing around them is read along.
     """
 
-    __slots__ = ("__weakref__", "_advised", "_file", "_may_ask", "_shared", "_start", "calm_until", "is_part", "nbytes")
+    __slots__ = ("__weakref__", "_file", "_may_ask", "_shared", "_start", "calm_until", "is_part", "nbytes")
 
     def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         self._file = weakref.ref(file)
         self._start = start
         self._shared = shared
         self._may_ask: bool | None = None
-        self._advised = (0, 0, 0)  # address, and what of it
         self.nbytes = nbytes
         self.calm_until = 0.0
         self.is_part = False
@@ -73,7 +72,6 @@ class Range:
         joined = Range.__new__(Range)
         joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
         joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
-        joined._advised = (0, 0, 0)
         joined.is_part = False
         return joined
 
@@ -130,7 +128,7 @@ class Range:
         if mapped is None:
             return
         address = mapped.data_ptr() + self._start
-        takes_care = self._ask_for_huge_pages(address, exactly=exactly, spare=spare + _SPARE)
+        takes_care = self._ask_for_huge_pages(address, exactly=exactly, spare=spare)
         if takes_care and exactly:  # of the huge pages that it shares with its neighbours, its own part only
             head = min(-self._start % _HUGE, self.nbytes)
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
@@ -166,15 +164,8 @@ class Range:
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
-        takes_care = free_in_huge_pages() >= self.nbytes + spare
-        pages = _MADV_HUGEPAGE if takes_care else _MADV_NOHUGEPAGE
-        advice = address, pages, _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL
-        if self._advised != advice:
-            extent = _whole_pages(address, self.nbytes)
-            if libc.madvise(*extent, pages):
-                return False
-            libc.madvise(*extent, advice[-1])
-            self._advised = advice
+        takes_care = read_in_huge_pages(address, self.nbytes, spare=spare)
+        libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL)
         return takes_care
 
     def _explained(self, error: OSError) -> OffloadError:
@@ -255,9 +246,15 @@ def populated(address: int, nbytes: int) -> bool:
     return False
 
 
-def read_in_huge_pages(address: int, nbytes: int) -> bool:
-    """Have a mapped range read in pages of 2 MiB from now on; whether the system will."""
-    return _READS_HUGE_PAGES and not libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE)
+def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0) -> bool:
+    """Have a mapped range read in pages of 2 MiB from now on, if so many are free; whether the system will.
+
+    Args:
+        spare: bytes of free ones that are to be left.
+    """
+    has_enough = _READS_HUGE_PAGES and free_in_huge_pages() >= nbytes + spare + _SPARE
+    refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
+    return has_enough and not refused
 
 
 def bring_in_exactly(address: int, nbytes: int) -> None:

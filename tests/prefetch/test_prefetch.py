@@ -104,14 +104,13 @@ def read(engine: Engine, values: list[Made]) -> None:
 
 
 def rest(engine: Engine) -> None:
-    """Wait until the reader has nothing to do."""
+    """Wait until the reader has nothing to do, and what is to leave has gone."""
     while True:
         with engine.reader.lock:
             reader = engine.reader.thread
             busy = [value for stream in engine.streams.live for value in stream._ahead if value.state in (QUEUED, READ)]
-            if reader is not None and not reader.is_alive():
-                return
-            if not engine.reader._queue and not engine.reader._leaving and not busy:
+            has_ended = reader is not None and not reader.is_alive()
+            if not engine.reader.leaving_bytes and (has_ended or not (engine.reader._queue or busy)):
                 return
         time.sleep(0.0005)
 
@@ -131,7 +130,7 @@ def test_the_order_of_the_first_pass_is_read_ahead_in_the_second(engine, memory)
     read(engine, values)
 
     assert [("a", False)] == [entry for entry in memory.log if not entry[1]]
-    assert "abcdefghab" == "".join(name for name, _ in memory.log)  # and on to the next pass
+    assert "bcdefghab" == "".join(name for name, by_reader in memory.log if by_reader)  # and on to the next pass
     assert (7, 0) == (engine.reader.counts.ahead, engine.reader.counts.wasted)
     assert (16 + 2) * MIB == engine.reader.counts.bytes_read
 
@@ -246,6 +245,29 @@ def test_what_streams_stays_within_the_window(engine, memory, window):
     read(engine, values * 3)
 
     assert memory.most <= window + MIB
+
+
+def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch):
+    """Dropping takes the kernel a while."""
+    values = seed(made(memory, "abcdefghijklmnop", window=8 * MIB))
+    drop, may_go, read_before = memory.drop, threading.Event(), []
+
+    def slowly(value: Made) -> None:
+        read_before.append(len(memory.log))
+        may_go.wait(10)
+        drop(value)
+
+    monkeypatch.setattr(memory, "drop", slowly)
+    for value in values:
+        for _ in range(1000):
+            if value.state not in (QUEUED, READ):
+                break
+            time.sleep(0.0005)
+        engine.arrive(value)
+    may_go.set()
+    rest(engine)
+
+    assert any(by_reader for _, by_reader in memory.log[read_before[0] :])
 
 
 @pytest.mark.parametrize(("count", "most"), [(5, 7), (12, 24)])
