@@ -26,11 +26,13 @@ from torch import nn
 
 from offload.batches.waiting import Parcel, storages_of, tensors_in, waiting_bytes
 from offload.batches.world import Settings, World
-from offload.memory import count_freed
+from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
 from offload.torch_api import not_compiled
+
+_MUCH = 8 << 20  # bytes of memory that calls may take, or have freed, until what is free is given back
 
 
 class Stopped(BaseException):
@@ -45,7 +47,6 @@ class Call:
         place: where it waits; None before it has begun, and after it has ended.
         has_ended: whether there is a result, or an error.
         waiting_bytes: how much memory its tensors take where it waits.
-        freed_bytes: how much it will have freed at its next floor, or end.
         made: the tensors that its last floor has given, and that nobody else knows; if they go to disk.
         taken: the storages that its present floor was given, by their identity, and whether they were such.
     """
@@ -57,7 +58,7 @@ class Call:
         self.has_ended = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.waiting_bytes = self.freed_bytes = 0
+        self.waiting_bytes = 0
         self.made: list[torch.Tensor] = []
         self.taken: dict[int, bool] = {}
         self._first, self._settings = settings, settings
@@ -109,9 +110,6 @@ class Call:
         """Wait for its turn at a place, with what a module is given there."""
         self._refuse_stopped()
         tensors = tensors_in(given)
-        # What a floor takes, and what it gives; what goes to disk leaves holes of many sizes.
-        self.freed_bytes = (8 if self.lift.spills else 2) * waiting_bytes(tensors)
-        count_freed(self.freed_bytes)
         parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
         self.made = []
         self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
@@ -161,6 +159,7 @@ class Lift:
         self._places = 2 * max(len(floors), 1)
         self._at = 0
         self._calls: list[Call] = []
+        self._least = anonymous_bytes()  # since freed memory was given back
         self.lease: Lease
 
     @property
@@ -216,7 +215,16 @@ class Lift:
         call.go_on()
         if call.has_ended:
             self._calls.remove(call)
-            count_freed(call.freed_bytes)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """What calls have freed: glibc keeps it for each thread, and the others take more."""
+        grown = anonymous_bytes() - self._least
+        if grown > _MUCH:
+            return_freed()
+            self._least = anonymous_bytes()
+        else:
+            self._least += min(grown, 0)
 
     # In the threads of calls
 

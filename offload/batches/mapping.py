@@ -30,6 +30,7 @@ R = TypeVar("R")
 _MOST = 32  # batches in flight, where nobody says how many
 _SHARE = 0.25  # of the memory that is available, for what waits, where nobody says how many
 _A_THREAD = 6 << 20  # bytes that a thread takes beside: its stack, and what kernels keep for each (oneDNN 3.12)
+_HELD = 2  # times what waits that a batch holds: its caller has what it was made of too, as the embeddings
 _BACKLOG = 4  # times as many results as batches in flight may wait for one before them
 _log = logging.getLogger("offload.batches")
 
@@ -65,8 +66,9 @@ def map_batches(
         batches: any iterable; it is read as batches are begun.
         model: what `fn` calls; a list if it calls several.
         in_flight: how many batches are on their way at a time. Their hidden states, and what else they hold, are in
-            memory together. None: up to 32, as many as a quarter of the available memory has room for. Where gradients
-            are recorded, the first batch is done alone then, to see what its graph takes.
+            memory together, with some 6 MiB for the thread of each. None: up to 32, as many as a quarter of the
+            available memory has room for, at twice the size of what waits. Where gradients are recorded, the first
+            batch is done alone then, to see what its graph takes.
         blocks: the modules, or their names, before which batches wait for one another. None: each layer of the model,
             and each module with values before and after them.
         spill: put what waits at a block on disk: for hidden states that do not fit in memory. KV caches stay, if they
@@ -200,7 +202,7 @@ class _Mapping:
 
         With gradients a batch holds more at each floor, in its graph: the first one goes alone to its end.
         """
-        size = call.waiting_bytes
+        size = _HELD * call.waiting_bytes
         if self._graphs is not None:
             size = self._graphs.seen()
             if not call.has_ended:
