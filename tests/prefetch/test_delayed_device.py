@@ -1,0 +1,225 @@
+"""The way to an accelerator whose copies are late: streams, events and pinned memory as torch has them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import offload
+from offload import OffloadedTensor
+from offload.prefetch import staging
+from offload.tensor.wrapper import guest_of
+from tests.prefetch import delayed_device as delayed
+from tests.processes import in_fork
+
+pytestmark = pytest.mark.skipif(delayed.COMPILER is None, reason="needs a C++ compiler, for an accelerator of its own")
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def library(pytestconfig: pytest.Config) -> Path:
+    assert pytestconfig.cache is not None
+    return delayed.built(pytestconfig.cache.mkdir("delayed-device"))
+
+
+def on_the_device(test: Callable[..., None]) -> Callable[[Path, Path], None]:
+    """Run a test in a forked child whose accelerator is the delayed device, with slots of 1 MiB.
+
+    It may ask for the `device`, and for a `folder`.
+    """
+    asked = inspect.signature(test).parameters
+
+    @functools.wraps(test)
+    def run(library: Path, tmp_path: Path) -> None:
+        def act() -> None:
+            torch.set_num_threads(1)  # those of the parent are not there
+            staging._SLOT = MIB
+            given = {"device": delayed.register(library), "folder": tmp_path}
+            test(**{name: given[name] for name in asked})
+
+        assert in_fork(act)
+
+    del run.__wrapped__  # type: ignore[attr-defined]  # pytest is to ask for what `run` takes
+    return run
+
+
+def held(stream: torch.Stream) -> Callable[[], None]:
+    """Have a stream do nothing; gives what lets it go on."""
+    delayed.ops.hold(stream.stream_id)
+    return lambda: delayed.ops.release(stream.stream_id)
+
+
+def side_of(device: torch.device) -> torch.Stream:
+    """The stream that copies to the device go on."""
+    way = staging._STAGINGS[device]
+    assert way is not None
+    return way._stream
+
+
+def on_disk(folder: Path, name: str, values: torch.Tensor) -> OffloadedTensor:
+    save_file({name: values}, folder / f"{name}.safetensors")
+    return OffloadedTensor.from_file(folder / f"{name}.safetensors", device="delayed:0")
+
+
+@on_the_device
+def test_a_slot_is_filled_again_only_after_its_copy(device: torch.device) -> None:
+    values = [torch.randn(5 << 17) for _ in range(12)]  # of two and a half slots each
+
+    sent = [staging.send(value, device) for value in values]
+
+    assert all(torch.equal(value, one.cpu()) for value, one in zip(values, sent, strict=True))
+
+
+@on_the_device
+def test_nobody_waits_for_a_copy_but_the_stream_that_uses_it(device: torch.device) -> None:
+    values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
+    staging.send(values, device)
+    side = side_of(device)
+    go_on = held(side)
+
+    out.copy_(staging.send(values, device))
+
+    assert not side.query()
+    assert not torch.accelerator.current_stream().query()
+    go_on()
+    assert torch.equal(values, out.cpu())
+
+
+@on_the_device
+def test_what_was_sent_stays_until_it_was_used(device: torch.device) -> None:
+    """Its memory is the side stream's, which would take it for the next value."""
+    first, second, out = torch.randn(1 << 18), torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
+    out.cpu()
+    go_on = held(torch.accelerator.current_stream())
+
+    out.copy_(staging.send(first, device))
+    staging.send(second, device)
+    side_of(device).synchronize()
+
+    go_on()
+    assert torch.equal(first, out.cpu())
+
+
+@on_the_device
+def test_the_cpu_does_not_run_ahead_by_more_than_some_values(device: torch.device) -> None:
+    out = torch.zeros(1 << 18, device=device)
+    out.cpu()
+    before = delayed.ops.allocated()
+    go_on = held(torch.accelerator.current_stream())
+
+    def send() -> None:
+        for _ in range(8):
+            out.copy_(staging.send(torch.ones(1 << 18), device))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join(0.5)
+
+    assert thread.is_alive()
+    assert delayed.ops.allocated() - before <= 3 * MIB
+    go_on()
+    thread.join()
+    assert out.cpu().eq(1).all()
+
+
+@on_the_device
+def test_threads_with_streams_of_their_own_get_their_own_values(device: torch.device) -> None:
+    wrong: list[int] = []
+
+    def send(number: int) -> None:
+        with torch.Stream(device):
+            for step in range(6):
+                values = torch.full((3 << 17,), float(10 * number + step))
+                if not torch.equal(values, staging.send(values, device).cpu()):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [] == wrong
+
+
+@on_the_device
+def test_pinned_memory_may_go_before_its_copy_has_ended(device: torch.device) -> None:
+    """As torch has it, and as the device of these tests does."""
+    there = torch.empty(MIB, dtype=torch.uint8, device=device)
+    go_on = held(torch.accelerator.current_stream())
+    pinned = torch.ones(MIB, dtype=torch.uint8, pin_memory=True)
+    there.copy_(pinned, non_blocking=True)
+
+    del pinned
+
+    go_on()
+    assert there.cpu().eq(1).all()
+
+
+@on_the_device
+def test_what_stays_on_the_device_is_there_for_other_streams(device: torch.device, folder: Path) -> None:
+    values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
+    out.cpu()
+    w, other = on_disk(folder, "w", values), torch.Stream(device)
+    with offload.set_max_memory({"delayed:0": 2 * MIB}):
+        with torch.Stream(device):
+            first = guest_of(w)
+        with other:
+            second = guest_of(w)
+            out.copy_(second)
+        other.synchronize()
+
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(values, out.cpu())
+
+
+@on_the_device
+def test_what_leaves_the_device_is_used_to_the_end(device: torch.device, folder: Path) -> None:
+    values, out = torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
+    out.cpu()
+    w, v = on_disk(folder, "w", values), on_disk(folder, "v", torch.randn(1 << 18))
+    with offload.set_max_memory({"delayed:0": 1 * MIB}):
+        guest_of(w)
+        other = torch.Stream(device)
+        go_on = held(other)
+        with other:
+            out.copy_(guest_of(w))
+
+        offload.budget.evict(w)
+        torch.accelerator.current_stream().synchronize()  # for whom its memory was kept too
+        guest_of(v)
+        side_of(device).synchronize()
+
+        go_on()
+        other.synchronize()
+    assert torch.equal(values, out.cpu())
+
+
+@on_the_device
+def test_a_model_on_disk_runs_within_the_budget_of_the_device(device: torch.device, folder: Path) -> None:
+    plain = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])  # of 1 MiB each
+    save_file(plain.state_dict(), folder / "model.safetensors")
+    with offload.init_empty_weights():
+        model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])
+    offload.load_checkpoint_and_dispatch(
+        model, folder / "model.safetensors", device_map="disk:delayed:0", max_memory={"delayed:0": 4 * MIB}
+    )
+    x = torch.randn(4, 512)
+    with torch.no_grad():
+        expected, given = plain(x), x.to(device)
+        before = delayed.ops.allocated()
+        found = [model(given).cpu() for _ in range(3)]
+        torch.accelerator.synchronize()
+
+        assert all(torch.equal(expected, one) for one in found)
+        assert 3 * MIB <= delayed.ops.allocated() - before <= 4 * MIB
+        offload.budget.evict(model)
+        assert MIB > delayed.ops.allocated() - before
