@@ -11,7 +11,7 @@ Always true:
 | --- | --- |
 | `engine` | a read of a value: the way in |
 | `stream` | what one thread reads, and will read |
-| `reader` | the thread that reads ahead, and drops what is done with |
+| `reader` | the threads that read ahead, and drop what is done with |
 | `residency` | what stays: values under a budget |
 | `filling` | files that rows are picked from, brought in whole where they have room |
 | `staging` | copies to an accelerator, through memory that is pinned once |

@@ -77,6 +77,17 @@ def test_what_stays_is_spread_evenly(share: float, count: int):
         assert abs(len(kept(values[:done])) - share * done) <= 2
 
 
+def test_what_stays_leaves_free_huge_pages_to_what_streams():
+    """It is read once, and the other in each pass."""
+    pool = Pool(4 * MIB)
+    values = values_of(pool, [MIB] * 8)
+
+    assert [0, pool.widest] * 4 == [value.spare for value in values]
+    pool.max_memory = 8 * MIB
+    pool.reconsider(anew=True)
+    assert [0] * 8 == [value.spare for value in values]
+
+
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
 def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[int]):
     """What leaves has to be read again, and what comes too."""
