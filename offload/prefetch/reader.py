@@ -243,7 +243,8 @@ class Reader(Background[Work]):
                 for value in run:
                     value.state = AWAY if value.is_leaving else state
                 self.counts.bytes_read += read
-                run[0].pool.learn_rate(read, seconds)
+                if extent.may_ask:  # else nobody knows whether the disk gave it
+                    run[0].pool.learn_rate(read, seconds)
                 self._ops.wake()
 
 
