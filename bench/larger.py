@@ -93,8 +93,8 @@ def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path) -> li
     return [
         figure("load", "s", lambda one: one.load_seconds),
         figure("first pass", "s", lambda one: one.first_seconds),
-        figure("a token", "s", lambda one: one.token_seconds, [least / rate], "O_DIRECT, over the budget"),
-        figure("bytes read, a token", "B", lambda one: one.bytes_read, [least], "what a token needs, over the budget"),
+        figure("a token", "s", lambda one: one.token_seconds, [least / rate], "over the budget"),
+        figure("bytes read, a token", "B", lambda one: one.bytes_read, [least], "over the budget"),
         figure("peak anonymous memory", "B", lambda one: one.peak_bytes),
     ]
 

@@ -84,7 +84,7 @@ class Scale:
         for megabytes, dtype in product(self.value_megabytes, ("float32", "bfloat16")):
             with TemporaryDirectory(dir=scratch) as made:
                 folder = with_values_of(Path(made), megabytes, dtype, self.value_gigabytes)
-                yield f"values of {megabytes:g} MB in {dtype}", folder, int(megabytes * 1e6)
+                yield f"{megabytes:g} MB {dtype}", folder, int(megabytes * 1e6)
 
 
 FULL = Scale(
