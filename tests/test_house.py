@@ -54,9 +54,11 @@ NEIGHBOURS = {
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
 GUESTS = {
     "models.device_map": {"accelerate"},
+    "models.forms.gguf": {"transformers"},
+    "models.forms.torchao": {"torchao"},
     "models.hooks": {"accelerate"},
     "models.pretrained": {"transformers"},
-    "models.saving": {"huggingface_hub", "torchao"},
+    "models.saving": {"huggingface_hub"},
     "storage.gguf_header": {"gguf"},
     "tensor.blocks": {"gguf"},
     "testing.checkpoints": {"transformers"},

@@ -4,7 +4,6 @@
 | --- | --- |
 | `accelerate` | empty weights, as accelerate makes them |
 | `transformers` `hub` | `from_pretrained`, and where its files are |
-| `gguf` | files of llama.cpp as checkpoints of transformers' models |
 | `keys_values` | `kv_cache`: keys and values of a transformers model on disk |
 | `peft` | `merge_lora`, and adapters over values on disk |
 | `torchao` `export` | `quantize_`, and its weights in the forms that others load |

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
 from offload.integrations.log import log
 from offload.models.journal import Journal
-from offload.models.pretrained import is_of_transformers, let_save
+from offload.models.pretrained import is_of_transformers, note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
@@ -116,7 +116,7 @@ def quantize_(
         finally:
             quantizing.finish()
             if quantizing.has_quantized and quantizer is not None:
-                _tell(model, quantizer)
+                note_quantizer(model, quantizer)
 
 
 def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
@@ -278,17 +278,3 @@ def _as_by(quantizer: Any, model: Any) -> Filter:
         return choice(module, name) and not is_tied and quantizer.param_needs_quantization(model, weight)
 
     return chosen
-
-
-def _tell(model: Any, quantizer: Any) -> None:
-    """Note on a transformers model what is noted when it is loaded quantized."""
-    model.is_quantized = True
-    model.quantization_method = quantizer.quantization_config.quant_method
-    model.hf_quantizer = quantizer
-    quantizer.postprocess_model(model)
-    known, get = model.all_tied_weights_keys, model.get_parameter
-    ties = {name: other for name, other in known.items() if get(name) is get(other)}
-    if len(ties) < len(known):
-        model.all_tied_weights_keys = ties
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
-    let_save(model)

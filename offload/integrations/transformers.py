@@ -16,12 +16,13 @@ import torch
 
 from offload.budget import Amount, MaxMemory, pool_for
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
-from offload.integrations.gguf import as_saved, config_of, usual_dtype
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
 from offload.models.forms.bitnet import for_modules
+from offload.models.forms.gguf import as_saved, config_of, usual_dtype
+from offload.models.forms.torchao import PARTS_NOTE, rebuilt
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import Dense, filled, quantization_of, without_quantization
 from offload.models.slots import tensor_slots
@@ -64,7 +65,8 @@ def from_pretrained(
         device_map: see `offload.load_checkpoint_and_dispatch`.
         gguf_file: the name of the GGUF file in that folder, or in that model's on the hub, whose weights are taken.
         offload_dir: where weights go that are stored or later written to; None for a private folder.
-        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration.
+        dtype: of the floating-point weights; None or "auto" for the one in the model's configuration. What an FP8 or
+            bitsandbytes checkpoint has not packed then keeps the dtype that it is stored in, as in transformers.
         config: a configuration to use in place of the checkpoint's.
         offload_buffers: whether buffers are on disk too.
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
@@ -97,15 +99,18 @@ def from_pretrained(
     empty, config, options = model_on_meta(folder, model_class, config, **options)
     source = open_checkpoint(folder)
     source.refuse_own_folder(offload_dir)
-    dtype = _requested_dtype(dtype, empty.config, source)
+    is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     quantization, tensors = quantization_of(empty.config), source.tensors(offload_dir)
     dense = None if quantization is None else Dense.of(tensors, quantization)
     if dense is not None:
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
-        model, info = filled(type(empty), without_quantization(empty.config), dense.tensors, dtype, **options)
+        values = dict(dense.tensors) if is_asked else dense.for_loading()
+        model, info = filled(type(empty), without_quantization(empty.config), values, dtype, **options)
     elif quantization is not None and quantization.get("quant_method") == "bitnet":
         values = for_modules(tensors, quantization, dtype)
         model, info = filled(type(empty), empty.config, values, dtype, **options)
+    elif quantization is not None and PARTS_NOTE in (metadata := source.metadata):
+        model, info = filled(type(empty), empty.config, rebuilt(tensors, metadata), dtype, **options)
     elif quantization is not None:
         log.info("%s is quantized: its values are loaded as transformers does, and then placed", folder)
         with torch.inference_mode(False), torch.device("cpu"):  # as in `filled`

@@ -15,9 +15,9 @@ import torch
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.write import layout_of
-from offload.tensor.guests import CPU, sent_to
+from offload.tensor.guests import CPU, copied, sent_to
 from offload.tensor.recipes import Joined, Piece
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass
 
 
@@ -91,7 +91,10 @@ class Assembly:
         return wrap_handle(handle, device)
 
     def in_memory(self, device: torch.device) -> torch.Tensor:
-        """The value as a plain tensor."""
+        """The value as a plain tensor; as a quantized one, if it is of such a class."""
+        source = self.as_it_is()
+        if source is not None and handle_of(source).is_subclass:
+            return copied(mapped_value(source), device)
         whole = torch.empty_like(self.twin, device=CPU)
         self.recipe().put_into(whole)
         return sent_to(whole, device)

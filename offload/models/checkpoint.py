@@ -22,6 +22,7 @@ from offload.memory import uncollected
 from offload.models import log
 from offload.models.distributed import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
 from offload.storage.file import TensorFile
+from offload.storage.gguf_header import ARCHITECTURE
 from offload.storage.handle import Handle
 from offload.storage.header import MARK, is_file_name
 from offload.storage.layout import Layout, contiguous
@@ -152,6 +153,17 @@ class Checkpoint(Mapping[str, Value]):
     def nbytes(self) -> int:
         """Bytes of all values."""
         return sum(value.nbytes for value in self.values())
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, whose tensors have other names than those of a model of transformers."""
+        return any(ARCHITECTURE in file.header.metadata for value in self.values() for file in value.files)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What its files say in their headers beside tensors."""
+        files = {file.path: file for value in self.values() for file in value.files}
+        return {key: said for file in files.values() for key, said in file.header.metadata.items()}
 
     @uncollected()
     def tensors(

@@ -18,7 +18,8 @@ import torch
 from offload.errors import CheckpointError, CorruptFileError
 from offload.models.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.models.deferred import deferred
-from offload.models.saving import PARTS_NOTE, save_checkpoint
+from offload.models.forms.torchao import PARTS_NOTE
+from offload.models.saving import save_checkpoint
 from offload.progress import progress
 from offload.storage.layout import dtype_name
 from offload.storage.reasons import reading

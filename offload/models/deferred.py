@@ -53,11 +53,13 @@ class Body:
     Attributes:
         made: the only part is a value that was made for it.
         own: no other body has that value among its parts: it may be written to.
+        is_fixed: its dtype stays, whatever a loader asks for.
     """
 
     parts: tuple[Part, ...]
     made: bool = False
     own: bool = False
+    is_fixed: bool = False
 
     def become(self, stored: OffloadedTensor) -> None:
         self.parts, self.made, self.own = as_parts(stored), True, True
@@ -210,11 +212,17 @@ class DeferredTensor(torch.Tensor):
         return source if is_it else None
 
 
-def deferred(source: OffloadedTensor) -> DeferredTensor:
-    """A deferred tensor of one part, for the CPU."""
+def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredTensor:
+    """A deferred tensor of one part, for the CPU.
+
+    Args:
+        keeps_dtype: whether it stays as it is where a loader casts what it reads; one of a subclass does so, always.
+    """
     with no_functions(), no_modes():
         twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
-    return _made(as_parts(source), twin)
+    made = _made(as_parts(source), twin)
+    made._body.is_fixed = keeps_dtype or handle_of(source).is_subclass
+    return made
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -270,6 +278,8 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(tensor._twin, **kwargs)
     if device != CPU or kwargs.get("layout") not in (None, torch.strided):
         return _compute(func, args, kwargs)
+    if tensor._body.is_fixed:
+        return _same(_aten.alias.default, (tensor,), {})
     parts = tensor._copied()
     with DisableTorchFunctionSubclass():
         stored = {part.source.dtype for part in parts}

@@ -343,7 +343,7 @@ def _fill(
     fitted: Fitted | None = None
     if is_of_transformers(model) and (report.differs or _is_packed(model, source)):
         log.info("%s differs from %s: transformers converts it", source.path, type(model).__name__)
-        fitted = as_in(model, source.tensors(offload_dir))
+        fitted = as_in(model, source, offload_dir, dtype)
         keyed, named = _keyed(slots, fitted.tensors), fitted.tensors
         refuse_other_names(source, ((slot.keys, named[key]) for slot, key in keyed if key is not None), offload_dir)
         missing = [slot.keys[0] for slot, key in keyed if key is None]
@@ -369,8 +369,8 @@ def _fill(
         if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
         slot.fill(at_place(tensor, key, place, offload_dir))
-    if fitted is not None and fitted.dense is not None:
-        fitted.dense.note(model)
+    if fitted is not None and fitted.note is not None:
+        fitted.note(model)
     if report.differs:
         log.warning("%s: %s", source.path, report)
     return report
@@ -506,7 +506,7 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
     stored = dict.fromkeys(handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor))
     named = {handle.folder for handle in stored if handle.folder is not None}
     folders: dict[Path | None, bool] = {folder: store or is_folder(folder) for folder in named}
-    recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder)]
+    recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder) and not handle.is_subclass]
     made = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
     left = [(handle, mark) for handle, mark in made if not handle.take_up(mark)]
     if not store:

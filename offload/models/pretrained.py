@@ -14,6 +14,7 @@ import copy
 import gc
 import inspect
 import json
+import os
 import re
 import sys
 import weakref
@@ -28,16 +29,18 @@ from torch import nn
 
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
 from offload.models import log
+from offload.models.checkpoint import Checkpoint
 from offload.models.deferred import DeferredTensor, deferred
-from offload.models.forms.decoding import unpacked
+from offload.models.forms.decoding import keeps_dtypes, unpacked
+from offload.models.forms.gguf import as_saved
 from offload.models.forms.packing import Packed, left_beside, packed_state
-from offload.models.saving import in_torchaos_form
+from offload.models.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.storage.replacing import put_file
 from offload.storage.state_file import read_json
-from offload.tensor.saved import file_of, refuse_referenced, refuse_sources
-from offload.tensor.wrapper import OffloadedTensor, is_offloaded, mapped_value
+from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value
 from offload.torch_api import is_of_a_module
 
 # The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
@@ -100,6 +103,14 @@ class Dense:
         dense = unpacked(tensors, quantization)
         return None if dense is None else cls(dense, quantization, left_beside(tensors, dense))
 
+    def for_loading(self) -> dict[str, torch.Tensor]:
+        """The tensors as transformers takes them: those that it would not cast keep their dtype."""
+        keeps = keeps_dtypes(self.quantization)
+        return {
+            name: deferred(tensor, keeps_dtype=keeps and name.endswith(".weight") and not handle_of(tensor).composed)
+            for name, tensor in self.tensors.items()
+        }
+
     def note(self, model: Any) -> None:
         """Have a model that was filled from these save itself as quantized."""
         without_quantization(model.config)
@@ -129,38 +140,70 @@ class Fitted:
     Attributes:
         tensors: by the model's names, in the widest dtype: deferred, they are cast to any other as from their own.
         report: transformers'.
-        dense: what the checkpoint was before, if it is quantized.
+        note: has the model that is filled from these save itself as quantized, if the checkpoint is.
     """
 
     tensors: dict[str, DeferredTensor]
     report: dict[str, Any]
-    dense: Dense | None
+    note: Callable[[Any], None] | None
 
 
-def as_in(model: Any, tensors: Mapping[str, OffloadedTensor]) -> Fitted:
+def as_in(
+    model: Any, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
+) -> Fitted:
     """The tensors of a checkpoint as a model of transformers has them.
 
     Args:
         model: it stays as it is.
-        tensors: those of the checkpoint, on disk.
+        source: the checkpoint.
+        offload_dir: where they go at their first write.
+        dtype: that is asked for; None for that of the model.
 
     Raises:
-        CheckpointError: as `filled`, and as `unpacked`; or the checkpoint's weights are to stay as they are packed.
+        CheckpointError: as `filled`, `unpacked` and `rebuilt`; or only modules of another kind than the model's compute
+            with weights that are packed so.
     """
-    quantization, dense = quantization_of(model.config), None
-    if quantization is not None:
-        dense = Dense.of(tensors, quantization)
-        if dense is None:
+    tensors = source.tensors(offload_dir)
+    quantization, note = quantization_of(model.config), None
+    values: Mapping[str, torch.Tensor] = tensors
+    if source.is_gguf:
+        values = as_saved(source, tensors, model, dtype or model.dtype)
+    elif quantization is not None:
+        dense, metadata = Dense.of(tensors, quantization), source.metadata
+        if dense is not None:
+            values, note = dense.tensors, dense.note
+        elif PARTS_NOTE in metadata:
+            values, note = rebuilt(tensors, metadata), partial(_note_quantized, quantization=quantization)
+        else:
             raise CheckpointError(
                 f"a checkpoint quantized by {quantization.get('quant_method')} does not fill an empty "
                 f"{type(model).__name__}: use offload.from_pretrained"
             )
-        tensors = dense.tensors
     config = without_quantization(copy.deepcopy(model.config))
-    twin, report = filled(type(model), config, tensors, _widest(tensors), ignore_mismatched_sizes=True)
+    twin, report = filled(type(model), config, values, _widest(values), ignore_mismatched_sizes=True)
     named = twin.state_dict()
     fitted = {name: tensor for name, tensor in named.items() if isinstance(tensor, DeferredTensor)}
-    return Fitted(fitted, report, dense)
+    return Fitted(fitted, report, note)
+
+
+def _note_quantized(model: Any, *, quantization: Mapping[str, Any]) -> None:
+    from transformers.quantizers import AutoHfQuantizer
+
+    note_quantizer(model, AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True))
+
+
+def note_quantizer(model: Any, quantizer: Any) -> None:
+    """Note on a transformers model what is noted when it is loaded quantized."""
+    model.is_quantized = True
+    model.quantization_method = quantizer.quantization_config.quant_method
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    known, get = model.all_tied_weights_keys, model.get_parameter
+    ties = {name: other for name, other in known.items() if get(name) is get(other)}
+    if len(ties) < len(known):
+        model.all_tied_weights_keys = ties
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    let_save(model)
 
 
 def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -217,7 +260,7 @@ class _Looking:
         files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
         replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
         named = (*model.named_parameters(), *model.named_buffers())
-        refuse_sources({name: file for name, tensor in named if (file := file_of(tensor))}, replaced)
+        refuse_sources({name: files_of(tensor) for name, tensor in named}, replaced)
         refuse_referenced(replaced)
         log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
         packed = getattr(model, "packed_as", None)

@@ -26,11 +26,9 @@ from torch import nn
 from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
-    CheckpointError,
     ForeignFileError,
     OffloadError,
     ReadError,
-    UnknownSubclassError,
     UnsupportedOpError,
     WriteError,
 )
@@ -38,6 +36,7 @@ from offload.memory import as_bytes
 from offload.models import log
 from offload.models.checkpoint import Checkpoint
 from offload.models.forms.packing import packed_state
+from offload.models.forms.torchao import in_torchaos_form, prefixes_of_quantized
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, is_standard, is_unicode
@@ -46,13 +45,12 @@ from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
 from offload.storage.state_file import Kind, state_if_ours
-from offload.storage.subclasses import is_subclass_value, refuse_lossy, with_inner
+from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import write_beside
 from offload.tensor.arguments import checked_dense, floating_dtype, refuse_unstorable
-from offload.tensor.saved import file_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
+from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
 from offload.tensor.wrapper import PathLike
 
-PARTS_NOTE = "tensor_names"  # where torchao's form says which tensors there are, whole and in parts
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
@@ -143,7 +141,7 @@ class _Plan:
 
     parts: dict[str, _Part]
     ties: dict[str, str]
-    sources: dict[str, Path]
+    sources: dict[str, list[Path]]
     metadata: dict[str, str]
     total_parameters: int
 
@@ -178,7 +176,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     ties = _ties(tensors, set(discarded))
     parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype, metadata)
     numbers = source.parameters() if isinstance(source, nn.Module) else [part.tensor for part in parts.values()]
-    sources = {name: file for name, tensor in tensors.items() if (file := file_of(tensor))}
+    sources = {name: files_of(tensor) for name, tensor in tensors.items()}
     return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
 
 
@@ -231,7 +229,7 @@ def _parts(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
 ) -> tuple[dict[str, _Part], dict[str, str]]:
     """The entries of the files, and what their metadata must say of them beside what it does."""
-    of_quantized = _prefixes_of_quantized(tensors, metadata)
+    of_quantized = prefixes_of_quantized(tensors, metadata)
     quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
     plain, notes = in_torchaos_form(tensors) if quantized else (tensors, {})
     for name, value in quantized.items():
@@ -290,81 +288,6 @@ def _positive(size: int | str) -> int:
     if most < 1:
         raise ArgumentError(f"max_shard_size={size!r} leaves no room for any value: use '5GB', '500MiB', 4096...")
     return most
-
-
-# Quantized weights
-
-
-def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What `flatten_tensor_state_dict` of torchao gives, without the copies: plain tensors by key, and the metadata.
-
-    The metadata can't say names without a dot.
-
-    Raises:
-        UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
-    """
-    parts: dict[str, torch.Tensor] = {}
-    notes: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        value = subclass_value(tensor)
-        inner = {name: tensor}
-        if value is not None:
-            keys, notes[name] = _torchaos(name, value)
-            inner = _inner_tensors(name, value, keys)
-        elif "." in name:
-            _, notes[name] = _torchaos(name, torch.empty(0))
-        if not parts.keys().isdisjoint(inner):
-            raise ArgumentError(f"{name!r} and another tensor would both be stored as {sorted(inner)}: rename one")
-        parts |= inner
-    return parts, {**notes, PARTS_NOTE: json.dumps(list(notes))}
-
-
-def _inner_tensors(name: str, value: torch.Tensor, keys: list[str]) -> dict[str, torch.Tensor]:
-    """The plain tensors of a quantized weight, by the keys under which torchao looks for them."""
-    if len(keys) == 0 or not all(key.startswith(_prefix(name)) for key in keys):
-        raise _no_form(name, value, "its form is not the known one")
-    return {key: getattr(value, key.removeprefix(_prefix(name))) for key in keys}
-
-
-def _prefix(name: str) -> str:
-    module, _, attribute = name.rpartition(".")
-    return f"{module}._{attribute}_"
-
-
-def _prefixes_of_quantized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """How the names of the tensors begin that are parts of quantized weights already: these stay as they are."""
-    try:
-        names = json.loads(metadata.get(PARTS_NOTE, "[]"))
-        return tuple(_prefix(name) for name in names if name not in tensors)
-    except (ValueError, RecursionError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, and does not ({error}): get it again"
-        ) from error
-
-
-def _torchaos(name: str, value: torch.Tensor) -> tuple[list[str], str]:
-    """The keys of a weight's inner tensors, and the note about it.
-
-    Source: `torchao.prototype.safetensors`, which copies the tensors too: hence of tensors without data.
-    """
-    try:
-        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-
-        is_plain = not is_subclass_value(value)
-        bare = value if is_plain else with_inner(value, lambda part: part.to("meta"))
-        flat, notes = flatten_tensor_state_dict({name: bare})
-    except ImportError as error:
-        raise _no_form(name, value, "torchao, which knows such forms, can't be imported") from error
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
-        raise _no_form(name, value, f"torchao has no form for it ({error})") from error
-    return list(flat), notes[name]
-
-
-def _no_form(name: str, value: torch.Tensor, why: str) -> UnknownSubclassError:
-    return UnknownSubclassError(
-        f"{name!r} is a {type(value).__name__}, and {why}: save its dequantize() or full_tensor(), "
-        "or keep it in an offload folder (offload.disk_offload)"
-    )
 
 
 # Files

@@ -39,6 +39,7 @@ from offload.storage.subclasses import refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
 from offload.tensor.guests import twin_of
+from offload.tensor.recipes import files_in
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
@@ -257,10 +258,10 @@ def _follow(slot: Slot, stored: OffloadedTensor) -> None:
 
 
 def source_of(slot: Slot) -> str | None:
-    """The file that a value is read from, if that is not its own."""
+    """The files that a value is read from, if they are not its own."""
     if not is_offloaded(slot.tensor) or handle_of(slot.tensor).owned:
         return None
-    return words_of(handle_of(slot.tensor).file)
+    return ", ".join(map(words_of, files_in(handle_of(slot.tensor))))
 
 
 def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Slot]:

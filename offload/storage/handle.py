@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -41,7 +41,7 @@ from offload.storage.mapping import addresses
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import naming, writing
 from offload.storage.regular import absolute, closed_after
-from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten
+from offload.storage.subclasses import Recipe, flatten, is_subclass_value, layout_from, unflatten, with_inner
 from offload.storage.write import (
     Take,
     copy_entries,
@@ -75,9 +75,11 @@ class Composed(Protocol):
 
     Attributes:
         layout: that it has once it is carried out.
+        recipe: how a tensor subclass is rebuilt, if it is one; else None.
     """
 
     layout: Layout
+    recipe: Recipe | None
 
     @property
     def file(self) -> TensorFile:
@@ -86,11 +88,16 @@ class Composed(Protocol):
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
         """What a meta tensor cuts out of it, or all, as a plain tensor: not to be written to, nor kept."""
 
-    def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of what a meta tensor cuts out of it, by their sorted numbers, as a tensor of their own."""
-
     def stands(self, twin: torch.Tensor, /) -> bool:
         """Whether what a meta tensor cuts out of it is in a file as it reads, so that `value` is over that."""
+
+
+@runtime_checkable
+class InBlocks(Composed, Protocol):
+    """One whose value is a plain tensor, which can be carried out in parts."""
+
+    def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of what a meta tensor cuts out of it, by their sorted numbers, as a tensor of their own."""
 
     def blocks(self) -> Iterator[torch.Tensor]:
         """Contiguous plain tensors that make up the whole, as its layout orders them; each is good until the next."""
@@ -252,7 +259,7 @@ class Handle:
         """A value that is carried out at each read; its first write puts it into a file in `offload_dir`."""
         handle = cls(name, None if offload_dir is None else absolute(offload_dir))
         handle.composed = composed
-        handle.recipe = handle.twin = None
+        handle.recipe, handle.twin = composed.recipe, None
         handle.layout, handle.file, handle.extent = composed.layout, composed.file, (0, 0)
         return handle
 
@@ -457,7 +464,7 @@ class Handle:
         """As `base`, but a tensor of one's own over the file."""
         base = self.base()
         if self.composed is not None:
-            return base
+            return base if self.recipe is None else with_inner(base, lambda inner: inner)
         with no_functions(), no_modes():
             return self._mapped()
 
@@ -523,7 +530,7 @@ class Handle:
             WriteError, NameInUseError, ForeignFileError, and as `base`.
         """
         composed, other = self.composed, Handle(self.name, self.folder)
-        assert composed is not None
+        assert isinstance(composed, InBlocks)
         with other._new({self.name: self.layout}, {_MADE_OF: mark}) as (fd, head), no_functions(), no_modes():
             write_blocks(fd, head.start(self.name), composed.blocks())
         with self._lock:
@@ -532,9 +539,12 @@ class Handle:
     def _copy_to(self, other: Handle) -> None:
         """Make it the value of `other`, from file to file."""
         composed = self.composed
-        if composed is not None:
+        if isinstance(composed, InBlocks):
             with other._new({other.name: self.layout}) as (fd, head), no_functions(), no_modes():
                 write_blocks(fd, head.start(other.name), composed.blocks())
+            return
+        if composed is not None:
+            other.replace(composed.value())
             return
         with self._lock:
             self.base()

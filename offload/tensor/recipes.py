@@ -14,10 +14,10 @@ import math
 import pickle
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -28,7 +28,9 @@ from offload.storage.layout import Layout, contiguous, contiguous_stride
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import scratch
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
+from offload.storage.reasons import naming
+from offload.storage.subclasses import layout_from, unflatten
+from offload.tensor.guests import cut, metadata_of, twin_of, uncut, with_bits_of
 from offload.torch_api import storage_id, storage_uses
 
 BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
@@ -90,12 +92,14 @@ class Recipe(ABC):
 
     Attributes:
         layout: of the value.
+        recipe: see `Composed`.
         pieces: all that it is carried out from.
     """
 
     __slots__ = ("layout", "pieces")
 
     layout: Layout
+    recipe: dict[str, Any] | None = None
     pieces: tuple[Piece, ...]
 
     @property
@@ -123,6 +127,20 @@ class Recipe(ABC):
         digest.update(repr((type(self).__name__, self.layout, len(self.pieces))).encode())
         for piece in self.pieces:
             piece.note(digest)
+
+    @abstractmethod
+    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Composed`."""
+
+    def stands(self, _: torch.Tensor, /) -> bool:
+        """See `Composed`."""
+        return False
+
+
+class Plain(Recipe):
+    """One whose value is a plain tensor: what the kinds of it have in common."""
+
+    __slots__ = ()
 
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
         """See `Composed`."""
@@ -152,10 +170,6 @@ class Recipe(ABC):
                 made[at:end].copy_(self.value(twin[numbers[at] : numbers[end - 1] + 1]))
                 at = end
             return made
-
-    def stands(self, _: torch.Tensor, /) -> bool:
-        """See `Composed`."""
-        return False
 
     def put_into(self, place: torch.Tensor) -> None:
         """Carry all of it out into a plain tensor of its shape, in the dtype of that."""
@@ -226,7 +240,7 @@ def _recut(found: torch.Tensor, first: int, twin: torch.Tensor) -> torch.Tensor:
     return with_bits_of(value, twin) if twin.is_conj() or twin.is_neg() else value
 
 
-class Joined(Recipe):
+class Joined(Plain):
     """Pieces that cover a value, each put at its place, in another dtype or order if need be.
 
     Args:
@@ -346,7 +360,7 @@ def _lies_as(twin: torch.Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
-class Decoded(Recipe):
+class Decoded(Plain):
     """Rows that a function makes of rows of the pieces.
 
     Args:
@@ -473,6 +487,59 @@ class Decoded(Recipe):
             high = min(end, border, low + step) if step < granule else min(end, border)
             yield low, high
             low = high
+
+
+class Rebuilt(Recipe):
+    """A tensor subclass over its inner tensors where these lie: nothing is copied.
+
+    Args:
+        name: of the value.
+        pieces: the inner tensors, each whole in a file, by key; and
+        recipe: how it is rebuilt from them, as `flatten` gives both.
+    """
+
+    __slots__ = ("_keys", "_made", "_name", "recipe")
+
+    def __init__(self, name: str, pieces: Mapping[str, Piece], recipe: dict[str, Any]) -> None:
+        self.layout = layout_from(recipe)
+        self.pieces = tuple(pieces.values())
+        self.recipe = recipe
+        self._name = name
+        self._keys = tuple(pieces)
+        self._made: tuple[list[torch.Tensor], torch.Tensor] | None = None  # over which mappings, and what
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rebuilt, (self._name, dict(zip(self._keys, self.pieces, strict=True)), self.recipe)
+
+    @property
+    def form(self) -> str:
+        """As of all recipes: it is in the checkpoint as it is."""
+        return "referenced"
+
+    def note(self, digest: _Digest) -> None:
+        """As `Piece.note`."""
+        super().note(digest)
+        digest.update(repr(self.recipe).encode())
+
+    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Composed`.
+
+        Raises: as `unflatten`, as `uncut`, and as `Handle.base`.
+        """
+        bases = [piece.handle.base() for piece in self.pieces]
+        for piece in self.pieces:
+            brought_in(piece.handle, piece.twin)
+        made = self._made
+        if made is None or any(now is not before for now, before in zip(bases, made[0], strict=True)):
+            with no_functions(), no_modes(), naming(self._name, self.file.path):
+                values = dict(zip(self._keys, bases, strict=True))
+                self._made = made = bases, unflatten(values, self.recipe or {}, self._name)
+        return made[1] if twin is None else uncut(made[1], twin, self._name)
+
+
+def files_in(handle: Handle) -> list[TensorFile]:
+    """The file of a value, or, of a composed one, each file that it is carried out from."""
+    return list({one.file.path: one.file for one in stored_in([handle])}.values())
 
 
 def stored_in(handles: Iterable[Handle]) -> Iterator[Handle]:

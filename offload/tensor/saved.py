@@ -23,6 +23,7 @@ from offload.storage.regular import closed_after
 from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
 from offload.tensor.guests import metadata_of, start_of_run
+from offload.tensor.recipes import files_in
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value
 
 
@@ -72,19 +73,20 @@ def identity_of(tensor: torch.Tensor) -> Hashable:
     return tensor.device, tensor.data_ptr(), shape, stride, *rest
 
 
-def file_of(tensor: torch.Tensor) -> Path | None:
-    """The file that an offloaded tensor is over."""
-    return tensor.offload_path if type(tensor) is OffloadedTensor else None
+def files_of(tensor: torch.Tensor) -> list[Path]:
+    """The files that an offloaded tensor is over: several, if it is a recipe over values in several; none otherwise."""
+    return [file.path for file in files_in(handle_of(tensor))] if type(tensor) is OffloadedTensor else []
 
 
-def refuse_sources(sources: Mapping[str, Path], replaced: Iterable[Path]) -> None:
+def refuse_sources(sources: Mapping[str, Iterable[Path]], replaced: Iterable[Path]) -> None:
     """Raises `ForeignFileError` if one of the files that values come from, by name, is one that is to be replaced."""
     known = {place for path in replaced for place in _places(path)}
-    for name, source in sources.items() if known else ():
-        if not known.isdisjoint(_places(source)):
-            raise ForeignFileError(
-                f"{name!r} refers to {source}, which saving here would replace: save to another folder"
-            )
+    for name, files in sources.items() if known else ():
+        for source in files:
+            if not known.isdisjoint(_places(source)):
+                raise ForeignFileError(
+                    f"{name!r} refers to {source}, which saving here would replace: save to another folder"
+                )
 
 
 def refuse_referenced(replaced: Iterable[Path]) -> None:

@@ -61,6 +61,7 @@ from offload.tensor.guests import (
     where_torch_expects,
     with_bits_of,
 )
+from offload.tensor.recipes import files_in
 from offload.torch_api import (
     PARAMETER_MARK,
     SWAPPING,
@@ -295,7 +296,7 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def offload_path(self) -> Path:
-        """The file that holds the value now."""
+        """The file that holds the value now; of a recipe, the first of those that hold its pieces."""
         return handle_of(self).path
 
     @property
@@ -464,7 +465,8 @@ class OffloadedTensor(torch.Tensor):
         except OffloadError as error:  # who debugs that looks at it
             why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
             kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
-            return f"OffloadedTensor(({why}), {kind}{extra}, name={handle.name!r}, file={str(handle.path)!r})"
+            path = next((file.path for file in files_in(handle) if not file.is_current()), handle.path)
+            return f"OffloadedTensor(({why}), {kind}{extra}, name={handle.name!r}, file={str(path)!r})"
         return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}, name={handle.name!r})"
 
     def __format__(self, spec: str) -> str:
@@ -479,7 +481,7 @@ class OffloadedTensor(torch.Tensor):
                 return super().untyped_storage()
         handle = handle_of(self)
         with no_functions(), no_modes():
-            if not handle.is_subclass:
+            if handle.composed is not None or not handle.is_subclass:
                 return handle.pointers()
             handle.base()
             return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)

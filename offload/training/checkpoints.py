@@ -47,7 +47,7 @@ from offload.storage.replacing import made_folder, remove, replacing_folder
 from offload.storage.state_file import MOST_NESTED, Kind, state_if_ours, write_state
 from offload.tensor.arguments import refuse_other, refuse_unstorable
 from offload.tensor.materialize import materialize
-from offload.tensor.saved import file_of, subclass_value
+from offload.tensor.saved import files_of, subclass_value
 from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.training.optimizer import is_on_disk, log
 from offload.tree.structure import Named, Way, decode, encode
@@ -401,7 +401,7 @@ def _sweep(folder: Path, made: Path, saved: Iterable[torch.Tensor]) -> None:
     if (state_if_ours(folder / _LATEST, _KIND) or {}).get("checkpoint") != made.name:
         shutil.rmtree(made, ignore_errors=True)
         return
-    in_use = {file.parent for tensor in saved if (file := file_of(tensor))}
+    in_use = {file.parent for tensor in saved for file in files_of(tensor)}
     for path in folder.iterdir():
         if not _CHECKPOINT.fullmatch(path.name) or path in {made, *in_use} or path.is_symlink():
             continue

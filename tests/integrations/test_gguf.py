@@ -13,8 +13,8 @@ import torch
 
 import offload
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
-from offload.integrations.gguf import _KNOWN, _processed
 from offload.models.deferred import DeferredTensor
+from offload.models.forms.gguf import _KNOWN, _processed
 from tests.models.forms import FORMS, model_of, outcome
 from tests.models.gguf_files import KINDS, write_gguf
 
@@ -112,7 +112,7 @@ def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -
     """The package's reader would take 20 us a token for it."""
     from transformers import AutoConfig
 
-    from offload.integrations.gguf import config_of
+    from offload.models.forms.gguf import config_of
 
     write_gguf(model_of("qwen2", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
 

@@ -83,7 +83,7 @@ def _blocks(array: np.ndarray, kind: str, generator: np.random.Generator) -> np.
     elements, size = gguf.GGML_QUANT_SIZES[quantization]
     blocks = generator.integers(0, 256, (array.size // elements, size), dtype=np.uint8)
     _set_factors(blocks, kind, 1.0)
-    spread = float(np.sqrt(np.mean(np.square(gguf.quants.dequantize(blocks, quantization)))))
+    spread = float(np.sqrt(np.mean(np.square(gguf.quants.dequantize(blocks[:4096], quantization)))))
     _set_factors(blocks, kind, 0.08 / spread)
     return blocks.reshape(*array.shape[:-1], -1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,48 +36,6 @@ def random_scales(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1
     """Between 0.001 and 0.1."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(shape, generator=generator) * 0.099 + 0.001).to(dtype)
-
-
-def written_llama(folder: Path, entry: Any, quantization: Mapping[str, Any], **config: Any) -> None:
-    """A Llama whose linear weights are what `entry(name, rows, columns)` says, and nothing else of them is made."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": False}
-    said = AutoConfig.for_model("llama", **{**sizes, **config}, dtype="bfloat16")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(said, dtype=torch.bfloat16)
-    entries: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        if value.dim() == 2 and "proj" in name:
-            entries |= entry(name, *value.shape)
-        else:
-            entries[name] = torch.full(value.shape, 0.5, dtype=value.dtype)
-    save_file(entries, folder / "model.safetensors", metadata={"format": "pt"})
-    said.save_pretrained(folder)
-    config_file = folder / "config.json"
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "quantization_config": quantization}))
-
-
-# A model past the budget: what is in memory after three forwards. Arguments: its folder, the budget.
-PAST_BUDGET = """
-    import json, os, sys, torch, offload
-    from offload.memory import anonymous_bytes
-
-    def written():
-        with open("/proc/self/io") as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
-
-    offload.from_pretrained(sys.argv[1] + "/small")(torch.tensor([[1, 2, 3]]))  # imports, first calls
-    before, written_before = anonymous_bytes(), written()
-    model = offload.from_pretrained(sys.argv[1] + "/large", max_memory=sys.argv[2])
-    loaded = anonymous_bytes() - before
-    with torch.no_grad():
-        found = [model(torch.tensor([[1, 2, 3]])).logits for _ in range(3)]
-    on_disk = all(offload.is_offloaded(value) for value in model.parameters() if value.nbytes > 1024)
-    said = dict(loaded=loaded, run=anonymous_bytes() - before, written=written() - written_before, on_disk=on_disk)
-    finite = bool(found[0].isfinite().all())
-    print(json.dumps(dict(**said, finite=finite, equal=torch.equal(found[0], found[2]))))
-"""
 
 
 def losses_of_an_adapter(model: Any, prompt: torch.Tensor, steps: int = 3) -> list[float]:

@@ -11,9 +11,11 @@ from conftest import contents
 from safetensors.torch import load_file, save_file
 
 import offload
-from offload.errors import WriteError
+from offload.errors import ForeignFileError, WriteError
 from offload.models.deferred import DeferredTensor, deferred
+from offload.models.values import source_of, values_of
 from offload.tensor.recipes import Joined
+from offload.tensor.saved import files_of
 
 EXPERTS, INNER, WIDTH = 4, 6, 5
 Tensors = dict[str, torch.Tensor]
@@ -246,3 +248,25 @@ def test_a_cast_of_a_file_of_ours_replaces_it_in_its_own_folder(tmp_path: Path, 
     assert ["w.safetensors"] == [path.name for path in tmp_path.iterdir()]
     assert torch.equal(value.to(dtype), stored.materialize())
     assert torch.equal(value.to(dtype), load_file(tmp_path / "w.safetensors")["w"])
+
+
+def test_a_recipe_over_two_files_names_both(tmp_path: Path) -> None:
+    """Who saves over one of them is told, a run notes the state of both, and the text names the one that is missing."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        offload.save_checkpoint({"w": torch.ones(2, 3)}, folder)
+    parts = [deferred(offload.load_file(folder)["w"]) for folder in (first, second)]
+    joined = torch.cat(parts).stored("joined")
+    files = [folder / "model.safetensors" for folder in (first, second)]
+
+    slots = {"joined": joined}
+    noted = source_of(values_of(slots)[0])
+    for folder in (first, second):
+        with pytest.raises(ForeignFileError, match=f"'joined' refers to {folder}"):
+            offload.save_checkpoint(slots, folder)
+    files[1].unlink()
+
+    assert files == files_of(joined)
+    assert noted is not None
+    assert 2 == noted.count("model.safetensors (")
+    assert str(files[1]) in repr(joined)

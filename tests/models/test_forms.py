@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
@@ -16,16 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`
 
 _SMALL = 1024  # bytes up to which a value may be in memory
 
-# What does not hold yet, and why. A form that holds fails here: take it out.
-NOT_YET = dict.fromkeys((name for name in FORMS if name.startswith("torchao-")), "is copied to files of its own")
 
-
-def _marked(name: str) -> object:
-    marks = [pytest.mark.xfail(strict=True, reason=NOT_YET[name])] if name in NOT_YET else []
-    return pytest.param(name, marks=marks, id=name)
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in FORMS])
+@pytest.mark.parametrize("name", FORMS)
 def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_path: Path, private_place: Path) -> None:
     """Logits and four tokens are equal to the bit; weights are on disk before and after; no folder has a file."""
     form, source, own = FORMS[name], tmp_path / "source", tmp_path / "own"
@@ -48,7 +42,37 @@ def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_pa
     assert before == contents(source)
 
 
-@pytest.mark.parametrize("name", [_marked(name) for name in ("fp8-llama", "fp8-qwen3_moe", "bnb-nf4", "gguf-q4_k_m")])
+@pytest.mark.parametrize(
+    "name", ["fp8-llama", "fp8-qwen3_moe", "bnb-nf4", "bnb-int8", "ct-w4a16", "mxfp4-gpt_oss", "torchao-int8"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_is_not_packed_has_the_dtype_and_bits_that_transformers_gives_it(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In a model of bfloat16: some forms keep what is stored, others cast it. If a dtype is asked for, all is cast."""
+    form, file = FORMS[name], tmp_path / "model.safetensors"
+    form.write(tmp_path)
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    values = load_file(file)
+    for key, value in values.items():
+        if value.dtype == torch.bfloat16 and (
+            "norm" in key or "lm_head" in key or key.endswith(("bias", ".gate.weight"))
+        ):
+            values[key] = (value.float() * 1.0009).to(dtype)
+    save_file(values, file, metadata)
+
+    expected, found = form.plain(tmp_path).state_dict(), offload.from_pretrained(tmp_path).state_dict()
+    asked = offload.from_pretrained(tmp_path, dtype=torch.bfloat16)
+
+    assert {key: value.dtype for key, value in expected.items()} == {key: value.dtype for key, value in found.items()}
+    plain = [key for key, value in expected.items() if type(value) is torch.Tensor and value.is_floating_point()]
+    assert "model.norm.weight" in plain
+    assert [] == [key for key in plain if not torch.equal(expected[key], offload.materialize(found[key]))]
+    assert torch.bfloat16 == asked.model.norm.weight.dtype == asked.lm_head.weight.dtype
+
+
+@pytest.mark.parametrize("name", ["fp8-llama", "fp8-qwen3_moe", "bnb-nf4", "gguf-q4_k_m"])
 def test_an_adapter_trains_over_a_form_as_over_the_dequantized_model(
     name: str, tmp_path: Path, private_place: Path
 ) -> None:
@@ -83,10 +107,6 @@ def _losses(model: nn.Module) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def test_what_does_not_hold_yet_is_a_form() -> None:
-    assert set() == NOT_YET.keys() - FORMS.keys()
 
 
 def _in_memory(model: nn.Module) -> list[str]:

@@ -16,6 +16,8 @@ from offload.tensor.wrapper import handle_of
 from tests.models.forms import FORMS, outcome
 
 FP8 = [name for name in FORMS if name.startswith("fp8")]
+GGUF = ["gguf-q4_k_m", "gguf-q4_k_m-bfloat16", "gguf-tied", "gguf-qwen3_moe", "gguf-lfm2-q4_k", "gguf-qwen3_5-bfloat16"]
+TORCHAO = [name for name in FORMS if name.startswith("torchao")]
 
 
 def empty_model(folder: Path) -> PreTrainedModel:
@@ -24,9 +26,9 @@ def empty_model(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=config.dtype)
 
 
-@pytest.mark.parametrize("name", FP8)
-def test_an_empty_model_is_filled_with_recipes(name: str, tmp_path: Path) -> None:
-    """Its outcome is that of plain transformers, which dequantizes; every weight stays where it is packed."""
+@pytest.mark.parametrize("name", [*FP8, *TORCHAO])
+def test_an_empty_model_is_filled_with_what_is_packed(name: str, tmp_path: Path) -> None:
+    """Its outcome is that of plain transformers; every weight stays where it is packed."""
     form = FORMS[name]
     form.write(tmp_path)
 
@@ -38,8 +40,30 @@ def test_an_empty_model_is_filled_with_recipes(name: str, tmp_path: Path) -> Non
     assert all(offload.is_offloaded(value) and not handle_of(value).owned for value in model.parameters())
 
 
-def test_what_is_filled_saves_itself_as_it_was_packed(tmp_path: Path) -> None:
-    FORMS[FP8[0]].write(tmp_path / "packed")
+@pytest.mark.parametrize("name", GGUF)
+def test_an_empty_model_is_filled_from_a_gguf_file(name: str, tmp_path: Path) -> None:
+    """Its names are those of llama.cpp; the model has the dtype that it was made with."""
+    form = FORMS[name]
+    form.write(tmp_path)
+    plain = form.plain(tmp_path)
+    expected = outcome(plain)
+    with offload.init_empty_weights():
+        empty, again = (AutoModelForCausalLM.from_config(plain.config, dtype=plain.dtype) for _ in range(2))
+    file = tmp_path / form.options["gguf_file"]
+
+    model = offload.load_checkpoint_and_dispatch(empty, file)
+    report = offload.load_checkpoint_in_model(again, file)
+
+    actual = outcome(model.eval())
+    assert torch.equal(expected.logits, actual.logits)
+    assert torch.equal(expected.tokens, actual.tokens)
+    assert all(offload.is_offloaded(value) and not handle_of(value).owned for value in model.parameters())
+    assert [] == report.missing_keys
+
+
+@pytest.mark.parametrize("name", [FP8[0], *TORCHAO])
+def test_what_is_filled_saves_itself_as_it_was_packed(name: str, tmp_path: Path) -> None:
+    FORMS[name].write(tmp_path / "packed")
     model = offload.load_checkpoint_and_dispatch(empty_model(tmp_path / "packed"), tmp_path / "packed")
 
     model.save_pretrained(tmp_path / "saved")

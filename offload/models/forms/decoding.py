@@ -52,8 +52,7 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
         CheckpointError: pieces are missing, or do not fit each other; the message names the tensor and its file. Or
             the form is not known here.
     """
-    is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # of bitsandbytes, without a name
-    method = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
+    method = _method_of(quantization)
     module = _MODULES.get(str(method))
     if module is None and method in _LEFT_TO_TRANSFORMERS:
         return None
@@ -67,6 +66,17 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
         )
     unpack: Unpack = import_module(f"offload.models.forms.{module}").unpack
     return unpack(tensors, quantization)
+
+
+def keeps_dtypes(quantization: Mapping[str, Any]) -> bool:
+    """Whether transformers, where it dequantizes, leaves weights that are not packed in the dtype that they have."""
+    return _method_of(quantization) in ("bitsandbytes", "fp8")
+
+
+def _method_of(quantization: Mapping[str, Any]) -> str | None:
+    is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # of bitsandbytes, without a name
+    found = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
+    return None if found is None else str(getattr(found, "value", found))
 
 
 def decoded(
