@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--to", choices=["safetensors", "offload"], default="safetensors", help="what to write (safetensors)"
     )
+    command.add_argument("--dequantize", action="store_true", help="of a quantized checkpoint, write the dense one")
     command.set_defaults(run=convert)
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
@@ -50,7 +51,7 @@ def add_to(commands: Any) -> None:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write a checkpoint anew: in another dtype, in other shards, as safetensors, or as an offload folder."""
+    """Write a checkpoint anew: in another dtype or other shards, dense, as safetensors, or as an offload folder."""
     from offload.models.conversion import convert_checkpoint
 
     convert_checkpoint(
@@ -59,6 +60,7 @@ def convert(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         max_shard_size=options.max_shard_size,
         to_offload_folder=options.to == "offload",
+        dequantize=options.dequantize,
     )
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint in another form: another dtype, other shards, safetensors from whatever it was, an offload folder.
+"""A checkpoint in another form: another dtype, other shards, dense, safetensors from what it was, an offload folder.
 
 Always true:
 - the new folder appears whole or not at all, and the old one is only read
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,22 @@ import torch
 
 from offload.errors import CheckpointError, CorruptFileError
 from offload.models.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
-from offload.models.deferred import deferred
+from offload.models.deferred import DeferredTensor, deferred
+from offload.models.forms.decoding import unpacked
+from offload.models.forms.gguf import dense_model
 from offload.models.forms.torchao import PARTS_NOTE
 from offload.models.saving import save_checkpoint
 from offload.progress import progress
-from offload.storage.layout import dtype_name
+from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import reading
 from offload.storage.regular import absolute, is_folder
 from offload.storage.replacing import put_file, replacing_folder
 from offload.storage.state_file import read_json
 from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor, PathLike
+from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
 
+_CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -40,6 +44,7 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     to_offload_folder: bool = False,
+    dequantize: bool = False,
 ) -> Path:
     """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
 
@@ -48,34 +53,76 @@ def convert_checkpoint(
         target: the new folder; it may be there if it is empty.
         dtype, max_shard_size: see `save_checkpoint`.
         to_offload_folder: one file a name, which can be written to in place, instead of a checkpoint.
+        dequantize: of a quantized checkpoint, or a GGUF file, write the dense one that transformers makes of it in
+            memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration.
 
     Returns:
         The new folder.
 
     Raises:
         ForeignFileError: `target` is there and not empty.
-        CheckpointError: a quantized checkpoint, in a form that would not outlive this; no JSON in its `config.json`.
+        CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
+            to be dequantized, and is dense; no JSON in its `config.json`.
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
     opened = open_checkpoint(source)
+    config, values = _dequantized(opened, dtype) if dequantize else (None, opened)
     with replacing_folder(absolute(target)) as folder:
         if is_folder(opened.path):
             with reading(opened.path):
-                _copy_companions(opened.path, folder, dtype)
+                _copy_companions(opened.path, folder, dtype, config)
+        elif config is not None:
+            put_file(folder / _CONFIG, _text_of(config))
         if to_offload_folder:
-            _write_one_by_one(opened, folder, dtype)
+            _write_one_by_one(values, folder, dtype)
         else:
-            save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
+            save_checkpoint(values, folder, max_shard_size, dtype=dtype)
     return absolute(target)
 
 
-def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | None) -> None:
-    if any(PARTS_NOTE in value.file.header.metadata for value in source.values()):
+def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, OffloadedTensor]]:
+    """The configuration of a dense model, and its tensors, which are decoded as they are read."""
+    tensors = source.tensors()
+    if source.is_gguf:
+        said, found = dense_model(source, tensors, dtype)
+        return said, {name: _stored(tensor, name) for name, tensor in found.items()}
+    path = source.path / _CONFIG
+    config = _read_config(path) if is_folder(source.path) and path.is_file() else {}
+    quantization = _parts_of(config, "quantization_config")
+    if not quantization:
+        raise CheckpointError(f"{source.path} is not quantized, as far as a {_CONFIG} beside it says: leave that out")
+    dense = unpacked(tensors, quantization[0])
+    if dense is None:
+        raise CheckpointError(
+            f"the weights of {source.path} are for kernels of their own ({quantization[0].get('quant_method')}), and "
+            "are not decoded: load the model, and save what its dequantize() gives"
+        )
+    said_dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
+    wanted = dtype or next((one for one in said_dtypes if one is not None), None)
+    return _without(config, "quantization_config"), {
+        name: tensor
+        if wanted is None or handle_of(tensor).composed is None
+        else _stored(deferred(tensor).to(wanted), name)
+        for name, tensor in dense.items()
+    }
+
+
+def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
+    if isinstance(tensor, DeferredTensor):
+        return tensor.stored(name)
+    return tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, name)
+
+
+def _write_one_by_one(
+    source: Checkpoint | Mapping[str, OffloadedTensor], folder: Path, dtype: torch.dtype | None
+) -> None:
+    tensors = source.tensors() if isinstance(source, Checkpoint) else source
+    if isinstance(source, Checkpoint) and PARTS_NOTE in source.metadata:
         raise CheckpointError(
             f"{source.path} holds quantized weights in torchao's form, which takes notes that an offload folder has no "
             "place for: convert it to safetensors, or load the model and call offload.disk_offload"
         )
-    for name, tensor in progress(source.tensors().items(), "converting", total=len(source)):
+    for name, tensor in progress(tensors.items(), "converting", total=len(tensors)):
         if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             OffloadedTensor.from_original_tensor(tensor, name, folder)
         elif subclass_value(tensor) is not None:
@@ -84,29 +131,55 @@ def _write_one_by_one(source: Checkpoint, folder: Path, dtype: torch.dtype | Non
             deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
 
 
-def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None, dense: Any) -> None:
+    """Copy what is beside the weights; `dense` is the configuration in place of the one there, if there is one."""
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-        if wanted and not path.name.endswith(INDEX) and path.is_file():
-            data = path.read_bytes() if dtype is None or path.name != "config.json" else _config_with(path, dtype)
-            put_file(folder / path.name, data)
+        if not wanted or path.name.endswith(INDEX) or not path.is_file():
+            continue
+        if path.name != _CONFIG or (dtype is None and dense is None):
+            put_file(folder / path.name, path.read_bytes())
+            continue
+        config = _read_config(path) if dense is None else dense
+        put_file(folder / path.name, _text_of(config if dtype is None else _config_with(config, path, dtype)))
 
 
-def _config_with(path: Path, dtype: torch.dtype) -> bytes:
-    """A model's configuration with the new dtype: transformers loads what it says, whatever the weights are."""
+def _read_config(path: Path) -> Any:
     try:
-        config = read_json(path, "a model's configuration")
+        return read_json(path, "a model's configuration")
     except CorruptFileError as error:
         raise CheckpointError(f"{error}: get it again, or move it away") from error
+
+
+def _text_of(config: Any) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _config_with(config: Any, path: Path, dtype: torch.dtype) -> Any:
+    """A model's configuration with the new dtype: transformers loads what it says, whatever the weights are."""
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in (None, "torchao"):
         raise CheckpointError(
             f"{path} says that the weights are quantized ({method}): "
-            f"their scales can't be converted to {dtype}. Leave the dtype as it is."
+            f"their scales can't be converted to {dtype}. Leave the dtype as it is, or dequantize them."
         )
-    config = _with_dtype(config, dtype_name(dtype))
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    return _with_dtype(config, dtype_name(dtype))
+
+
+def _parts_of(config: Any, key: str) -> list[Any]:
+    """What a configuration, and then those that it has for parts of the model, say under a key."""
+    if not isinstance(config, dict):
+        return []
+    found = [config[key]] if config.get(key) is not None else []
+    return found + [one for value in config.values() for one in _parts_of(value, key)]
+
+
+def _without(config: Any, key: str) -> Any:
+    """`config`, and the parts that it has for parts of the model, without a key."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without(value, key) for name, value in config.items() if name != key}
 
 
 def _with_dtype(config: Any, name: str) -> Any:

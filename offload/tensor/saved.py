@@ -18,13 +18,14 @@ import torch
 
 from offload.errors import ForeignFileError
 from offload.storage.file import TensorFile
+from offload.storage.handle import InBlocks
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import closed_after
 from offload.storage.subclasses import flatten, is_subclass_value
-from offload.storage.write import copy_range, layout_of, write_beside, write_tensor
+from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_tensor
 from offload.tensor.guests import metadata_of, start_of_run
 from offload.tensor.recipes import files_in
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_part, mapped_value
 
 
 def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -35,7 +36,14 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
         StaleViewError, and as `Handle.base`.
     """
     with no_functions(), no_modes():
-        value = mapped_value(tensor) if type(tensor) is OffloadedTensor else tensor
+        if type(tensor) is not OffloadedTensor:
+            write_tensor(fd, at, tensor, dtype)
+            return
+        composed = handle_of(tensor).composed
+        if isinstance(composed, InBlocks) and not is_part(tensor) and tensor.is_contiguous():
+            write_blocks(fd, at, (block.to(dtype) for block in composed.blocks()))
+            return
+        value = mapped_value(tensor)
         if value.dtype != dtype or not _copied(fd, at, tensor):
             write_tensor(fd, at, value, dtype)
 
@@ -115,10 +123,8 @@ def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
         return mapped_value(tensor)
 
 
-def _copied(fd: int, at: int, tensor: torch.Tensor) -> bool:
+def _copied(fd: int, at: int, tensor: OffloadedTensor) -> bool:
     """Whether it could be copied from file to file."""
-    if type(tensor) is not OffloadedTensor:
-        return False
     handle, twin = handle_of(tensor), current_twin(tensor)
     start = start_of_run(handle, twin)
     if start is None:

@@ -12,6 +12,7 @@ numpy arrays, newer ones by conversions, as for any other checkpoint.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -80,6 +81,22 @@ def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     config_class = type(AutoConfig.for_model(said["model_type"]))
     config, options = config_class.from_dict(said, return_unused_kwargs=True, **options)
     return config, options
+
+
+def dense_model(
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], dtype: torch.dtype | None
+) -> tuple[dict[str, Any], Dense]:
+    """The configuration of the causal language model in a file, as JSON has it, and the tensors that `as_saved` gives.
+
+    Raises: as `config_of`, and as `as_saved`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config, _ = config_of(source.path)
+    dtype = dtype or usual_dtype(source)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return json.loads(empty.config.to_json_string()), as_saved(source, tensors, empty, dtype)
 
 
 def is_new(source: Checkpoint) -> bool:
