@@ -15,7 +15,7 @@ import errno
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -640,8 +640,8 @@ class Handle:
 
     # How it ends
 
-    def __del__(self) -> None:
-        if sys.is_finalizing():  # the private folder went as a whole; modules go now
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # the private folder went as a whole; modules go now, and their names before others
             return
         _MAPPED.pop(id(self), None)
         if getattr(self, "_pid", 0) == os.getpid():

@@ -150,6 +150,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+MODELS["qwen3_5_moe_text"] = {
+    **MODELS["qwen3_5_text"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 256,
+}
+
+
 def model_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
     """A causal language model of that type with random weights, the same at each call."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -691,6 +700,11 @@ def _of_gguf() -> Iterator[tuple[str, Form]]:
     for kind in ("F16", "Q8_0", "Q4_K"):
         yield f"gguf-lfm2-{kind.lower()}", form(_gguf(kind, "lfm2"), new)
     yield "gguf-qwen3_5", form(_gguf("Q8_0", "qwen3_5_text"), new)
+    yield "gguf-qwen3_5_moe", form(_gguf("Q8_0", "qwen3_5_moe_text"), new)
+    yield (
+        "gguf-qwen3_5_moe-bfloat16",
+        form(_gguf("Q4_K", "qwen3_5_moe_text", moe_intermediate_size=256), new, dtype=torch.bfloat16),
+    )
     yield "gguf-qwen3_5-bfloat16", form(_gguf("Q4_K", "qwen3_5_text"), new, dtype=torch.bfloat16)
 
 

@@ -32,7 +32,7 @@ _FACTORS: dict[str, dict[int, float]] = {
 }
 KINDS = (*QUANTIZABLE, *_FACTORS)
 
-_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 
 
 def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str]) -> Path:
@@ -106,7 +106,8 @@ def _describe(writer: Any, architecture: str, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if architecture != "qwen35moe":  # all experts
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     attends = [layer == "full_attention" for layer in config.layer_types or []] if architecture == "lfm2" else []
     heads = config.num_key_value_heads
@@ -118,19 +119,21 @@ def _describe(writer: Any, architecture: str, config: Any) -> None:
     writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1)))
     writer.add_key_length(head)
     writer.add_vocab_size(config.vocab_size)
-    if architecture == "qwen3moe":
+    if architecture in ("qwen3moe", "qwen35moe"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if architecture == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if architecture == "qwen35":
+    if architecture in ("qwen35", "qwen35moe"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        writer.add_uint32("qwen35.full_attention_interval", config.num_hidden_layers)
+        writer.add_uint32(f"{architecture}.full_attention_interval", config.num_hidden_layers)
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
@@ -153,7 +156,9 @@ def _as_llama_cpp(architecture: str, model: Any) -> Iterator[tuple[str, torch.Te
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         if name.endswith("conv.conv.weight"):
             value = value.squeeze(1)
-        if architecture == "qwen35":
+        if name.endswith("shared_expert_gate.weight"):
+            value = value.squeeze(0)
+        if architecture in ("qwen35", "qwen35moe"):
             value = _as_qwen35(name, value, config)
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate_proj", "up_proj"), value.chunk(2, 1), strict=True):
