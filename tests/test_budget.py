@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -286,12 +286,8 @@ def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
                 if not torch.equal(expected, models[number](x)):
                     wrong.append(number)
 
-    with offload.set_max_memory("8MiB"), offload.budget.set_read_ahead("8MiB"):
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with offload.set_max_memory("8MiB"), offload.budget.set_read_ahead("8MiB"), ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(8)))
 
     assert [] == wrong
 

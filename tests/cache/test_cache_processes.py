@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -270,23 +271,15 @@ def test_a_forked_child_is_a_writer_when_its_parent_is_none_any_more(tmp_path):
 
 def test_threads_write_and_read_one_cache(tmp_path):
     cache = TensorCache.create(tmp_path, COLUMNS, 4000)
-    failed = []
 
     def work(rank):
-        try:
-            for rows in torch.arange(4000)[rank::4].split(50):
-                cache[rows] = stamped(rows)
-                assert torch.equal(stamped(rows)["a"], cache[rows]["a"])
-        except BaseException as error:
-            failed.append(error)
+        for rows in torch.arange(4000)[rank::4].split(50):
+            cache[rows] = stamped(rows)
+            assert torch.equal(stamped(rows)["a"], cache[rows]["a"])
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
-    assert [] == failed
     assert torch.equal(stamped(range(4000))["b"], cache[:]["b"])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import offload
 from tests.conftest import contents
 from tests.models.forms import FORMS, PROMPT, outcome
+from tests.models.pieces import losses_of_an_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 
@@ -82,7 +83,7 @@ def test_an_adapter_trains_over_a_form_as_over_the_dequantized_model(
     before = contents(tmp_path)
     model = offload.from_pretrained(tmp_path, **form.options)
 
-    expected, found = _losses(form.plain(tmp_path)), _losses(model)
+    expected, found = (losses_of_an_adapter(one, PROMPT) for one in (form.plain(tmp_path), model))
 
     assert expected == found
     assert 3 == len(set(found))
@@ -90,23 +91,6 @@ def test_an_adapter_trains_over_a_form_as_over_the_dequantized_model(
     assert [] == [key for key, value in frozen.items() if not offload.is_offloaded(value) and value.nbytes > _SMALL]
     assert {} == contents(private_place)
     assert before == contents(tmp_path)
-
-
-def _losses(model: nn.Module) -> list[float]:
-    """Of three steps of an adapter."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    optimizer = torch.optim.AdamW([value for value in adapted.parameters() if value.requires_grad], lr=0.01)
-    losses = []
-    for _ in range(3):
-        loss = adapted(PROMPT, labels=PROMPT).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def _in_memory(model: nn.Module) -> list[str]:

@@ -16,7 +16,14 @@ from offload.tensor.wrapper import handle_of
 from tests.models.forms import FORMS, outcome
 
 FP8 = [name for name in FORMS if name.startswith("fp8")]
-GGUF = ["gguf-q4_k_m", "gguf-q4_k_m-bfloat16", "gguf-tied", "gguf-qwen3_moe", "gguf-lfm2-q4_k", "gguf-qwen3_5_moe-bfloat16"]
+GGUF = [
+    "gguf-q4_k_m",
+    "gguf-q4_k_m-bfloat16",
+    "gguf-tied",
+    "gguf-qwen3_moe",
+    "gguf-lfm2-q4_k",
+    "gguf-qwen3_5_moe-bfloat16",
+]
 TORCHAO = [name for name in FORMS if name.startswith("torchao")]
 
 

@@ -7,8 +7,8 @@ import io
 import os
 import pickle
 import random
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -417,11 +417,8 @@ def test_threads_that_carry_out_at_once_do_not_share_memory(folder: Path) -> Non
             if not (torch.equal(plain, first) and torch.equal(plain, second) and torch.equal(plain, recipe + 0)):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
 
     assert [] == wrong
 
