@@ -471,7 +471,7 @@ class Handle:
     def pointers(self) -> torch.UntypedStorage:
         """The value's bytes as a storage of their own, for those who tell tensors apart by address.
 
-        Of a composed value it has the addresses alone: nothing can be read from it.
+        Of a composed value it has the addresses alone: nothing can be read from it. Of a subclass, one inner tensor.
         """
         if self.composed is not None:
             with self._lock:
@@ -479,7 +479,8 @@ class Handle:
                     self._addresses = addresses(self.layout.nbytes)
                 return self._addresses
         self.base()
-        return self.file.storage(self.file.entry(self.name), shared=self.owned)
+        entry = self.file.entry(self.name) if self.recipe is None else next(iter(self.file.entries.values()))
+        return self.file.storage(entry, shared=self.owned)
 
     def unmap(self) -> None:
         """Let go of the mapping; it comes back when it is asked for."""

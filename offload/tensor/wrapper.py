@@ -479,12 +479,8 @@ class OffloadedTensor(torch.Tensor):
         if type(self._handle) is Traced:
             with DisableTorchFunctionSubclass():
                 return super().untyped_storage()
-        handle = handle_of(self)
         with no_functions(), no_modes():
-            if handle.composed is not None or not handle.is_subclass:
-                return handle.pointers()
-            handle.base()
-            return handle.file.storage(next(iter(handle.file.entries.values())), shared=handle.owned)
+            return handle_of(self).pointers()
 
     def data_ptr(self) -> int:
         """An address of the mapped value, inside the storage of all its views; what has no file is stored first."""
