@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import offload
+from offload import cli
 from offload.errors import CheckpointError
 from offload.models.conversion import convert_checkpoint
 from tests.conftest import contents
@@ -56,7 +57,8 @@ def test_what_is_decoded_is_in_the_dtype_that_is_asked_for(tmp_path: Path) -> No
     (tmp_path / "source").mkdir()
     FORMS["fp8-llama"].write(tmp_path / "source")
 
-    convert_checkpoint(tmp_path / "source", tmp_path / "target", dtype=torch.float16, dequantize=True)
+    words = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--dequantize", "--dtype", "fp16"]
+    assert 0 == cli.main(words)
 
     values = load_file(tmp_path / "target" / "model.safetensors")
     assert {torch.float16} == {value.dtype for value in values.values()}
