@@ -413,19 +413,6 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
         assert torch.equal(logits, AutoModelForCausalLM.from_pretrained(tmp_path / "again")(tokens).logits)
 
 
-def test_a_quantized_checkpoint_does_not_fill_an_empty_model(llama_folder: Path, tmp_path: Path) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
-
-    method = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-    AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=method).save_pretrained(tmp_path)
-    with offload.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-
-    with pytest.raises(CheckpointError, match=r"quantized by torchao.*use offload\.from_pretrained"):
-        offload.load_checkpoint_and_dispatch(model, tmp_path)
-
-
 def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> None:
     with pytest.raises(CheckpointError, match="then quantize it on disk"):
         offload.from_pretrained(llama_folder, quantization_config=object())

@@ -99,3 +99,11 @@ def test_a_file_gives_the_pieces_as_they_are_packed(tmp_path: Path) -> None:
 
     stored = load_file(tmp_path / "model.safetensors")
     assert {key: value.dtype for key, value in stored.items()} == {key: value.dtype for key, value in found.items()}
+
+
+def test_modules_of_another_kind_than_the_weights_need_are_not_filled(tmp_path: Path) -> None:
+    """BitNet's quantize activations; an empty model that is made of the configuration has usual ones."""
+    FORMS["bitnet-bitlinear-offline"].write(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"quantized by bitnet.*use offload\.from_pretrained"):
+        offload.load_checkpoint_and_dispatch(empty_model(tmp_path), tmp_path)
