@@ -120,6 +120,14 @@ def _nf4(name: str, shape: tuple[int, ...]) -> Entries:
     }
 
 
+def _mxfp4(name: str, shape: tuple[int, ...]) -> Entries:
+    if len(shape) != 3:
+        return _dense(name, shape)
+    experts, inputs, outputs = shape
+    scales = torch.full((experts, outputs, inputs // 32), 121, dtype=torch.uint8)
+    return {f"{name}_blocks": _random((*scales.shape, 16)), f"{name}_scales": scales}
+
+
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _W4A16 = {
@@ -130,13 +138,16 @@ _W4A16 = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
 }
 _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_GGUF = "model.gguf"
 FORMS = {
     "FP8": Form("llama", 8, _fp8, _FP8),
     "W4A16": Form("llama", 4.1, _w4a16, _W4A16),
     "NF4": Form("llama", 4.5, _nf4, _NF4),
+    "Q4_K": Form("llama", 4.5, _dense, options={"gguf_file": _GGUF, "dtype": torch.bfloat16}),
     "cast": Form("llama", 32, partial(_dense, dtype=torch.float32), options={"dtype": torch.bfloat16}),
     "FP8 experts": Form("qwen3_moe", 8, _fp8, _FP8),
     "W4A16 experts": Form("qwen3_moe", 4.1, _w4a16, _W4A16),
+    "MXFP4 experts": Form("gpt_oss", 4.25, _mxfp4, {"quant_method": "mxfp4"}),
     "joined experts": Form("qwen3_moe", 16, _dense),
 }
 
@@ -146,10 +157,13 @@ def made(form: Form, folder: Path, gigabytes: float) -> Stored:
     config, model = _empty(form.model_type, 2)
     layer = sum(value.numel() for name, value in model.state_dict().items() if ".0." in name and value.dim() > 1)
     config, model = _empty(form.model_type, max(2, round(8e9 * gigabytes / form.bits / layer)), small=not gigabytes)
+    if "gguf_file" in form.options:
+        return Stored(_written_gguf(config, model, folder), form.options)
     if form.quantization is not None:
         config.quantization_config = dict(form.quantization)
     config.save_pretrained(folder)
-    entries = (pieces for name, shape in _stored(model) for pieces in _pieces(form, name, shape).items())
+    stored = _stored(model, are_apart=form.model_type != "gpt_oss")
+    entries = (pieces for name, shape in stored for pieces in _pieces(form, name, shape).items())
     return Stored(_written(entries, folder), form.options)
 
 
@@ -169,11 +183,11 @@ def _empty(model_type: str, layers: int, *, small: bool = False) -> tuple[Any, A
         return config, AutoModelForCausalLM.from_config(config)
 
 
-def _stored(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes that a checkpoint of the model has: experts stand apart."""
+def _stored(model: Any, *, are_apart: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes that a checkpoint of the model has, where experts stand apart or not."""
     for name, value in model.state_dict().items():
         shape = tuple(value.shape)
-        if value.dim() != 3:
+        if value.dim() != 3 or not are_apart:
             yield name, shape
             continue
         stem, _, which = name.rpartition(".")
@@ -183,7 +197,7 @@ def _stored(model: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _pieces(form: Form, name: str, shape: tuple[int, ...]) -> Entries:
-    is_packed = name.endswith("_proj.weight")
+    is_packed = name.endswith(("_proj.weight", "_proj"))
     return form.entry(name, shape) if is_packed else _dense(name, shape)
 
 
@@ -220,17 +234,53 @@ def _written(entries: Any, folder: Path) -> Path:
     return folder
 
 
+def _written_gguf(config: Any, model: Any, folder: Path) -> Path:
+    """A folder with a GGUF file: matrices of blocks in Q4_K, and the others as in the other forms."""
+    import gguf
+
+    folder.mkdir(parents=True)
+    writer = gguf.GGUFWriter(folder / _GGUF, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, value in model.state_dict().items():
+        stored = f"{names.get_name(name.removesuffix('.weight'))}.weight"
+        if name.endswith("_proj.weight"):
+            blocks = _random((value.shape[0], value.shape[1] // 256, 144))
+            blocks[..., :4] = torch.tensor([2e-4, 1.5e-3], dtype=torch.float16).view(torch.uint8)  # factor, of offsets
+            writer.add_tensor(stored, blocks.flatten(1).numpy(), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+        elif value.dim() == 1:
+            writer.add_tensor(stored, torch.ones(value.shape).numpy())
+        else:
+            [dense] = _dense(name, tuple(value.shape)).values()
+            writer.add_tensor(stored, dense.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder
+
+
 # What is measured
 
 
 def figures_of(name: str, scale: Scale, scratch: Path) -> list[Figure]:
-    """Of a form: a warm token, a cold one under a cap, the bytes that one reads, and how fast weights are decoded."""
+    """Of a form: a warm token, a cold one, one under a cap, the bytes that one reads, and how fast it is decoded."""
     place = scratch / name.replace(" ", "-")
     try:
         packed = made(FORMS[name], place / "packed", scale.packed_gigabytes)
         dense = stored_dense(packed, place / "dense")
         return [
             _figure(f"forms, {name}: a token, warm", run_apart(warm_tokens, packed, dense, scale.pairs)),
+            _cold(name, packed, dense, scale),
             _capped(name, packed, dense, scale, scratch),
             _read(name, packed, scale),
             _decoded(name, packed, scale),
@@ -257,6 +307,22 @@ def warm_tokens(packed: Stored, dense: Stored, pairs: int) -> Rounds[float]:
         raise RuntimeError("packed, and stored dense, the model says other tokens")
     done.results = {arm: seconds[_WARM_UP:] for arm, seconds in done.results.items()}
     return done
+
+
+def _cold(name: str, packed: Stored, dense: Stored, scale: Scale) -> Figure:
+    arms = {DENSE: partial(run_apart, cold_token, dense), OURS: partial(run_apart, cold_token, packed)}
+    return _figure(f"forms, {name}: a token, cold", in_turn(arms, scale.rounds, {}))
+
+
+def cold_token(stored: Stored) -> float:
+    """Seconds of a token of a model that has run, when nothing of it is in memory."""
+    model = stored.load()
+    with torch.inference_mode():
+        next_token(model, torch.tensor([[1]]))
+        make_cold(files_in(stored.folder))
+        start = perf_counter()
+        next_token(model, torch.tensor([[2]]))
+        return perf_counter() - start
 
 
 def _capped(name: str, packed: Stored, dense: Stored, scale: Scale, scratch: Path) -> Figure:
@@ -296,7 +362,7 @@ def read_by_a_token(packed: Stored) -> tuple[int, int]:
     model = packed.load()
     config = model.config
     is_mixture = hasattr(config, "num_experts_per_tok")
-    share = config.num_experts_per_tok / config.num_experts if is_mixture else 1.0
+    share = config.num_experts_per_tok / config.num_local_experts if is_mixture else 1.0
     needed = 0.0
     for name, value in model.named_parameters():
         if "embed_tokens" not in name:

@@ -48,7 +48,6 @@ STATE = {
     "offload.memory._freed": "when memory was last given back to the system",
     "offload.models.forms.bitsandbytes._decoder_of_4_bits": "a pure function, remembered",
     "offload.models.forms.compressed_tensors._decoder": "a pure function, remembered",
-    "offload.models.forms.numbers._pairs_of_dtype": "tables of numbers of 8 bits, by pairs",
     "offload.models.forms.decoding._tried": "a pure function, remembered",
     "offload.models.forms.numbers._pairs_of_halves": "a pure function, remembered",
     "offload.models.forms.numbers._powers": "a pure function, remembered",

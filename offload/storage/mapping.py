@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _NO_RESERVE = 0x4000  # Python names it since 3.13
 _FIXED = 0x10  # Python does not name it
 _WRITABLE = 0x200  # PyBUF_WRITE
+_HUGE = 2 << 20
 
 
 def mapped(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> torch.UntypedStorage:
@@ -97,8 +99,12 @@ def scratch_bytes(count: int) -> mmap.mmap:
 
 
 def scratch(layout: Layout) -> torch.Tensor:
-    """A plain tensor of that layout, all zero."""
-    flat = torch.frombuffer(scratch_bytes(layout.nbytes), dtype=torch.uint8, requires_grad=False)
+    """A plain tensor of that layout, all zero; in huge pages where the system has them, which are touched sooner."""
+    memory = scratch_bytes(layout.nbytes)
+    if layout.nbytes >= _HUGE:
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, requires_grad=False)
     empty = torch.empty(0, dtype=layout.dtype, device="cpu")
     return empty.set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
 

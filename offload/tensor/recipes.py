@@ -34,6 +34,7 @@ from offload.tensor.guests import cut, metadata_of, twin_of, uncut, with_bits_of
 from offload.torch_api import storage_id, storage_uses
 
 BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
+_CAST = 1 << 20  # the same, where all that is done is a cast
 _WRITTEN = 4 << 20  # the same, for what is written to a file, while another one is made
 _GENERATION = b"1"  # another one once a decoder gives other numbers than it did: what was stored is stored anew
 _MOST_KEPT = 32 << 20  # bytes of memory that are kept for the next value
@@ -84,7 +85,17 @@ class Piece:
         if isinstance(composed, Decoded):
             composed.put(place, twin)
         else:
-            place.copy_(self.value(twin))
+            _put(place, self.value(twin))
+
+
+def _put(place: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a tensor; a cast is faster by blocks than as a whole (torch 2.13)."""
+    if place.dtype == value.dtype or place.dim() == 0 or place.nbytes <= _CAST:
+        place.copy_(value)
+        return
+    rows = max(1, _CAST * len(place) // place.nbytes)
+    for part, made in zip(place.split(rows), value.split(rows), strict=True):
+        part.copy_(made)
 
 
 class Recipe(ABC):
@@ -443,13 +454,8 @@ class Decoded(Plain):
         if left < len(place):
             self._into(place[left:], start + left)
             place = place[:left]
-        for at, part in self._parts(start, len(place)):
-            place[at : at + len(part)].copy_(part)
-
-    def _parts(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """These rows, of one of a stack, by blocks, each with where it begins among them."""
         only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
-        granule, end = self.granule, start + count
+        granule, end = self.granule, start + len(place)
         first, last = start // granule, -(-end // granule)
         found: list[torch.Tensor] = [torch.empty(0)] * len(self.pieces)
         for number in self._order:
@@ -469,10 +475,9 @@ class Decoded(Plain):
                     each = per // granule
                     rows = rows[(low - inside) * each : (high - inside) * each]
                 given.append(rows)
-            part = self.decode(*given)
             if self.is_divisible and stop - begin == 1:
                 inside = low
-            yield low - start, part[low - inside : high - inside]
+            _put_rows(place[low - start : high - start], self.decode(*given), low - inside, self.layout.dtype)
 
     def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Rows that are made at a time: of whole granules, or of one."""
@@ -487,6 +492,12 @@ class Decoded(Plain):
             high = min(end, border, low + step) if step < granule else min(end, border)
             yield low, high
             low = high
+
+
+def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.dtype) -> None:
+    """Copy rows to their place, by way of a dtype: no block of them is held while the next one is made."""
+    rows = made[first : first + len(place)]
+    place.copy_(rows if place.dtype == dtype else rows.to(dtype))
 
 
 class Rebuilt(Recipe):

@@ -152,7 +152,8 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
     granule = min(unit // math.gcd(unit, state.shape[1]), state.shape[0])
     is_whole = granule == state.shape[0]
     per = [None if is_whole or each is None else granule * state.shape[1] // each for each in counts]
-    return decoded(name, _decoder_of_4_bits(kind, state), pieces, shape=state.shape, granule=granule, per=per)
+    decode = _decoder_of_4_bits(kind, state)
+    return decoded(name, decode, pieces, shape=state.shape, granule=granule, per=per, dtype=state.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -162,7 +163,6 @@ def _decoder_of_4_bits(kind: str, state: _State) -> Decode:
         _decode_4_bits,
         numbers=_NUMBERS[kind],
         columns=state.shape[1],
-        dtype=state.dtype,
         block=state.block,
         scales_block=state.scales_block,
         offset=state.offset,
@@ -177,12 +177,11 @@ def _decode_4_bits(
     *,
     numbers: tuple[float, ...],
     columns: int,
-    dtype: torch.dtype,
     block: int,
     scales_block: int | None,
     offset: float,
 ) -> torch.Tensor:
-    """Rows of a weight, in the dtype that it had; the high half of a byte comes first."""
+    """Rows of a weight, in float32; the high half of a byte comes first."""
     factors = scales.to(torch.float32)
     if scales_of_scales is not None and scale_numbers is not None and scales_block is not None:
         factors = scale_numbers.index_select(0, scales.to(torch.int32))
@@ -190,7 +189,7 @@ def _decode_4_bits(
     found = of_halves(weight.reshape(-1).view(torch.uint8), numbers, high_first=True)
     rows = found.numel() // columns
     found = scaled(found.view(1, -1), factors.view(1, -1), 1, block)
-    return found[0, : rows * columns].view(rows, columns).to(dtype)
+    return found[0, : rows * columns].view(rows, columns)
 
 
 # 8 bits

@@ -5,6 +5,7 @@ Always true:
   layer: by its name, by an expression, or by its class
 - arithmetic is that of the package's `decompress`: (number - zero point) * scale, in the dtype of the scale; but 8-bit
   floats of experts that have a scale per row are multiplied in float32, as transformers does
+- what decodes gives float32; the rounding to the dtype of the scale is left to the copy
 - what belongs to activations is left out: weights are dense here, and activations are not quantized
 
 Source: the package compressed-tensors 0.20, `compressors`; it is not needed.
@@ -22,7 +23,7 @@ import torch
 
 from offload.errors import CheckpointError
 from offload.models.forms.decoding import Tensors, decoded, missing
-from offload.models.forms.numbers import E2M1, lessened, numbers_of, of_exponents, of_halves, of_words, scaled
+from offload.models.forms.numbers import E2M1, lessened, numbers_of, of_exponents, of_halves, of_words, product, scaled
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.recipes import Decode
 from offload.tensor.wrapper import OffloadedTensor, handle_of
@@ -269,9 +270,13 @@ class _Packed:
             used, per = [*used, zeros], [*per, each]
         elif not self.scheme.symmetric and not is_small:
             raise _missing(self.pieces, packed, f"{self.name}_zero_point")
+        dtype = scales.dtype if scales.dtype in _SCALES else torch.bfloat16
+        dtype = torch.float32 if decode.keywords.get("is_wide") else dtype
         keywords = {**decode.keywords, "rows": rows, "block": columns}
         made = _decoder(decode.func, tuple(sorted(keywords.items())))
-        return decoded(self.name, made, used, shape=shape, granule=granule, per=per, is_divisible=packed_zeros is None)
+        return decoded(
+            self.name, made, used, shape=shape, granule=granule, per=per, is_divisible=packed_zeros is None, dtype=dtype
+        )
 
     def _blocks(self, height: int, width: int) -> tuple[int, int, tuple[int, int]]:
         """The rows and columns that share a scale, and how many of these there are in both directions."""
@@ -330,11 +335,11 @@ def _words(
 
 
 def _halves(packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor, rows: int, block: int) -> torch.Tensor:
-    """Rows of a weight of 4-bit floats, in bfloat16; a scale of all divides the scales."""
+    """Rows of a weight of 4-bit floats; a scale of all divides the scales."""
     factors = (of_exponents(scales) if scales.dtype == torch.uint8 else numbers_of(scales)).to(torch.bfloat16)
     for whole in others:
         factors = factors / whole
-    return scaled(of_halves(packed, E2M1), factors.to(torch.float32), rows, block).to(torch.bfloat16)
+    return scaled(of_halves(packed, E2M1), factors.to(torch.float32), rows, block)
 
 
 def _bytes(
@@ -348,11 +353,12 @@ def _bytes(
 ) -> torch.Tensor:
     """Rows of a weight of one byte each."""
     if is_wide:
-        return scaled(numbers_of(weight), scales.to(torch.float32), rows, block)
+        return product(weight, scales.to(torch.float32), rows, block)
     if scales.dtype == torch.uint8:
         scales = of_exponents(scales).to(torch.bfloat16)
-    numbers = numbers_of(weight) if weight.is_floating_point() else weight.to(torch.float32)
-    return _dense(numbers, scales, zeros, rows, block)
+    if zeros is None:
+        return product(weight, scales.to(torch.float32), rows, block)
+    return _dense(numbers_of(weight), scales, zeros, rows, block)
 
 
 def _dense(
@@ -361,4 +367,4 @@ def _dense(
     if zeros is not None:
         differences = lessened(numbers, zeros.to(torch.float32), rows, block)
         numbers = differences.to(scales.dtype).to(torch.float32)
-    return scaled(numbers, scales.to(torch.float32), rows, block).to(scales.dtype)
+    return scaled(numbers, scales.to(torch.float32), rows, block)

@@ -89,11 +89,13 @@ def decoded(
     per: Sequence[int | None],
     is_divisible: bool = False,
     stacked: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> OffloadedTensor:
     """The dense value called `name`, made from packed pieces when it is read. For the rest see `Decoded`.
 
     Args:
         shape: of the dense value.
+        dtype: of it, where `decode` leaves the last rounding to a copy.
 
     Raises:
         CheckpointError: the pieces have not as many rows as that takes, or can't be decoded.
@@ -113,13 +115,13 @@ def decoded(
         for one, each in zip(ones, per, strict=True)
     )
     try:
-        decode, found, dtype = _tried(*_call(decode), given)
+        decode, found, made = _tried(*_call(decode), given)
     except Exception as error:  # whatever a decoder makes of shapes that it does not know
         raise unfit(name, pieces, str(error)) from error
     if found not in ((min(granule, rows), *row), (granule, *row)):
         raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
     recipe = Decoded(
-        contiguous(dtype, tuple(shape)),
+        contiguous(dtype or made, tuple(shape)),
         decode,
         [Piece(handle_of(piece), twin) for piece, twin in zip(pieces, twins, strict=True)],
         granule=granule,

@@ -19,7 +19,7 @@ import torch
 
 from offload.errors import CheckpointError
 from offload.models.forms.decoding import Tensors, decoded, missing
-from offload.models.forms.numbers import E2M1, numbers_of, of_exponents, of_halves, scaled
+from offload.models.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
 from offload.tensor.wrapper import OffloadedTensor, handle_of
 from offload.torch_api import DisableTorchFunctionSubclass
 
@@ -80,6 +80,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
 
 def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
     """Rows of a weight, in float32; `rows` and `columns` of it share a scale."""
-    numbers = of_halves(weight, E2M1) if is_fp4 else numbers_of(weight)
     factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
-    return scaled(numbers, factors, rows, columns)
+    if is_fp4:
+        return scaled(of_halves(weight, E2M1), factors, rows, columns)
+    return product(weight, factors, rows, columns)

@@ -69,10 +69,12 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Mapping[str,
     if list(order and order[0].shape) != [shape[1]] * len(order):
         raise unfit(name, pieces, f"g_idx should name the group of each of {shape[1]} inputs")
     if not order:
-        return decoded(name, _decode_awq, _turned(pieces), shape=shape, granule=each, per=(1, 1, each))
+        per, dtype = (1, 1, each), scales.dtype
+        return decoded(name, _decode_awq, _turned(pieces), shape=shape, granule=each, per=per, dtype=dtype)
     is_first = quantization.get("checkpoint_format") != "gptq_v2"
     decode = partial(_decode_gptq, bits=bits, less=int(is_first))
-    return decoded(name, decode, [*_turned(pieces[:3]), *order], shape=shape, granule=each, per=(each, 1, each, None))
+    used, per = [*_turned(pieces[:3]), *order], (each, 1, each, None)
+    return decoded(name, decode, used, shape=shape, granule=each, per=per, dtype=scales.dtype)
 
 
 def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
@@ -83,7 +85,7 @@ def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
 def _decode_gptq(
     words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, order: torch.Tensor, *, bits: int, less: int
 ) -> torch.Tensor:
-    """Rows of a weight.
+    """Rows of a weight, in float32.
 
     Args:
         words: (rows, inputs / 8) for 4 bits.
@@ -99,19 +101,19 @@ def _decode_gptq(
     usual = torch.arange(len(order), dtype=order.dtype, device="cpu") // -(-len(order) // groups)
     factors = scales.to(torch.float32)
     if len(order) % groups == 0 and torch.equal(order, usual):
-        return _scaled(numbers, points, factors).to(scales.dtype)
-    return numbers.sub_(points.index_select(1, order)).mul_(factors.index_select(1, order)).to(scales.dtype)
+        return _scaled(numbers, points, factors)
+    return numbers.sub_(points.index_select(1, order)).mul_(factors.index_select(1, order))
 
 
 def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of a weight.
+    """Rows of a weight, in float32.
 
     Args:
         words: (rows / 8, inputs).
         zeros: (rows / 8, groups).
         scales: (rows, groups).
     """
-    return _scaled(_awq_rows(words), _awq_rows(zeros), scales.to(torch.float32)).to(scales.dtype)
+    return _scaled(_awq_rows(words), _awq_rows(zeros), scales.to(torch.float32))
 
 
 def _awq_rows(words: torch.Tensor) -> torch.Tensor:

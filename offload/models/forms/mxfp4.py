@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from offload.models.forms.decoding import Tensors, decoded, missing, unfit
-from offload.models.forms.numbers import E2M1, of_exponents, of_halves
+from offload.models.forms.numbers import of_exponents
 from offload.tensor.wrapper import OffloadedTensor
 
 _BLOCK = 32  # inputs that share an exponent
+_OF_FLOAT16 = 0x8E00 - (1 << 16)  # where a float16 has the sign, the exponent and the fraction of a 4-bit float
+_LESS = 2.0**14  # how many times less such a float16 is: its exponents have another bias
+_LARGE = 2.0**113  # what can be taken so many times
 _TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, what a processor reads as one
 
 
@@ -61,10 +64,15 @@ def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         blocks: (blocks, outputs, 16) bytes.
         scales: (blocks, outputs) bytes.
     """
-    turned = blocks.transpose(1, 2).contiguous().view(torch.int16)  # (blocks, 16, outputs / 2): two of a row in each
-    low = (turned & 0x0F).bitwise_or_((turned >> 4).bitwise_and_(0xF0))
-    high = (turned >> 8).bitwise_and_(0xF0).bitwise_or_((turned >> 4).bitwise_and_(0x0F))
-    rows = torch.stack([low, high], 2).to(torch.uint8)  # (blocks, 16, 2, outputs / 2): the rows as they come
-    numbers = of_halves(rows, E2M1).view(len(blocks), _BLOCK, -1)
-    numbers.mul_(of_exponents(scales).unsqueeze(1))
-    return numbers.flatten(0, 1)
+    turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): rows of inputs two by two
+    bits = torch.empty(len(blocks), _BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device="cpu")
+    bits[:, :, 0].copy_(turned & 0x0F)
+    bits[:, :, 1].copy_(turned >> 4)
+    bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the sum carries the sign to its place
+    numbers = bits.view(torch.float16).to(torch.float32).view(len(blocks), _BLOCK, -1)
+    factors = of_exponents(scales).unsqueeze(1)
+    if bool(factors.max() < _LARGE):
+        factors = factors * _LESS
+    else:
+        numbers.mul_(_LESS)
+    return numbers.mul_(factors).flatten(0, 1)
