@@ -83,7 +83,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.T
     """Random bits in a tensor of that shape."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     bits = _bits()
-    return bits.repeat(-(-nbytes // len(bits)))[:nbytes].view(dtype).view(shape)
+    found = bits[:nbytes].clone() if nbytes <= len(bits) else bits.repeat(-(-nbytes // len(bits)))[:nbytes]
+    return found.view(dtype).view(shape)
 
 
 def _dense(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Entries:
