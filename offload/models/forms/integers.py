@@ -69,12 +69,12 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Mapping[str,
     if list(order and order[0].shape) != [shape[1]] * len(order):
         raise unfit(name, pieces, f"g_idx should name the group of each of {shape[1]} inputs")
     if not order:
-        per, dtype = (1, 1, each), scales.dtype
-        return decoded(name, _decode_awq, _turned(pieces), shape=shape, granule=each, per=per, dtype=dtype)
+        turned, made = _turned(pieces), scales.dtype
+        return decoded(name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made)
     is_first = quantization.get("checkpoint_format") != "gptq_v2"
     decode = partial(_decode_gptq, bits=bits, less=int(is_first))
-    used, per = [*_turned(pieces[:3]), *order], (each, 1, each, None)
-    return decoded(name, decode, used, shape=shape, granule=each, per=per, dtype=scales.dtype)
+    turned = [*_turned(pieces[:3]), *order]
+    return decoded(name, decode, turned, shape=shape, granule=each, per=(each, 1, each, None), dtype=scales.dtype)
 
 
 def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
