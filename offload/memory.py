@@ -62,10 +62,19 @@ def _in_status(field: str) -> int | None:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take without swapping, and within its cgroup's limit."""
+    """Memory that this process can still take without swapping, and within its cgroup's limit.
+
+    Where a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share of that.
+    """
     free = int(psutil.virtual_memory().available)
     room = cgroup_room()
-    return free if room is None else min(free, room)
+    return (free if room is None else min(free, room)) // _local_ranks()
+
+
+def _local_ranks() -> int:
+    """How many ranks share this host, as torchrun says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(said), 1) if said.isdecimal() else 1
 
 
 def as_bytes(amount: int | float | str, whole: int) -> int:

@@ -332,3 +332,4 @@ REBUILDING = (
 )
 READING_A_RECORD = Frames(_OFFLOADING).add("torch.serialization", _load_tensor, "zip_file", "name", "nbytes")
 LOADING = Frames(_OFFLOADING).add("torch.serialization", lambda: torch.load.__code__, "f")
+STAGER = "torch.distributed.checkpoint._state_dict_stager"  # which copies a tensor's attributes deep, after its value

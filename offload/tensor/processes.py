@@ -9,8 +9,12 @@ Always true:
 
 from __future__ import annotations
 
+import copyreg
+import io
 import os
+import pickle
 import weakref
+from collections import ChainMap
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.reduction import ForkingPickler
@@ -28,6 +32,44 @@ from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import metadata_of, twin_with, whole_twin
 from offload.tensor.recipes import Piece
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handle_of, wrap
+
+
+class by_reference:  # noqa: N801  it is called as a function
+    """What carries a tensor, a model, or anything that holds some, to processes that see the same files.
+
+    It can be pickled, by any means: what comes out is the tensor or the model itself. Of values on disk the reference
+    goes along, as with `torch.multiprocessing`; all else is pickled as usual, also by value where cloudpickle is there.
+    Whoever made the values keeps them while others use them; a checkpoint that has changed since is an error there.
+
+    Example:
+        >>> import pickle, torch
+        >>> from offload import OffloadedTensor, is_offloaded
+        >>> w = OffloadedTensor.from_original_tensor(torch.ones(1 << 20), "w")
+        >>> data = pickle.dumps(by_reference(w))
+        >>> len(data) < 4096, is_offloaded(pickle.loads(data)), is_offloaded(pickle.loads(pickle.dumps(w)))
+        (True, True, False)
+    """
+
+    def __init__(self, carried: Any) -> None:
+        self._carried = carried
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        data = io.BytesIO()
+        pickler = _pickler()(data, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = ChainMap(
+            {OffloadedTensor: _reduce, Piece: _reduce_piece}, getattr(pickler, "dispatch_table", copyreg.dispatch_table)
+        )
+        pickler.dump(self._carried)
+        return pickle.loads, (data.getvalue(),)
+
+
+def _pickler() -> Any:
+    """The class of cloudpickle, which takes functions and classes of a script along, or else that of Python."""
+    try:
+        from cloudpickle import Pickler
+    except ImportError:
+        return pickle.Pickler
+    return Pickler
 
 
 @dataclass(frozen=True)

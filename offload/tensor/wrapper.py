@@ -64,6 +64,7 @@ from offload.tensor.guests import (
 from offload.tensor.recipes import files_in
 from offload.torch_api import (
     PARAMETER_MARK,
+    STAGER,
     SWAPPING,
     ConstantIntNode,
     DisableTorchFunctionSubclass,
@@ -80,6 +81,7 @@ PathLike: TypeAlias = "str | os.PathLike[str]"
 
 log = logging.getLogger("offload.tensor")
 _set_metadata = tensor_data.__set__
+_attributes: Any = vars(torch.Tensor)["__dict__"]
 
 Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 RULES: dict[Any, Any] = {}
@@ -393,6 +395,18 @@ class OffloadedTensor(torch.Tensor):
                 f"{self.name!r} is a tensor on disk, and can't be a {cls.__name__} too: materialize() it first"
             )
         return super().as_subclass(cls)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """Its attributes; for torch's stager, whose copy is in memory, those that others noted."""
+        noted: dict[str, Any] = _attributes.__get__(self)
+        if sys._getframe(1).f_globals.get("__name__") != STAGER:
+            return noted
+        return {name: value for name, value in noted.items() if name not in _OWN}
+
+    @__dict__.setter
+    def __dict__(self, noted: dict[str, Any]) -> None:
+        _attributes.__set__(self, noted)
 
     @_unless_swapped
     def __tensor_flatten__(self) -> tuple[list[str], None]:
