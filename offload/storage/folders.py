@@ -3,7 +3,7 @@
 Always true:
 - in a folder named by the user, files stay until the user removes them
 - a private folder goes when its process ends; that of a killed process is swept by a later one
-- two live values of one process never share a path
+- two live values of one process never share a path, nor do those of two ranks
 - `file_name` is injective, also where the file system folds case: it holds only `a-z 0-9 . _ - % ~`, in at most 200
   bytes; a name too long for that is cut and given a hash, and the true name is in the file's header
 """
@@ -16,6 +16,7 @@ import itertools
 import os
 import shutil
 import string
+import sys
 import tempfile
 import weakref
 from contextlib import suppress
@@ -24,8 +25,8 @@ from pathlib import Path
 
 from offload.errors import ArgumentError, ArgumentTypeError, NameInUseError, WriteError
 from offload.storage import log
-from offload.storage.locks import fork_safe_lock
-from offload.storage.reasons import naming
+from offload.storage.locks import fork_safe_lock, lock_range, unlock_range
+from offload.storage.reasons import naming, writing
 from offload.storage.regular import absolute, is_folder
 from offload.storage.replacing import sweep, temporary_name
 
@@ -38,9 +39,11 @@ _RESERVED = frozenset(
 )
 
 _PRIVATE = "offload-"
+_RANKS = ".offload-ranks"  # of a named folder: a byte for each name that a rank has
 _LOCK = fork_safe_lock()
 _CLAIMS: weakref.WeakValueDictionary[Path, object] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
+_RANK_CLAIMS: dict[tuple[int, Path], int] = {}
 _PRIVATE_FOLDERS: dict[tuple[int, Path | None], Path] = {}
 _NUMBERS = itertools.count(1)
 
@@ -113,6 +116,39 @@ def claim(name: str, folder: Path | None, owner: object, root: Path | None = Non
                 "Take another name or folder, use update_values on that tensor, or drop it first."
             )
         return path
+
+
+def claim_among_ranks(path: Path, owner: object) -> None:
+    """Where several ranks run, have the path in a named folder for this one, for as long as `owner` lives.
+
+    Raises:
+        NameInUseError: another rank has it.
+        WriteError, ReadError: its folder can't be used.
+    """
+    if not _is_rank():
+        return
+    claims, place = path.parent / _RANKS, int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:7])
+    with _LOCK:
+        fd = _RANK_CLAIMS.get((os.getpid(), claims))
+        if fd is None:
+            with writing(claims, place="offload_dir"):
+                fd = os.open(claims, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _RANK_CLAIMS[os.getpid(), claims] = fd
+    if not lock_range(fd, claims, place, 1):
+        raise NameInUseError(
+            f"{path} is written by another rank: give each rank an offload_dir of its own, or pass it the tensor "
+            "(torch.multiprocessing, offload.by_reference), so that both write to one value"
+        )
+    weakref.finalize(owner, unlock_range, fd, claims, place, 1).atexit = False
+
+
+def _is_rank() -> bool:
+    """Whether this process is one of several, as torchrun or torch.distributed says."""
+    said = os.environ.get("WORLD_SIZE", "")
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_world_size() > 1)
+    return said.isdecimal() and int(said) > 1
 
 
 def release(path: Path, owner: object) -> None:

@@ -33,7 +33,7 @@ from offload.errors import (
 )
 from offload.storage import log
 from offload.storage.file import TensorFile, value_of
-from offload.storage.folders import claim, discard, file_name, named_folder, release
+from offload.storage.folders import claim, claim_among_ranks, discard, file_name, named_folder, release
 from offload.storage.header import Head
 from offload.storage.layout import Layout, Loose
 from offload.storage.locks import fork_safe_lock
@@ -303,7 +303,7 @@ class Handle:
             )
         handle = cls(name, file.path.parent)
         handle._open(file)
-        claim(name, handle.folder, handle)
+        claim_among_ranks(claim(name, handle.folder, handle), handle)
         handle.owned = True
         return handle
 
@@ -317,13 +317,18 @@ class Handle:
         return handle
 
     @contextmanager
-    def _claimed(self, root: Path | None = None, *, exist_ok: bool = True) -> Iterator[Path]:
-        """The path to write to, in a private folder below `root` if in none of the user's; given back for nothing."""
+    def _claimed(self, root: Path | None = None, *, exist_ok: bool = True, alike: bool = False) -> Iterator[Path]:
+        """The path to write to, in a private folder below `root` if in none of the user's; given back for nothing.
+
+        `alike` says that all ranks write the same there.
+        """
         if self.owned:
             yield self.path
             return
         path = claim(self.name, _folder_for(self.name, self.folder), self, root)
         try:
+            if self.folder is not None and not alike:
+                claim_among_ranks(path, self)
             if not exist_ok:
                 refuse_earlier(path, self.name)
             yield path
@@ -339,7 +344,7 @@ class Handle:
         """As `new_values`, of this value; `more` are notes beside its name."""
         notes, durable = {"name": self.name, **(more or {})}, self.folder is not None
         with (
-            self._claimed(exist_ok=exist_ok) as path,
+            self._claimed(exist_ok=exist_ok, alike=_MADE_OF in notes) as path,
             naming(self.name),
             new_values(path, layouts, notes, durable=durable, take=take or self._take) as new,
         ):
