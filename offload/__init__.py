@@ -9,6 +9,7 @@
 | have what is made of a tensor beside it | `offloaded_like` |
 | have large results and loads go to disk | `offloading` |
 | know which is which | `is_offloaded` |
+| send one, or a model, to a process of Ray or dask | `by_reference` |
 | load a transformers model | `from_pretrained` |
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
@@ -32,6 +33,7 @@ In modules, which `import offload` brings along:
 | | say how far to read ahead | `set_read_ahead` |
 | `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
 | | save training as a whole, and go on after a crash | `save_training` `load_training` |
+| `offload.distributed` | save a state while training goes on, by way of files | `FileStager` |
 | `offload.report` | write a page of what memory and disk did | `memory_report` |
 | `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
@@ -46,7 +48,7 @@ import sys as _sys
 if _sys.platform != "linux":
     raise ImportError(f"offload works on Linux, whose mappings, locks and hints it builds on; this is {_sys.platform}")
 
-from offload import budget, errors, integrations, report, training  # noqa: F401
+from offload import budget, distributed, errors, integrations, report, training  # noqa: F401
 from offload.batches.mapping import map_batches
 from offload.budget import memory_summary, set_max_memory
 from offload.cache.table import TensorCache
@@ -68,9 +70,9 @@ from offload.models.values import MapReport, map_values, offloaded_like
 from offload.offloading.context import offloading
 from offload.storage.subclasses import register_subclass
 from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
-from offload.tensor import processes as _processes  # noqa: F401  tells pickle how tensors go to other processes
 from offload.tensor.locals import is_offloaded
 from offload.tensor.materialize import materialize
+from offload.tensor.processes import by_reference
 from offload.tensor.wrapper import OffloadedTensor
 from offload.tree.saved import load_tree, save_tree
 
@@ -81,6 +83,7 @@ __all__ = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
+    "by_reference",
     "disk_offload",
     "from_pretrained",
     "init_empty_weights",

@@ -29,6 +29,7 @@ __all__ = [
     "MissingRowsError",
     "NameInUseError",
     "OffloadError",
+    "RankError",
     "ReadError",
     "RowIndexError",
     "SavedTensorError",
@@ -150,6 +151,10 @@ class JournalError(OffloadError, ValueError):
 
 class MapError(OffloadError, RuntimeError):
     """What was to change values failed on one: the function of `map_values`, torchao, peft."""
+
+
+class RankError(OffloadError, RuntimeError):
+    """What ranks do together failed on another one, or that one has gone: it was done on none."""
 
 
 class CacheError(OffloadError, ValueError):

@@ -13,7 +13,7 @@ line says otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -246,6 +246,24 @@ def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequence[int]:
+    """Which of so many rows one of the chunks has that a placement cuts them into; a range, where they are successive.
+
+    Raises:
+        UnsupportedTorchError: torch counts them in another way by now.
+    """
+    if placement.is_shard() and type(placement).__name__ == "Shard":
+        rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
+        return range(min(first, size), min(first, size) + rows)
+    try:
+        from torch.distributed.tensor.placement_types import _StridedShardOffsetMode
+
+        _, offsets = placement.local_shard_size_and_offset(size, chunks, chunk, _StridedShardOffsetMode.ALL)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _unsupported(f"a DTensor that is placed by {placement}", error) from error
+    return list(offsets)
+
+
 def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
     if hasattr(torch._utils, "_sparse_tensors_to_validate"):
         return lambda: torch._utils._sparse_tensors_to_validate
@@ -332,4 +350,12 @@ REBUILDING = (
 )
 READING_A_RECORD = Frames(_OFFLOADING).add("torch.serialization", _load_tensor, "zip_file", "name", "nbytes")
 LOADING = Frames(_OFFLOADING).add("torch.serialization", lambda: torch.load.__code__, "f")
-STAGER = "torch.distributed.checkpoint._state_dict_stager"  # which copies a tensor's attributes deep, after its value
+
+
+def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:
+    """What torch's stager of `async_save` has copied, by `id`, if this is a frame of it.
+
+    It copies storages, which it tells apart by their `id` and does not hold, and then attributes, deep.
+    """
+    is_stager = frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager"
+    return frame.f_locals.get("memo") if is_stager else None

@@ -71,6 +71,7 @@ PUBLIC = [
     "OffloadError",
     "OffloadedTensor",
     "TensorCache",
+    "by_reference",
     "disk_offload",
     "from_pretrained",
     "init_empty_weights",
@@ -95,6 +96,7 @@ PUBLIC = [
 
 IN_MODULES = {
     "budget": ["evict", "keep_resident", "set_read_ahead"],
+    "distributed": ["FileStager"],
     "integrations": ["cache_from", "kv_cache", "tensordict"],
     "report": ["memory_report"],
     "training": ["load_training", "offload_activations", "offload_optimizer", "save_training"],
@@ -264,7 +266,7 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
 
 
-LONG = {"offload.cache.table": 710, "offload.tensor.wrapper": 836}  # a class is not cut in two for a limit of lines
+LONG = {"offload.cache.table": 710, "offload.tensor.wrapper": 855}  # a class is not cut in two for a limit of lines
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from offload import memory
 from offload.memory import anonymous_bytes, available_bytes, cgroup_room, mapped_bytes, uncollected
+from offload.prefetch.residency import Pool
 from tests.page_cache import needs_page_cache
 from tests.processes import run_script
 
@@ -208,12 +209,25 @@ def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_pa
 
 
 def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allows(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(memory, "cgroup_room", lambda: None)
     free = available_bytes()
     monkeypatch.setattr(memory, "cgroup_room", lambda: 4096)
 
     assert 4096 == available_bytes()
     assert 0 < free <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("4", 4), ("1", 1), ("0", 1), ("many", 1)])
+def test_ranks_of_a_host_have_a_share_each_of_its_memory(monkeypatch, said, ranks):
+    """So has what is a fraction of it, and a budget that nobody sets."""
+    monkeypatch.setattr(memory, "cgroup_room", lambda: 1 << 20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+
+    assert (1 << 20) // ranks == available_bytes()
+    pool = Pool()
+    pool.reconsider(anew=True)
+    assert int((1 << 20) // ranks * 0.85) == pool.room
 
 
 @pytest.mark.parametrize("was_on", [True, False])

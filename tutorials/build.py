@@ -124,7 +124,15 @@ def reference() -> Iterator[tuple[str, str, str]]:
 
 def modules() -> dict[str, list[str]]:
     """By module, the public names that it has."""
-    named = (offload.budget, offload.errors, offload.integrations, offload.report, testing, offload.training)
+    named = (
+        offload.budget,
+        offload.distributed,
+        offload.errors,
+        offload.integrations,
+        offload.report,
+        testing,
+        offload.training,
+    )
     found: dict[str, list[str]] = {module.__name__: list(module.__all__) for module in named}
     for name in offload.__all__:
         module = inspect.getmodule(getattr(offload, name))

@@ -10,4 +10,11 @@ What walks a model looks inside a DTensor with `offload.tensor.locals.local_of`.
 
 | module | what |
 | --- | --- |
+| `placing` | the share that a rank has of a value |
+| `together` | what ranks do together, or none does |
+| `staging` | a state in files, while `async_save` writes it |
 """
+
+from offload.distributed.staging import FileStager
+
+__all__ = ["FileStager"]

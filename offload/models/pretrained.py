@@ -19,6 +19,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -27,18 +28,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.distributed.together import Ranks
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
 from offload.models import log
-from offload.models.checkpoint import Checkpoint
+from offload.models.checkpoint import Checkpoint, open_checkpoint
 from offload.models.deferred import DeferredTensor, deferred
 from offload.models.forms.decoding import keeps_dtypes, unpacked
 from offload.models.forms.gguf import as_saved
 from offload.models.forms.packing import Packed, left_beside, packed_state
 from offload.models.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
+from offload.models.saving import save_checkpoint
 from offload.storage.modes import no_functions, no_modes
+from offload.storage.reasons import writing
 from offload.storage.regular import absolute
-from offload.storage.replacing import put_file
+from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
 from offload.storage.state_file import read_json
+from offload.tensor.locals import local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value
 from offload.torch_api import is_of_a_module
@@ -259,10 +264,18 @@ class _Looking:
         saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
         files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
         replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
-        named = (*model.named_parameters(), *model.named_buffers())
-        refuse_sources({name: files_of(tensor) for name, tensor in named}, replaced)
-        refuse_referenced(replaced)
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        ranks = Ranks.of(named.values())
+
+        def looked() -> None:
+            refuse_sources({name: files_of(local_of(tensor)) for name, tensor in named.items()}, replaced)
+            refuse_referenced(replaced)
+
+        ranks.all(looked)
         log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
+        if ranks.size > 1 and not saves_adapter and not options.get("distributed_checkpoint"):
+            state = options.get("state_dict") or model.state_dict()
+            return _save_shared(model, state, ranks, absolute(folder), partial(save, model, *args, **options))
         packed = getattr(model, "packed_as", None)
         if saves_adapter or packed is None or options.get("state_dict") is not None:
             return save(model, *args, **options)
@@ -288,6 +301,41 @@ class _Looking:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
         copied = memo.get(id(self._model()))
         return self if copied is None else _Looking(copied)
+
+
+def _save_shared(
+    model: Any, state: Mapping[str, torch.Tensor], ranks: Ranks, folder: Path, save: Callable[[], Any]
+) -> Any:
+    """Where ranks have shares of the values: the first one saves, and has them whole from files, not from memory."""
+
+    def begun() -> Path:
+        made_folder(folder)
+        place = temporary_for(folder / "gathered")
+        with writing(place):
+            place.mkdir()
+        return place
+
+    place = ranks.first(begun)
+    try:
+        save_checkpoint(state, place)
+
+        def gathered(_: Any, wanted: Mapping[str, Any], *__: Any, **___: Any) -> dict[str, Any]:
+            if ranks.rank:
+                return {}
+            checkpoint = open_checkpoint(place)
+            found = checkpoint.tensors()
+            return {name: found[checkpoint.ties.get(name, name)] for name in wanted}
+
+        vars(model).update(
+            gather_sharded_state_dict_for_save=gathered, barrier_after_gathered_checkpoint_save=lambda *_: None
+        )
+        return ranks.all(save)
+    finally:
+        for name in ("gather_sharded_state_dict_for_save", "barrier_after_gathered_checkpoint_save"):
+            vars(model).pop(name, None)
+        if not ranks.rank:
+            with suppress(OSError):  # what stays is swept later
+                remove_folder(place)
 
 
 def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., Any], options: Mapping[str, Any]) -> Any:

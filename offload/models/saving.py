@@ -7,25 +7,32 @@ Always true:
 - whatever happens, a reader finds the checkpoint that was there, whole, or the new one
 - what is replaced or removed is an earlier checkpoint of ours; a file that a live tensor refers to is not
 - any safetensors reader gives the values back as they are
+- where ranks share the values, each writes its own ranges of the same files, and no value travels
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, count, product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from offload.distributed.placing import runs_of
+from offload.distributed.together import Ranks
 from offload.errors import (
     ArgumentError,
     ArgumentTypeError,
+    CheckpointError,
     ForeignFileError,
     OffloadError,
     ReadError,
@@ -39,17 +46,20 @@ from offload.models.forms.packing import packed_state
 from offload.models.forms.torchao import in_torchaos_form, prefixes_of_quantized
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
-from offload.storage.header import MARK, VERSION, is_standard, is_unicode
+from offload.storage.header import MARK, VERSION, build, is_standard, is_unicode
 from offload.storage.layout import Layout, contiguous
 from offload.storage.reasons import reading, writing
-from offload.storage.regular import absolute, is_there
+from offload.storage.regular import absolute, closed_after, is_there
 from offload.storage.replacing import made_folder, new_file, replacing_all, sync_folder, write_all
 from offload.storage.state_file import Kind, state_if_ours
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import write_beside
 from offload.tensor.arguments import checked_dense, floating_dtype, refuse_unstorable
-from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_value
+from offload.tensor.locals import is_dtensor, local_of
+from offload.tensor.saved import files_of, identity_of, refuse_referenced, refuse_sources, subclass_value, write_box
 from offload.tensor.wrapper import PathLike
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -65,6 +75,7 @@ def save_checkpoint(
     max_shard_size: int | str = "5GB",
     *,
     dtype: torch.dtype | str | None = None,
+    process_group: Any = None,
 ) -> list[Path]:
     """Write `model.safetensors`, or shards with an index, as `save_pretrained` does, in bounded memory.
 
@@ -74,12 +85,18 @@ def save_checkpoint(
     An earlier checkpoint in the folder is replaced as a whole: a process that is killed leaves it, or the new one.
     Where its shards have the usual names, new ones are called `model-2-00001-of-00003.safetensors`, as the index says.
 
+    DTensors are saved whole, by all ranks together: each calls this, with a folder that all of them see, and writes the
+    ranges of the files that it has. A value that several ranks have is written by one of them. An error on one rank is
+    an error on all, and leaves nothing behind.
+
     Args:
         model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.
         folder: is made if need be. An earlier checkpoint in it is replaced if this function wrote it.
         max_shard_size: bytes of the values in a file: "5GB", "500MiB", 4096. A value that is larger has its own file.
         dtype: to convert floating-point values to, piece by piece, by itself or by its name; those of 8 bits and less
             stay as they are.
+        process_group: of the ranks that save together; None for all, where a value is a DTensor, else this process
+            alone. Give one where ranks have stages of a model, and no DTensors.
 
     Returns:
         The files, the index last.
@@ -89,29 +106,47 @@ def save_checkpoint(
         UnsupportedOpError: a value has no form in a safetensors file.
         UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
         WriteError: the disk is full, the folder is read-only...
+        RankError: another rank has met one of these, or has gone.
         ValueError: `dtype` is no floating-point one, or `max_shard_size` no amount.
 
     Example:
         >>> [path.name for path in save_checkpoint({"w": torch.ones(2)}, "saved")]
         ['model.safetensors']
     """
-    dtype = None if dtype is None else floating_dtype(dtype)
-    plan = _plan(model_or_state_dict, dtype)
-    files = _shards(plan, _positive(max_shard_size))
+    ranks = Ranks.of(_values(model_or_state_dict), process_group)
+
+    def planned() -> tuple[_Plan, int]:
+        to = None if dtype is None else floating_dtype(dtype)
+        return _plan(model_or_state_dict, to), _positive(max_shard_size)
+
+    own, most = ranks.all(planned)
+    plan, mine = _of_all(own, ranks)
+    files = _shards(plan, most)
     folder = absolute(folder)
-    earlier = _earlier(folder)
-    _refuse_foreign({*(folder / name for name in files), *earlier})
-    _refuse_offload_folder(folder)
-    refuse_sources(plan.sources, earlier)
-    refuse_referenced(earlier)
-    files = _with_free_names(folder, files)
+
+    def looked() -> list[Path]:
+        earlier = _earlier(folder)
+        _refuse_foreign({*(folder / name for name in files), *earlier})
+        _refuse_offload_folder(folder)
+        refuse_sources(own.sources, earlier)
+        refuse_referenced(earlier)
+        return earlier
+
+    earlier = ranks.all(looked)
+    files = ranks.first(lambda: _with_free_names(folder, files))
     targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
-    made_folder(folder, plan.nbytes)
-    with replacing_all(targets, plan.nbytes) as temporaries:
-        _write_all(plan, files, temporaries)
-    for path in earlier:
-        if path not in targets:
-            _remove_earlier(path)
+    with ExitStack() as stack:
+
+        def begun() -> dict[Path, Path]:
+            made_folder(folder, plan.nbytes)
+            return stack.enter_context(replacing_all(targets, plan.nbytes))
+
+        temporaries = ranks.first(begun)
+        ranks.first(lambda: _write_all(plan, files, temporaries, mine if ranks.size == 1 else {}))
+        if ranks.size > 1:
+            ranks.all(lambda: _fill_all(plan, files, temporaries, mine, shown=ranks.rank == 0))
+        ranks.first(stack.close)
+    ranks.first(lambda: _remove_all(path for path in earlier if path not in targets))
     log.info("saved %d values, %d bytes, in %d files in %s", len(plan.parts), plan.nbytes, len(files), folder)
     return targets
 
@@ -121,10 +156,17 @@ def save_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A value as it will be in its file."""
+    """A value as it will be in its file.
+
+    Attributes:
+        tensor: all of it, or what this rank has.
+        layout: of the whole.
+        boxes: what this rank has: where each begins in the whole, where in `tensor`, and its sides.
+    """
 
     tensor: torch.Tensor
     layout: Layout
+    boxes: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +178,14 @@ class _Plan:
         ties: the names that are left out, each with the key that has its value.
         sources: the files that values come from, by name.
         metadata: what every file says.
-        total_parameters: for the index.
+        parameters: how many numbers each of them has, for the index.
     """
 
     parts: dict[str, _Part]
     ties: dict[str, str]
     sources: dict[str, list[Path]]
     metadata: dict[str, str]
-    total_parameters: int
+    parameters: dict[str, int]
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +203,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     elif isinstance(source, nn.Module):
         tensors = dict(source.state_dict())
         packed: Any = getattr(source, "packed_as", None)
-        if dtype is None and packed is not None:
+        if dtype is None and packed is not None and not any(map(is_dtensor, tensors.values())):
             pieces, others = packed_state(tensors)
             tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **packed.still_beside(others)}
         discarded = _discarded_names(source)
@@ -171,13 +213,17 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
         raise ArgumentTypeError(
             f"a module, tensors by name, or a checkpoint can be saved, not a {type(source).__name__}"
         )
+    outers = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
+    tensors = {name: local_of(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         _check(name, tensor)
     ties = _ties(tensors, set(discarded))
     parts, more = _parts({name: tensor for name, tensor in tensors.items() if name not in ties}, dtype, metadata)
-    numbers = source.parameters() if isinstance(source, nn.Module) else [part.tensor for part in parts.values()]
+    parts = {key: _shared(part, outers[key], key) if key in outers else part for key, part in parts.items()}
+    named = source.named_parameters() if isinstance(source, nn.Module) else _wholes(parts)
     sources = {name: files_of(tensor) for name, tensor in tensors.items()}
-    return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, sum(tensor.numel() for tensor in numbers))
+    numbers = {name: tensor.numel() for name, tensor in named}
+    return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, numbers)
 
 
 def _metadata_of(source: Checkpoint) -> dict[str, str]:
@@ -247,7 +293,7 @@ def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Part:
             f"{name!r} is of {layout.dtype}, which safetensors has no word for: convert it first, "
             "or keep it in an offload folder (OffloadedTensor.from_original_tensor, offload.disk_offload)"
         )
-    return _Part(tensor.detach(), layout)
+    return _Part(tensor.detach(), layout, (_whole(layout.shape),))
 
 
 def _shards(plan: _Plan, most: int) -> dict[str, list[str]]:
@@ -290,18 +336,99 @@ def _positive(size: int | str) -> int:
     return most
 
 
+# What ranks have of the values
+
+
+def _values(source: Any) -> Iterable[object]:
+    if isinstance(source, nn.Module):
+        return chain(source.parameters(), source.buffers())
+    return source.values() if isinstance(source, Mapping) else ()
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    start = (0,) * len(shape)
+    return start, start, tuple(shape)
+
+
+def _wholes(parts: Mapping[str, _Part]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Meta tensors of the shapes that the values have."""
+    return ((key, torch.empty(part.layout.shape, device="meta")) for key, part in parts.items())
+
+
+def _shared(part: _Part, outer: Any, name: str) -> _Part:
+    """What this rank has of a DTensor."""
+    if any(placement.is_partial() for placement in outer.placements):
+        raise UnsupportedOpError(
+            f"{name!r} is placed as {outer.placements}: redistribute it to Shard or Replicate first"
+        )
+    runs = runs_of(outer, name)
+    layout = contiguous(part.layout.dtype, tuple(outer.shape))
+    sides = [runs.get(dim, [(0, side)]) for dim, side in enumerate(outer.shape)]
+    firsts = [list(accumulate((end - begin for begin, end in side), initial=0)) for side in sides]
+    boxes = []
+    for numbers in product(*(range(len(side)) for side in sides)):
+        cuts = [side[number] for side, number in zip(sides, numbers, strict=True)]
+        start = tuple(begin for begin, _ in cuts)
+        inside = tuple(first[number] for first, number in zip(firsts, numbers, strict=True))
+        boxes.append((start, inside, tuple(end - begin for begin, end in cuts)))
+    return replace(part, layout=layout, boxes=tuple(boxes))
+
+
+def _of_all(own: _Plan, ranks: Ranks) -> tuple[_Plan, dict[str, _Part]]:
+    """What all ranks have together, and what of it this one writes. One that several have goes to the one with least.
+
+    Raises:
+        CheckpointError: they have other values under one name, or not all of one.
+    """
+    if ranks.size == 1:
+        return own, own.parts
+    said = {key: (part.layout, [(start, sides) for start, _, sides in part.boxes]) for key, part in own.parts.items()}
+    every = ranks.gather((said, own.ties, own.metadata, own.parameters))
+    ties = {name: kept for _, tied, _, _ in every for name, kept in tied.items()}
+    holders: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
+    layouts: dict[str, Layout] = {}
+    for rank, (had, *_) in enumerate(every):
+        for key, (layout, boxes) in had.items():
+            if layouts.setdefault(key, layout) != layout:
+                raise CheckpointError(f"{key!r} is {layouts[key]} on one rank, and {layout} on rank {rank}")
+            for box in boxes:
+                holders[key][box].append(rank)
+    loads, mine = [0] * ranks.size, {}
+    for key, layout in layouts.items():
+        if key in ties:
+            continue
+        if sum(prod(sides) for _, sides in holders[key]) != prod(layout.shape):
+            raise CheckpointError(
+                f"{key!r} of shape {list(layout.shape)}: the ranks do not have each element of it once"
+            )
+        chosen = []
+        for (start, sides), having in holders[key].items():
+            writer = min(having, key=loads.__getitem__)
+            loads[writer] += prod(sides) * layout.dtype.itemsize
+            if writer == ranks.rank and prod(sides):
+                chosen.append((start, sides))
+        if chosen:
+            part = own.parts[key]
+            mine[key] = replace(part, boxes=tuple(box for box in part.boxes if (box[0], box[2]) in chosen))
+    parts = {key: _Part(torch.empty(0), layout, ()) for key, layout in layouts.items() if key not in ties}
+    metadata = {key: text for _, _, noted, _ in every for key, text in noted.items()}
+    numbers = {name: count for *_, counted in every for name, count in counted.items()}
+    return _Plan(parts, ties, own.sources, metadata, numbers), mine
+
+
 # Files
 
 
-def _write_all(plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path]) -> None:
-    sharded = len(files) > 1
-    metadata = plan.metadata if sharded else {**plan.ties, **plan.metadata}
-    with progress_in_bytes(plan.nbytes, "saving") as advance:
+def _write_all(
+    plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path], mine: Mapping[str, _Part]
+) -> None:
+    """Write the files, and what is `mine` of the values in them: there is room for the rest."""
+    with progress_in_bytes(plan.nbytes, "saving", shown=bool(mine)) as advance:
 
         def fill(fd: int, key: str, start: int) -> None:
-            part = plan.parts[key]
-            write_value(fd, start, part.tensor, part.layout.dtype)
-            advance(part.layout.nbytes)
+            if key in mine:
+                _write_part(fd, start, mine[key])
+                advance(mine[key].layout.nbytes)
 
         for target, temporary in temporaries.items():
             log.debug("writing %s", target)
@@ -309,16 +436,57 @@ def _write_all(plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping
                 _write_index(target, temporary, plan, files)
             else:
                 layouts = {key: plan.parts[key].layout for key in files[target.name]}
-                write_beside(temporary, target, layouts, metadata, fill)
+                write_beside(temporary, target, layouts, _said_in(plan, files), fill)
+
+
+def _fill_all(
+    plan: _Plan,
+    files: Mapping[str, list[str]],
+    temporaries: Mapping[Path, Path],
+    mine: Mapping[str, _Part],
+    *,
+    shown: bool,
+) -> None:
+    """Write what is `mine` of the values into files that another rank has made."""
+    with progress_in_bytes(plan.nbytes, "saving", shown=shown) as advance:
+        for target, temporary in temporaries.items():
+            keys = files.get(target.name, [])
+            if mine.keys().isdisjoint(keys):
+                continue
+            head = build({key: plan.parts[key].layout for key in keys}, {}, _said_in(plan, files))
+            with writing(target, head.size), closed_after(os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)) as fd:
+                for key in keys:
+                    if key in mine:
+                        _write_part(fd, head.start(key), mine[key])
+                    advance(plan.parts[key].layout.nbytes)
+                os.fsync(fd)
+
+
+def _said_in(plan: _Plan, files: Mapping[str, list[str]]) -> dict[str, str]:
+    """The metadata of each file; where there are several, the index has the ties."""
+    return plan.metadata if len(files) > 1 else {**plan.ties, **plan.metadata}
+
+
+def _write_part(fd: int, at: int, part: _Part) -> None:
+    for start, inside, sides in part.boxes:
+        box = part.tensor
+        for dim, (first, side) in enumerate(zip(inside, sides, strict=True)):
+            box = box if side == box.shape[dim] else box.narrow(dim, first, side)
+        write_box(fd, at, box, part.layout.dtype, part.layout.shape, start)
 
 
 def _write_index(target: Path, temporary: Path, plan: _Plan, files: Mapping[str, list[str]]) -> None:
     weight_map = {key: name for name, keys in files.items() for key in keys}
-    numbers = {"total_parameters": plan.total_parameters, "total_size": plan.nbytes}
+    numbers = {"total_parameters": sum(plan.parameters.values()), "total_size": plan.nbytes}
     index = {"metadata": {**plan.ties, **numbers, **_KIND.stamp["metadata"]}, "weight_map": weight_map}
     data = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
     with writing(target, len(data)), new_file(temporary, len(data), like=target) as fd:
         write_all(fd, memoryview(data), 0)
+
+
+def _remove_all(earlier: Iterable[Path]) -> None:
+    for path in earlier:
+        _remove_earlier(path)
 
 
 def _remove_earlier(path: Path) -> None:

@@ -16,6 +16,7 @@ import pickle
 import weakref
 from collections import ChainMap
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -34,7 +35,7 @@ from offload.tensor.recipes import Piece
 from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handle_of, wrap
 
 
-class by_reference:  # noqa: N801  it is called as a function
+class by_reference:
     """What carries a tensor, a model, or anything that holds some, to processes that see the same files.
 
     It can be pickled, by any means: what comes out is the tensor or the model itself. Of values on disk the reference
@@ -55,21 +56,21 @@ class by_reference:  # noqa: N801  it is called as a function
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = io.BytesIO()
-        pickler = _pickler()(data, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = ChainMap(
-            {OffloadedTensor: _reduce, Piece: _reduce_piece}, getattr(pickler, "dispatch_table", copyreg.dispatch_table)
-        )
-        pickler.dump(self._carried)
+        _pickler()(data, pickle.HIGHEST_PROTOCOL).dump(self._carried)
         return pickle.loads, (data.getvalue(),)
 
 
+@lru_cache
 def _pickler() -> Any:
-    """The class of cloudpickle, which takes functions and classes of a script along, or else that of Python."""
+    """Of cloudpickle, which takes functions and classes of a script along, or else of Python; with our reductions."""
     try:
         from cloudpickle import Pickler
     except ImportError:
-        return pickle.Pickler
-    return Pickler
+        from pickle import Pickler
+    usual = vars(Pickler).get("dispatch_table")
+    reductions: dict[Any, Any] = {OffloadedTensor: _reduce, Piece: _reduce_piece}
+    table = ChainMap(reductions, usual if isinstance(usual, ChainMap) else copyreg.dispatch_table)
+    return type("ByReference", (Pickler,), {"dispatch_table": table})
 
 
 @dataclass(frozen=True)

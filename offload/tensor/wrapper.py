@@ -64,12 +64,12 @@ from offload.tensor.guests import (
 from offload.tensor.recipes import files_in
 from offload.torch_api import (
     PARAMETER_MARK,
-    STAGER,
     SWAPPING,
     ConstantIntNode,
     DisableTorchFunctionSubclass,
     is_traced,
     make_wrapper,
+    memo_of_stager,
     refuse_pointers,
     tensor_data,
     tensor_text,
@@ -397,10 +397,10 @@ class OffloadedTensor(torch.Tensor):
         return super().as_subclass(cls)
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+    def __dict__(self) -> dict[str, Any]:
         """Its attributes; for torch's stager, whose copy is in memory, those that others noted."""
         noted: dict[str, Any] = _attributes.__get__(self)
-        if sys._getframe(1).f_globals.get("__name__") != STAGER:
+        if memo_of_stager(sys._getframe(1)) is None:
             return noted
         return {name: value for name, value in noted.items() if name not in _OWN}
 
@@ -494,7 +494,10 @@ class OffloadedTensor(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return super().untyped_storage()
         with no_functions(), no_modes():
-            return handle_of(self).pointers()
+            storage = handle_of(self).pointers()
+        if (memo := memo_of_stager(sys._getframe(1))) is not None:
+            memo.setdefault(id(memo), []).append(storage)  # or another one would get its id
+        return storage
 
     def data_ptr(self) -> int:
         """An address of the mapped value, inside the storage of all its views; what has no file is stored first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -20,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import offload
 from offload import OffloadedTensor
 from offload.errors import ChangedFileError, MissingFileError
+from offload.tensor import processes
 from offload.testing import assert_equal
-from tests.processes import in_fork
+from tests.processes import in_fork, run_script
 
 WAYS = ["fork", "spawn"]
 
@@ -30,9 +32,16 @@ def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = 
     return OffloadedTensor.from_original_tensor(tensor, name, offload_dir)
 
 
-def passed(value: Any) -> Any:
-    """What another process would get, in this one."""
-    return pickle.loads(bytes(ForkingPickler.dumps(value)))
+CARRIERS: dict[str, Callable[[Any], bytes]] = {
+    "to a process": lambda value: bytes(ForkingPickler.dumps(value)),
+    "by reference": lambda value: pickle.dumps(offload.by_reference(value)),
+}
+
+
+@pytest.fixture(params=CARRIERS)
+def dumps(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
+    """How a value goes to another process."""
+    return CARRIERS[request.param]
 
 
 def run_in_process(way: str, target: Callable[..., None], *args: Any) -> None:
@@ -146,20 +155,23 @@ def test_threads_write_a_checkpoint_once(tmp_path: Path, plain: torch.Tensor) ->
 # What is passed
 
 
-def test_a_reference_is_passed_and_no_data() -> None:
+def test_a_reference_is_passed_and_no_data(dumps: Callable[[Any], bytes]) -> None:
     """Some hundred bytes, for whatever size."""
     small, large = offloaded(torch.ones(2)), OffloadedTensor.empty((1024, 1024), name="w")
 
-    assert abs(len(ForkingPickler.dumps(large)) - len(ForkingPickler.dumps(small))) < 64
-    assert len(ForkingPickler.dumps(large)) < 2048
+    assert abs(len(dumps(large)) - len(dumps(small))) < 64
+    assert len(dumps(large)) < 2048
 
 
-def test_what_a_tensor_is_passes_too(plain: torch.Tensor) -> None:
+def test_what_a_tensor_is_passes_too(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """Being a parameter, requiring grad, the cut, lazy bits, the name."""
-    parameter = passed(nn.Parameter(offloaded(plain)))
-    view = passed(offloaded(plain).t()[1:, ::2])
-    lazy = passed(offloaded(torch.randn(3, dtype=torch.complex64)).conj())
-    frozen = passed(nn.Parameter(offloaded(plain, "layer.weight"), requires_grad=False))
+    sent = [
+        nn.Parameter(offloaded(plain)),
+        offloaded(plain).t()[1:, ::2],
+        offloaded(torch.randn(3, dtype=torch.complex64)).conj(),
+        nn.Parameter(offloaded(plain, "layer.weight"), requires_grad=False),
+    ]
+    parameter, view, lazy, frozen = (pickle.loads(dumps(one)) for one in sent)
 
     assert isinstance(parameter, nn.Parameter)
     assert parameter.requires_grad
@@ -169,38 +181,40 @@ def test_what_a_tensor_is_passes_too(plain: torch.Tensor) -> None:
     assert ("layer.weight", False) == (frozen.name, frozen.requires_grad)
 
 
-def test_tensors_over_one_value_stay_so(plain: torch.Tensor) -> None:
+def test_tensors_over_one_value_stay_so(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """Passed together or one by one; and a tensor that comes back is over the value that it left from."""
     w = offloaded(plain)
-    first, row = passed([w, w[0]])
-    again = passed(w)
+    first, row = pickle.loads(dumps([w, w[0]]))
+    again = pickle.loads(dumps(w))
     row.zero_()
 
     assert first._handle is row._handle is again._handle is w._handle
     assert 0 == w[0].abs().sum()
 
 
-def test_a_non_leaf_is_not_passed(plain: torch.Tensor) -> None:
+def test_a_non_leaf_is_not_passed(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """As in torch: its graph can't go."""
     w = nn.Parameter(offloaded(plain))
 
     with pytest.raises(RuntimeError, match="detach"):
-        ForkingPickler.dumps(w[0])
+        dumps(w[0])
 
 
-def test_a_file_that_is_gone_meanwhile_is_an_error(plain: torch.Tensor) -> None:
+def test_a_file_that_is_gone_meanwhile_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """Which names the path: who sends a temporary tensor has to keep it."""
-    data = bytes(ForkingPickler.dumps(offloaded(plain)))
+    data = dumps(offloaded(plain))
 
     with pytest.raises(MissingFileError, match=r"w\.safetensors"):
         pickle.loads(data)
 
 
-def test_a_checkpoint_that_changed_meanwhile_is_an_error(tmp_path: Path, plain: torch.Tensor) -> None:
+def test_a_checkpoint_that_changed_meanwhile_is_an_error(
+    dumps: Callable[[Any], bytes], tmp_path: Path, plain: torch.Tensor
+) -> None:
     """Not other numbers."""
     path = tmp_path / "checkpoint.safetensors"
     safetensors.torch.save_file({"w": plain}, path)
-    data = bytes(ForkingPickler.dumps(OffloadedTensor.from_file(path)))
+    data = dumps(OffloadedTensor.from_file(path))
     assert_equal(plain, pickle.loads(data))
     safetensors.torch.save_file({"w": plain + 1}, path)
 
@@ -208,14 +222,44 @@ def test_a_checkpoint_that_changed_meanwhile_is_an_error(tmp_path: Path, plain: 
         pickle.loads(data)
 
 
-def test_a_value_of_another_shape_meanwhile_is_an_error(plain: torch.Tensor) -> None:
+def test_a_value_of_another_shape_meanwhile_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
     """The cut that was passed is of the old one."""
     w = offloaded(plain)
-    data = bytes(ForkingPickler.dumps(w[0]))
+    data = dumps(w[0])
     w.update_values(torch.ones(3), strict_shape=False)
 
     with pytest.raises(ChangedFileError, match="pass it again"):
         pickle.loads(data)
+
+
+@pytest.mark.parametrize("has_cloudpickle", [True, False])
+def test_a_model_goes_by_reference_to_a_process_of_any_origin(
+    has_cloudpickle: bool, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its ties, over the same files; what is in memory goes along, and a plain pickle stays plain."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", sys.modules.get("cloudpickle") if has_cloudpickle else None)
+    processes._pickler.cache_clear()
+    safetensors.torch.save_file({"0.weight": plain}, tmp_path / "checkpoint.safetensors")
+    model = nn.Sequential(nn.Linear(32, 64, bias=False, device="meta"), nn.Linear(64, 2))
+    offload.load_checkpoint_in_model(
+        model, tmp_path / "checkpoint.safetensors", {"0": "disk", "1": "cpu"}, strict=False
+    )
+    model.append(model[0])
+    (tmp_path / "model").write_bytes(pickle.dumps(offload.by_reference(model)))
+    code = """
+        import pathlib, pickle, sys, torch, offload
+        model = pickle.loads(pathlib.Path(sys.argv[1], "model").read_bytes())
+        print(model[0] is model[2], [offload.is_offloaded(p) for p in model.parameters()], model[0].weight.offload_path)
+        torch.save({"sums": [p.sum() for p in model.parameters()]}, sys.argv[1] + "/sums")
+    """
+
+    said = run_script(code, tmp_path)
+
+    processes._pickler.cache_clear()
+    assert f"True [True, False, False] {tmp_path / 'checkpoint.safetensors'}\n" == said
+    sums = torch.load(tmp_path / "sums")["sums"]
+    assert all(torch.equal(p.sum(), found) for p, found in zip(model.parameters(), sums, strict=True))
+    assert not offload.is_offloaded(pickle.loads(pickle.dumps(model))[0].weight)
 
 
 # Processes
