@@ -61,7 +61,7 @@ STATE = {
     "offload.prefetch.engine.POOL": "memory is the process's",
     "offload.prefetch.engine.UNTRACKED": "does not change",
     "offload.prefetch.engine._ENGINE": "one thread reads for all; a forked child makes its own",
-    "offload.prefetch.filling._FILLED": "who shares the process's memory: rows of caches",
+    "offload.prefetch.filling._FILLINGS": "who shares the process's memory: rows of caches",
     "offload.prefetch.residency._LOCK": "of all pools",
     "offload.prefetch.residency._POOLS": "who shares the process's memory",
     "offload.prefetch.residency._TURNS": "which value was asked for last",

@@ -22,6 +22,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.rowfile import RowFile, opened, read_parts, size_of
+from offload.cache.rowfile import RowFile, look_at, opened, read_parts, size_of
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.states import Length
 from offload.errors import (
@@ -41,12 +42,16 @@ from offload.errors import (
     DtypeMismatchError,
     ForeignFileError,
     OffloadError,
+    ReadError,
     ShapeMismatchError,
 )
+from offload.prefetch.filling import Filling
 from offload.storage.file import Identity, TensorFile, file_status
 from offload.storage.folders import SUFFIX, file_name
 from offload.storage.header import build
 from offload.storage.layout import Entry, contiguous
+from offload.storage.mapping import mapped
+from offload.storage.pages import PAGE
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import closed_after, closed_on_error, open_regular
 from offload.storage.replacing import put_file, write_all
@@ -60,6 +65,7 @@ _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
 _MOST = 2**63 - 1  # bytes that torch can count
 _SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
 _ALIGNED = 64  # bytes at a multiple of which a batch of values begins
+_LOOKS = 16  # at values, to tell whether all are in memory
 
 
 class FixedColumn:
@@ -331,6 +337,7 @@ class HeapColumn:
         self.path = _path(folder, column)
         self._length = length
         self._each = column.row_bytes  # bytes of what is counted
+        self._filling = Filling()
         self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
         with closed_on_error(self._fd):
             self._index = FixedColumn(folder, _index_of(column), writes=writes)
@@ -449,13 +456,33 @@ class HeapColumn:
         sizes = counts * self._each
         flat = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         places = np.cumsum(sizes) - sizes
-        read_parts(self._fd, self.path, starts, sizes, places, flat.numpy().data)
+        is_cached = self._are_cached(starts[sizes > 0])
+        if is_cached:
+            self._filling.take()  # values that are copied out need no mapping
+        elif not rows.span:
+            pages = int((-(-sizes // PAGE) * PAGE).sum())
+            self._filling.missed(len(rows), pages, size_of(self._fd, self.path), self._mapped)
+        read_parts(self._fd, self.path, starts, sizes, places, flat.numpy().data, announce=not is_cached)
         if self.column.kind == RAGGED:
             values = flat.view(self.column.dtype) if self._each else torch.empty(0, dtype=self.column.dtype)
             return Ragged(values.view(int(counts.sum()), *self.column.row_shape), counts)
         data = flat.numpy().tobytes()
         parts = [data[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
         return [self._decoded(part) for part in parts]
+
+    def _are_cached(self, starts: Numbers) -> bool:
+        """Whether some of the values, spread over all, are in memory."""
+        with suppress(OSError):
+            look_at(self._fd, starts[:: -(-len(starts) // _LOOKS) or 1].tolist())
+            return True
+        return False
+
+    def _mapped(self) -> torch.Tensor | None:
+        size = size_of(self._fd, self.path)
+        with suppress(ReadError):  # there are too many mappings
+            storage = mapped(self._fd, self.path, 0, size, shared=False)
+            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size,), (1,))
+        return None
 
     def _refuse_outside(self, index: Numbers, end: int) -> None:
         """
@@ -489,6 +516,7 @@ class HeapColumn:
         self._index.sync()
 
     def close(self) -> None:
+        self._filling.end()
         os.close(self._fd)
         self._index.close()
 

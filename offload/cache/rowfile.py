@@ -149,7 +149,7 @@ class RowFile:
                 return self._taken(mapped, rows, out, pinned=pinned)
             if not is_cached and not rows.span:
                 pages = len(rows) * -(-self._size // PAGE) * PAGE
-                self._filling.missed(len(rows), pages, os.fstat(self.fd).st_size, self._to_be_filled)
+                self._filling.missed(len(rows), pages, size_of(self.fd, self.path), self._to_be_filled)
             words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
             return self._values(words) if out is None else out
@@ -182,9 +182,7 @@ class RowFile:
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
             self._mapped = None  # to touch what was cut off would end the process
             raise OSError(errno.ENODATA, "the file ends before its rows")
-        for row in rows:
-            if not os.preadv(self._random, [bytearray(1)], self._at(row), os.RWF_NOWAIT):
-                raise OSError(errno.ENODATA, "the file ends before its rows")
+        look_at(self._random, map(self._at, rows))
         self.in_memory_until = time.monotonic() + _STILL
 
     def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
@@ -281,9 +279,7 @@ class RowFile:
         return rows if rows is not None and _is_in_memory(rows) else None
 
     def _to_be_filled(self) -> torch.Tensor | None:
-        """As `_all_mapped`; None for a file with more holes than rows: these were not written yet."""
-        status = os.fstat(self.fd)
-        return self._all_mapped() if status.st_blocks * 512 >= status.st_size // 2 else None
+        return None if has_holes(self.fd) else self._all_mapped()
 
     def _all_mapped(self) -> torch.Tensor | None:
         size = os.fstat(self.fd).st_size
@@ -312,6 +308,23 @@ def _is_in_memory(mapped: torch.Tensor) -> bool:
 
 
 # Parts of a file, into memory
+
+
+def look_at(fd: int, places: Iterable[int]) -> None:
+    """See that these bytes of a file are in memory.
+
+    Raises:
+        OSError: one of them is not, or not in the file.
+    """
+    for place in places:
+        if not os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT):
+            raise OSError(errno.ENODATA, "the file ends before its rows")
+
+
+def has_holes(fd: int) -> bool:
+    """Whether most of a file was never written."""
+    status = os.fstat(fd)
+    return status.st_blocks * 512 < status.st_size // 2
 
 
 def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -36,6 +37,7 @@ class Filling:
         self._coming: torch.Tensor | None = None
         self._done = 0
         self._here: torch.Tensor | None = None
+        self._filled = 0  # bytes that were brought in
 
     @property
     def is_under_way(self) -> bool:
@@ -46,7 +48,8 @@ class Filling:
         """Rows here and there are not in memory, and are to be read from the disk.
 
         Args:
-            rows: how many; `nbytes`: of the pages that they lie on, or about so many.
+            rows: how many.
+            nbytes: of the pages that they lie on, or about so many.
             size: bytes of all rows.
             mapped: maps them; gives None if they are not to be brought in.
 
@@ -69,13 +72,14 @@ class Filling:
         read_in_huge_pages(coming.data_ptr(), coming.nbytes)
         announce(coming.data_ptr(), min(_PART, coming.nbytes))
         self._coming, self._here = coming, None
+        _FILLINGS.add(self)
         log.debug("%d bytes, of which rows are picked, have room: all are brought in", coming.nbytes)
         return True
 
     def end(self) -> None:
         """Bring nothing more in; what was is nobody's any more."""
         self._coming = self._here = None
-        _FILLED.pop(self, None)
+        self._filled = 0
 
     def take(self) -> torch.Tensor | None:
         """All rows, mapped, if they have been brought in; once."""
@@ -87,18 +91,23 @@ class Filling:
         coming, done = self._coming, self._done
         if coming is None or time.monotonic() > self._until:
             return False
+        if not self._has_room(coming.nbytes):
+            self.end()
+            return False
         address, behind = coming.data_ptr(), min(done + _PART, coming.nbytes)
         announce(address + behind, min(_PART, coming.nbytes - behind))
-        if not self._has_room(coming.nbytes) or not populated(address + done, behind - done):
-            self.end()  # where the kernel has no call for it, to touch what another may cut off could end the process
+        is_here = False
+        with suppress(OSError):  # who asks for the rows meets it too, and tells
+            is_here = populated(address + done, behind - done)
+        if not is_here:  # nor are they touched: if another cuts the file, that would end the process
+            self.end()
             return False
-        self._done = behind
-        if behind < coming.nbytes:
-            return True
-        self._one_in = max(self._one_in // _LESS_READILY, 1)
-        self._coming, self._here = None, coming
-        _FILLED[self] = coming.nbytes
-        return False
+        with lock():
+            self._done = behind
+            if self._coming is not None and behind == coming.nbytes:
+                self._one_in = max(self._one_in // _LESS_READILY, 1)
+                self._coming, self._here, self._filled = None, coming, coming.nbytes
+            return self.is_under_way
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may be in memory beside the values of all models, and what else was brought in."""
@@ -106,8 +115,8 @@ class Filling:
             pools = Pool.all()
             elsewhere = {on_device for pool in pools for on_device in pool.on_devices.values()}
             values = sum(pool.nbytes for pool in pools if pool is not POOL and pool not in elsewhere)
-            filled = sum(other_bytes for other, other_bytes in _FILLED.items() if other is not self)
+            filled = sum(other._filled for other in _FILLINGS if other is not self)
             return nbytes + values + filled <= POOL.spare()
 
 
-_FILLED: weakref.WeakKeyDictionary[Filling, int] = weakref.WeakKeyDictionary()  # bytes that each has brought in
+_FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # that were begun; under the lock

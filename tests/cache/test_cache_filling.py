@@ -105,6 +105,23 @@ def test_a_column_that_fits_is_in_memory_after_some_random_rows(folder, tmp_path
     assert_whole(cache)
 
 
+@pytest.mark.parametrize("count", [255, 256])
+def test_rows_of_any_length_are_in_memory_after_some_too(tmp_path, parts, count):
+    rows = [torch.full((1024 + number % 64,), number) for number in range(ROWS)]
+    with TensorCache.create(tmp_path / "cache", {"x": (torch.int64, (None,))}) as cache:
+        cache.append({"x": rows})
+    path = dropped(tmp_path / "cache" / "x.values")
+    cache = TensorCache.open(tmp_path / "cache")
+
+    cache[some(count)]
+    rest()
+
+    assert (cached_fraction([path]) > 0.99) == (count == 256)
+    assert bool(parts) == (count == 256)
+    for number, value in enumerate(cache[torch.arange(ROWS).flip(0)]["x"]):
+        assert torch.equal(rows[ROWS - 1 - number], value)
+
+
 @pytest.mark.parametrize("count", [10, 255])
 def test_a_few_rows_bring_in_no_others(folder, path, parts, count):
     cache = TensorCache.open(folder)
@@ -280,6 +297,7 @@ def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(folder, path
     rest()
 
     assert not parts
+    assert not cache._store._files["x"]._file._filling.is_under_way
     with pytest.raises(CorruptFileError, match="cut"):
         cache[some(256, seed=1)]
 
