@@ -10,6 +10,7 @@
 | have large results and loads go to disk | `offloading` |
 | know which is which | `is_offloaded` |
 | send one, or a model, to a process of Ray or dask | `by_reference` |
+| know whether a model runs here, and how fast | `plan` |
 | load a transformers model | `from_pretrained` |
 | fill any model from a checkpoint | `init_empty_weights`, `load_checkpoint_and_dispatch`, `load_checkpoint_in_model` |
 | say what goes where | `ON_DISK`, a device map |
@@ -68,6 +69,7 @@ from offload.models.loader import (
 from offload.models.saving import save_checkpoint
 from offload.models.values import MapReport, map_values, offloaded_like
 from offload.offloading.context import offloading
+from offload.planning.estimate import plan
 from offload.storage.subclasses import register_subclass
 from offload.tensor import ops as _ops  # noqa: F401  fills the tables of rules
 from offload.tensor.locals import is_offloaded
@@ -99,6 +101,7 @@ __all__ = [
     "merge_lora",
     "offloaded_like",
     "offloading",
+    "plan",
     "quantize_",
     "register_subclass",
     "save_checkpoint",

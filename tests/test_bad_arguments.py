@@ -143,6 +143,7 @@ def make_llama() -> None:
 MAKES = {
     "merge_lora": make_adapter,
     "from_pretrained": make_llama,
+    "plan": make_llama,
     "load_memmap": lambda: a_tensordict().memmap("memmap"),
 }
 
@@ -362,6 +363,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "from_pretrained(max_memory)": lambda bad: pretrained("llama", max_memory=bad),
     "from_pretrained(dtype)": lambda bad: pretrained("llama", dtype=bad),
     "from_pretrained(gguf_file)": lambda bad: pretrained("llama", gguf_file=bad),
+    "plan(model)": lambda bad: offload.plan(bad, disk_rate="1GB"),
+    "plan(max_memory)": lambda bad: offload.plan("llama", disk_rate="1GB", max_memory=bad),
+    "plan(device)": lambda bad: offload.plan("llama", disk_rate="1GB", device=bad),
+    "plan(batch)": lambda bad: offload.plan("llama", disk_rate="1GB", batch=bad),
+    "plan(context)": lambda bad: offload.plan("llama", disk_rate="1GB", context=bad),
+    "plan(disk_rate)": lambda bad: offload.plan("llama", disk_rate=bad),
     "kv_cache(model)": lambda bad: offload.integrations.kv_cache(bad),
     "kv_cache(offload_dir)": lambda bad: offload.integrations.kv_cache(llama_config(), bad),
     "kv_cache(max_length)": lambda bad: offload.integrations.kv_cache(llama_config(), max_length=bad),
@@ -385,7 +392,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "memmap_like(td)": lambda bad: tensordict.memmap_like(bad, "out"),
     "memmap_like(folder)": lambda bad: tensordict.memmap_like(a_tensordict(), bad),
 }
-NEEDS = {"from_pretrained": "transformers", "kv_cache": "transformers", "quantize_": "torchao", "merge_lora": "peft"}
+NEEDS = {"quantize_": "torchao", "merge_lora": "peft"}
+NEEDS |= dict.fromkeys(("from_pretrained", "plan", "kv_cache"), "transformers")
 NEEDS |= dict.fromkeys(("load_memmap", "save_memmap", "memmap_like"), "tensordict")
 
 

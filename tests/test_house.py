@@ -36,10 +36,12 @@ FLOORS = {
     "cache": 8,
     "training": 8,
     "integrations": 9,
-    "cli": 10,
+    "planning": 10,
+    "cli": 11,
 }
 NEIGHBOURS = {
     "accelerate",
+    "compressed_tensors",
     "datasets",
     "gguf",
     "h5py",
@@ -87,6 +89,7 @@ PUBLIC = [
     "merge_lora",
     "offloaded_like",
     "offloading",
+    "plan",
     "quantize_",
     "register_subclass",
     "save_checkpoint",

@@ -2,13 +2,14 @@
 
 | module | commands |
 | --- | --- |
+| `plan` | `plan` |
 | `models` | `generate` `bench` |
 | `batch` `requests` | `batch`, and the lines that it reads and writes |
+| `weights` | `quantize` `merge-lora` |
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
 | `arguments` | what is typed, as what it means |
-| `doctor` | what this machine can do, measured |
 | `main` `output` | the command line as a whole, and what it prints |
 """
 

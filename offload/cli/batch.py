@@ -36,10 +36,21 @@ def add_to(commands: Any) -> None:
         "input", type=arguments.path, help="JSON lines: custom_id, and messages or a prompt; - for standard input"
     )
     target = command.add_argument("output", type=arguments.path, help="where answers are appended, as JSON lines")
-    command.add_argument("--errors", type=arguments.path, metavar="FILE", help="for bad lines (OUTPUT.errors.jsonl)")
-    command.add_argument("--max-new-tokens", type=arguments.count, default=256, metavar="N", help="256 if not given")
     command.add_argument(
-        "--in-flight", type=arguments.count, metavar="K", help="requests at a time (as memory has room for)"
+        "--errors", type=arguments.path, metavar="FILE", help="for bad lines (default: OUTPUT.errors.jsonl)"
+    )
+    command.add_argument(
+        "--max-new-tokens",
+        type=arguments.count,
+        default=256,
+        metavar="N",
+        help="per answer, where a line does not say (default: %(default)s)",
+    )
+    command.add_argument(
+        "--in-flight",
+        type=arguments.count,
+        metavar="K",
+        help="requests that share one reading of the model (default: as many as memory has room for)",
     )
     command.set_defaults(run=batch)
     allow_json(command)

@@ -7,10 +7,11 @@ Always true:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, console, counted, print_json, table
+from offload.cli.output import allow_json, console, counted, doing, print_json, table
 
 if TYPE_CHECKING:
     from offload.models.checkpoint import Value
@@ -26,13 +27,16 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument("target", type=arguments.path, help="the new folder").complete = shtab.DIRECTORY
     command.add_argument(
-        "--dtype", type=arguments.dtype, help="of the floating-point values: bf16, fp16, fp32, float64..."
+        "--dtype",
+        type=arguments.dtype,
+        help="of the floating-point values: bfloat16, float16, float32... (default: as they are)",
     )
+    add_shard_size(command)
     command.add_argument(
-        "--max-shard-size", type=arguments.size, default="5GB", metavar="SIZE", help="bytes in a file, as 500MB (5GB)"
-    )
-    command.add_argument(
-        "--to", choices=["safetensors", "offload"], default="safetensors", help="what to write (safetensors)"
+        "--to",
+        choices=["safetensors", "offload"],
+        default="safetensors",
+        help="the kind of folder to write (default: %(default)s)",
     )
     command.add_argument("--dequantize", action="store_true", help="of a quantized checkpoint, write the dense one")
     command.set_defaults(run=convert)
@@ -42,7 +46,7 @@ def add_to(commands: Any) -> None:
     inspected = looking.add_argument("path", type=arguments.path, help=about)
     looking.set_defaults(run=inspect)
 
-    checking = commands.add_parser("verify", help="look whether a checkpoint is whole", description=verify.__doc__)
+    checking = commands.add_parser("verify", help="check that a checkpoint is complete", description=verify.__doc__)
     verified = checking.add_argument("path", type=arguments.path, help="as for inspect; of a folder, all that is in it")
     checking.set_defaults(run=verify)
     allow_json(looking, checking)
@@ -50,9 +54,21 @@ def add_to(commands: Any) -> None:
         path.complete = shtab.FILE
 
 
+def add_shard_size(command: argparse.ArgumentParser) -> None:
+    """How large the files are that are written."""
+    command.add_argument(
+        "--max-shard-size",
+        type=arguments.size,
+        default="5GB",
+        metavar="SIZE",
+        help="of the values in a file: 500MB, 2GiB (default: %(default)s)",
+    )
+
+
 def convert(options: argparse.Namespace) -> None:
     """Write a checkpoint anew: in another dtype or other shards, dense, as safetensors, or as an offload folder."""
-    from offload.models.conversion import convert_checkpoint
+    with doing("importing torch"):
+        from offload.models.conversion import convert_checkpoint
 
     convert_checkpoint(
         options.source,
@@ -62,6 +78,19 @@ def convert(options: argparse.Namespace) -> None:
         to_offload_folder=options.to == "offload",
         dequantize=options.dequantize,
     )
+    print_written(options.target)
+
+
+def print_written(target: Path) -> None:
+    """A line of a new checkpoint."""
+    from rich.filesize import decimal
+
+    from offload.models.checkpoint import open_checkpoint
+
+    written = open_checkpoint(target)
+    files = {file.path for value in written.values() for file in value.files}
+    held = f"{counted(len(files), 'file')}, {counted(len(written), 'tensor')}, {decimal(written.nbytes)}"
+    print(f"{target}: written ({held})")
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -86,7 +115,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Look whether a checkpoint, or an offload folder, is whole; print what is wrong as a table."""
+    """Check that a checkpoint, or an offload folder, is complete; print what is wrong as a table."""
     from rich.filesize import decimal
     from rich.text import Text
 

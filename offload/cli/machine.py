@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, print_json, print_pairs
+from offload.cli.output import allow_json, doing, print_json, print_pairs
 
 if TYPE_CHECKING:
-    from offload.cli.doctor import Diagnosis
+    from offload.planning.machine import Diagnosis
 
 
 def add_to(commands: Any) -> None:
@@ -23,7 +23,11 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)
     folder = command.add_argument(
-        "folder", type=arguments.path, nargs="?", default=Path(), help="where values would be kept (here)"
+        "folder",
+        type=arguments.path,
+        nargs="?",
+        default=Path(),
+        help="where values would be kept (default: the current folder)",
     )
     folder.complete = shtab.DIRECTORY
     allow_json(command)
@@ -32,9 +36,10 @@ def add_to(commands: Any) -> None:
 
 def doctor(options: argparse.Namespace) -> None:
     """Say what this machine can do: versions, devices, memory, and the speed of a folder's disk."""
-    from offload.cli.doctor import diagnose
+    with doing("measuring the disk"):
+        from offload.planning.machine import diagnose
 
-    found = diagnose(options.folder)
+        found = diagnose(options.folder)
     if options.json:
         print_json(found)
         return

@@ -15,16 +15,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from offload.cli import batch, files, machine, models, rows
+from offload.cli import batch, files, machine, models, plan, rows, weights
 from offload.cli.output import complain, escaping, logging_to_stderr
 from offload.errors import OffloadError
 
-_CODES = "exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"
+_EPILOG = """examples:
+  offload generate MODEL --prompt "Once upon a time" --max-memory 8GiB
+  offload batch MODEL requests.jsonl answers.jsonl
+  offload quantize MODEL model-int8 --int8
+
+MODEL is a folder with a checkpoint, or a model on the hub. offload COMMAND --help lists a command's options.
+
+exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; gives the exit code."""
     options = parser().parse_args(argv)
+    if options.run is None:
+        parser().print_help()
+        return 0
     try:
         with escaping(), logging_to_stderr(options.verbose):
             code: int | None = options.run(options)
@@ -48,15 +58,21 @@ def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
     import shtab
 
-    made = argparse.ArgumentParser(prog="offload", description="PyTorch tensors that live on disk.", epilog=_CODES)
+    made = argparse.ArgumentParser(
+        prog="offload",
+        description="PyTorch tensors that live on disk.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.set_defaults(run=None)
     made.add_argument("--traceback", action="store_true", help="show where an error comes from")
     made.add_argument(
         "-v", "--verbose", action="count", default=0, help="tell what is done, on standard error; -vv tells more"
     )
     about = 'print a completion script for a shell, as: eval "$(offload --print-completion bash)"'
     shtab.add_argument_to(made, ["--print-completion"], help=about)
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
-    for room in (models, batch, files, rows, machine):
+    commands = made.add_subparsers(metavar="COMMAND")
+    for room in (plan, models, batch, weights, files, rows, machine):
         room.add_to(commands)
     _allow_everywhere(commands)
     return made

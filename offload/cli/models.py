@@ -10,14 +10,13 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, print_json, print_pairs
+from offload.cli.output import allow_json, counted, doing, print_json, print_pairs
 from offload.errors import ArgumentError, CheckpointError
 from offload.storage.reasons import first_line
 
@@ -34,19 +33,25 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     add_model_options(command)
     command.add_argument("--prompt", type=arguments.prompt, required=True)
-    command.add_argument("--max-new-tokens", type=arguments.count, default=64, metavar="N", help="64 if not given")
-    command.add_argument("--sample", action="store_true", help="sample instead of taking the likeliest token")
+    command.add_argument(
+        "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
+    )
+    command.add_argument("--sample", action="store_true", help="sample, instead of taking the likeliest token")
     command.set_defaults(run=generate)
 
     timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
     add_model_options(timing)
-    timing.add_argument("--prompt-tokens", type=arguments.count, default=16, metavar="N", help="16 if not given")
-    timing.add_argument("--new-tokens", type=arguments.count, default=16, metavar="N", help="16 if not given")
+    timing.add_argument(
+        "--prompt-tokens", type=arguments.count, default=16, metavar="N", help="of the prompt (default: %(default)s)"
+    )
+    timing.add_argument(
+        "--new-tokens", type=arguments.count, default=16, metavar="N", help="to generate (default: %(default)s)"
+    )
     timing.set_defaults(run=bench)
     allow_json(command, timing)
     for made in (command, timing):
         made.add_argument(
-            "--report", type=arguments.path, metavar="FILE", help="write a page with memory, reads and time"
+            "--report", type=arguments.path, metavar="FILE", help="write an HTML page of memory, reads and time"
         )
         model = next(action for action in made._actions if action.dest == "model")
         model.complete = shtab.DIRECTORY
@@ -58,37 +63,65 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device",
         type=arguments.device,
-        help="where to compute: cpu, cuda, cuda:1... (the accelerator, if there is one)",
+        help="where to compute: cpu, cuda, cuda:1... (default: the accelerator, if there is one)",
     )
-    command.add_argument("--dtype", type=arguments.dtype, help="convert the weights to it, on disk: bf16, fp32...")
     command.add_argument(
-        "--max-memory", type=arguments.size, metavar="SIZE", help="what may stay in memory, as 8GiB (what is free)"
+        "--dtype",
+        type=arguments.dtype,
+        help="of the weights, converted as they are read: bfloat16, float16, float32... (default: as configured)",
     )
-    command.add_argument("--offload-dir", type=arguments.path, help="folder for converted weights (a temporary one)")
-    command.add_argument("--revision", help="branch, tag or commit on the hub")
+    command.add_argument(
+        "--max-memory",
+        type=arguments.size,
+        metavar="SIZE",
+        help="how much of the weights may stay in memory: 8GiB (default: what is available)",
+    )
+    command.add_argument(
+        "--offload-dir",
+        type=arguments.path,
+        metavar="FOLDER",
+        help="for weights that change (default: a temporary one)",
+    )
+    add_revision(command)
+
+
+def add_revision(command: argparse.ArgumentParser) -> None:
+    """Which state of a model on the hub."""
+    command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print what a language model on disk makes of a prompt, token by token."""
-    import torch
-
+    """Print what a language model on disk makes of a prompt, token by token; then, on standard error, its speed."""
     folder = folder_of_model(options)
-    tokenizer = tokenizer_of(folder)
+    with doing("importing transformers"):
+        import torch
+
+        from offload.memory import anonymous_bytes
+
+        tokenizer = tokenizer_of(folder)
     inputs = tokenizer(options.prompt, return_tensors="pt")
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: say something")
+    before = anonymous_bytes()
     model = loaded_model(folder, options)
     inputs = inputs.to(model.device)
-    with _watched(options, model) as recording, torch.inference_mode():
+    with (
+        _watched(options, model) as recording,
+        doing("reading the prompt") as begun,
+        torch.inference_mode(),
+    ):
         tokens = model.generate(
             **inputs,
             max_new_tokens=options.max_new_tokens,
             do_sample=options.sample,
-            streamer=None if options.json else _printing(tokenizer, recording),
+            streamer=_marking(recording.mark) if options.json else _printing(tokenizer, recording.mark, begun),
         )
+    figures = {**_figures(recording), "anonymous_bytes": recording.peak - before}
     if options.json:
         new = tokens[0, inputs["input_ids"].shape[1] :]
-        print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist()})
+        print_json({"text": tokenizer.decode(new, skip_special_tokens=True), "tokens": new.tolist(), **figures})
+    else:
+        print(_in_words(len(recording.marks), figures), file=sys.stderr)
 
 
 def bench(options: argparse.Namespace) -> None:
@@ -98,15 +131,15 @@ def bench(options: argparse.Namespace) -> None:
 
     from offload.integrations.transformers import model_on_meta
     from offload.memory import anonymous_bytes
-    from offload.report.page import Recording
 
     folder = folder_of_model(options)
-    model_on_meta(folder)  # what is imported for it is not a part of loading it
+    with doing("importing transformers"):
+        model_on_meta(folder)  # what is imported for it is not a part of loading it
     before, started = anonymous_bytes(), time.perf_counter()
     model = loaded_model(folder, options)
     load = time.perf_counter() - started
     prompt = torch.arange(options.prompt_tokens).remainder(model.config.get_text_config().vocab_size)[None]
-    with _watched(options, model) if options.report else Recording().going_on() as seen, torch.inference_mode():
+    with _watched(options, model) as seen, doing("generating"), torch.inference_mode():
         model.generate(
             prompt.to(model.device),
             attention_mask=torch.ones_like(prompt).to(model.device),
@@ -136,6 +169,17 @@ def _figures(seen: Recording) -> dict[str, float | None]:
     }
 
 
+def _in_words(tokens: int, figures: dict[str, Any]) -> str:
+    """A line of how fast it was."""
+    from rich.filesize import decimal
+
+    peak = f"{decimal(max(figures['anonymous_bytes'], 0))} of memory at the peak"
+    if figures["token_seconds"] is None:
+        return f"{counted(tokens, 'token')} in {figures['first_token_seconds']:.3g} s, {peak}"
+    read = decimal(int(figures["token_read_bytes"]))
+    return f"{counted(tokens, 'token')}: {1 / figures['token_seconds']:.3g} tokens/s, {read} read per token, {peak}"
+
+
 def _written(name: str, value: float | None, decimal: Callable[[int], str]) -> str:
     if value is None:
         return "-"
@@ -157,33 +201,36 @@ def folder_of_model(options: argparse.Namespace) -> Path:
 
 def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
     """The model, on disk."""
-    from offload.integrations.transformers import from_pretrained
-    from offload.models.device_map import ON_DISK
+    with doing("opening the model"):
+        from offload.integrations.transformers import from_pretrained
+        from offload.models.device_map import ON_DISK
 
-    device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
-    chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
-    return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
+        device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
+        chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
+        return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
 
 
 def _watched(options: argparse.Namespace, model: Any) -> Any:
-    """A recording that becomes a page, if one is asked for."""
+    """A recording; it becomes a page if one is asked for."""
     from offload.report import memory_report
+    from offload.report.page import Recording
 
     if not options.report:
-        return nullcontext()
+        return Recording().going_on()
     return memory_report(options.report, model, title=f"offload {options.model}")
 
 
-def _printing(tokenizer: Any, recording: Recording | None) -> Any:
-    """Prints tokens as they come, and marks each."""
+def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None]) -> Any:
+    """Prints tokens as they come, and marks each; `begun` is called before the first one."""
     from transformers import TextStreamer
 
     class Printing(TextStreamer):  # type: ignore[misc]
         def put(self, value: torch.Tensor) -> None:
             is_prompt = self.next_tokens_are_prompt
+            if not is_prompt:
+                begun()
+                mark()
             super().put(value)
-            if recording is not None and not is_prompt:
-                recording.mark()
 
     return Printing(tokenizer, skip_prompt=True)
 

@@ -1,7 +1,7 @@
 """What commands print.
 
 Always true:
-- where nobody looks on, there are no colours and no lines that are cut
+- off a terminal there are no colours, no spinners, and no lines that are cut
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -25,24 +25,46 @@ if TYPE_CHECKING:
 
 @contextmanager
 def logging_to_stderr(verbose: int) -> Iterator[None]:
-    """What the package notes of its work, shown while the block runs: with 1 its decisions, with 2 all."""
+    """What the package notes of its work, shown while the block runs: with 1 its decisions, with 2 all.
+
+    With 0, warnings of torchao's import, which have nothing to do with what was asked for, are not shown either.
+    """
     log, handler = logging.getLogger("offload"), logging.StreamHandler()
-    if not verbose:
-        yield
-        return
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+    levels = {log: logging.INFO if verbose == 1 else logging.DEBUG} if verbose else {}
+    for name in () if verbose else ("torchao", "torch.utils._pytree"):
+        levels[logging.getLogger(name)] = logging.ERROR
+    before = {one: one.level for one in levels}
     try:
+        if verbose:
+            log.addHandler(handler)
+        for one, level in levels.items():
+            one.setLevel(level)
         yield
     finally:
-        log.setLevel(before)
+        for one, level in before.items():
+            one.setLevel(level)
         log.removeHandler(handler)
 
 
+@contextmanager
+def doing(what: str) -> Iterator[Callable[[], None]]:
+    """Say on a terminal what takes a while, as long as the block runs; gives what ends that before."""
+    from rich.console import Console
+
+    status = Console(stderr=True).status(what)
+    if not status.console.is_terminal or not sys.stdout.isatty():
+        yield lambda: None
+        return
+    try:
+        status.start()
+        yield status.stop
+    finally:
+        status.stop()
+
+
 def console() -> Console:
-    """Of lines that are not cut, where nobody looks on."""
+    """Of lines that are cut on a terminal only."""
     from rich.console import Console
 
     made = Console(highlight=False)

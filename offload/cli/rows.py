@@ -39,11 +39,9 @@ def add_to(commands: Any) -> None:
         made[name].set_defaults(run=act)
     allow_json(made["info"], made["verify"])
     command = made["export"]
-    command.add_argument(
-        "target", type=arguments.path, help="the new file; a folder for npy, which has a file a column"
-    )
-    command.add_argument("--to", choices=_EXPORTS, help="(told by the target's suffix)")
-    command.add_argument("--columns", nargs="+", metavar="NAME", help="some of the columns")
+    command.add_argument("target", type=arguments.path, help="the new file; for npy a folder, with a file per column")
+    command.add_argument("--to", choices=_EXPORTS, help="the format (default: by the target's suffix)")
+    command.add_argument("--columns", nargs="+", metavar="NAME", help="which columns (default: all)")
 
 
 def info(options: argparse.Namespace) -> None:
@@ -55,7 +53,7 @@ def info(options: argparse.Namespace) -> None:
     if options.json:
         print_json(_as_json(cache, options.path))
         return
-    made = table("column", "kind", "dtype", "a row", "filled")
+    made = table("column", "kind", "dtype", "row", "filled")
     for name, column in cache.schema.items():
         dtype = str(column.dtype).removeprefix("torch.") if column.kind in ("tensor", "ragged") else ""
         filled = len(cache) - len(cache.missing_rows([name]))
@@ -67,7 +65,7 @@ def info(options: argparse.Namespace) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Look whether a cache of rows is whole; rows that are not filled are no error."""
+    """Check that a cache of rows is complete; rows that are not filled are not an error."""
     from rich.text import Text
 
     cache = _opened(options.path)

@@ -9,6 +9,8 @@ Always true:
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from offload.storage.reasons import first_line, reading
 from offload.storage.regular import as_file, is_folder, is_there, open_regular, text_of
 
 _WANTED = [*COMPANIONS, "*.safetensors"]
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _PICKLED = ["*.bin"]
 _NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  # other forms, and what trained it
 
@@ -44,9 +47,8 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
             return folder.absolute()
         raise CheckpointError(f"{name_or_path} is a file, and a model is a folder: give {folder.absolute().parent}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    with _asking(name_or_path):
         if gguf_file is not None:
             return _gguf(
                 Path(snapshot_download(str(name_or_path), allow_patterns=[gguf_file], **hub_options)) / gguf_file
@@ -56,11 +58,49 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
             wanted = {"allow_patterns": _PICKLED, "ignore_patterns": _NOT_PICKLED}
             folder = Path(snapshot_download(str(name_or_path), **wanted, **hub_options))
         return folder
+
+
+def headers_of(name: str, **hub_options: Any) -> tuple[Path, dict[str, tuple[str, int]]]:
+    """Of a model on the hub, the folder with its configuration, and what the headers of its safetensors say.
+
+    Args:
+        name: "organization/name".
+        hub_options: revision, token.
+
+    Returns:
+        A folder of the local cache, and for each tensor its dtype and its bytes.
+
+    Raises:
+        CheckpointError: the hub has no such model, or it has no safetensors.
+    """
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    try:
+        with _asking(name):
+            folder = Path(hf_hub_download(name, "config.json", **hub_options)).parent
+            files = get_safetensors_metadata(name, **hub_options).files_metadata.values()
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise CheckpointError(f"{name} has no safetensors whose headers can be read: download it first") from error
+    infos = {key: info for file in files for key, info in file.tensors.items()}
+    return folder, {
+        key: (_DTYPES.get(info.dtype, info.dtype.lower()), info.data_offsets[1] - info.data_offsets[0])
+        for key, info in infos.items()
+    }
+
+
+@contextmanager
+def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
+    """What goes wrong in the block with the hub is said as an error of ours."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        yield
     except HFValidationError as error:
-        raise CheckpointError(f"{name_or_path} is neither a folder nor a name on the hub ({error})") from error
+        raise CheckpointError(f"{name} is neither a folder nor a name on the hub ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{name_or_path} is not a folder here, and the hub did not give it: {first_line(error).rstrip('.')}. "
+            f"{name} is not a folder here, and the hub did not give it: {first_line(error).rstrip('.')}. "
             "Check the name, the network and your token, or give a folder."
         ) from error
 

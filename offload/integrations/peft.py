@@ -23,13 +23,16 @@ from torch import nn
 
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
+from offload.integrations.transformers import class_of, from_pretrained
 from offload.memory import return_freed
+from offload.models.conversion import copy_companions
 from offload.models.journal import Journal
 from offload.models.slots import Slot
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
-from offload.storage.regular import as_file, is_folder, open_regular, text_of
+from offload.storage.regular import absolute, as_file, is_folder, is_there, open_regular, text_of
+from offload.storage.replacing import refuse_filled, remove_folder, replacing_folder
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
@@ -97,6 +100,50 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
             merging.replaced.extend(places.finish(merging.marks_for_whole()))
     log.info("merged %s: %d layers, %d values replaced", adapter, merging.done, len(merging.replaced))
     return MapReport(tuple(name for name in dict.fromkeys(merging.replaced) if name not in before), (), tuple(before))
+
+
+def merge_checkpoint(
+    source: PathLike,
+    adapter: PathLike,
+    target: PathLike,
+    *,
+    max_shard_size: int | str = "5GB",
+    resume: bool = False,
+    progress: bool = True,
+) -> MapReport:
+    """Write a checkpoint of transformers anew, with an adapter of peft merged into it.
+
+    Args:
+        source: the folder of the base.
+        adapter: see `merge_lora`.
+        target: the new folder; it may be there if it is empty.
+        max_shard_size: see `save_checkpoint`.
+        resume: go on with a run that was killed, from the folder `target` + ".partial".
+        progress: show a bar, on a terminal.
+
+    Returns:
+        What was merged.
+
+    Raises:
+        ForeignFileError: `target` is there and not empty.
+        JournalError: a run was begun, and `resume` does not say to go on.
+        CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
+    """
+    folder, target = absolute(source), absolute(target)
+    refuse_filled(target)
+    work = target.with_name(f"{target.name}.partial")
+    if not resume and is_there(work):
+        raise JournalError(
+            f"{work} is there, maybe of a run that was not finished: go on with it (resume), or remove it"
+        )
+    model = from_pretrained(folder, class_of(folder), offload_dir=work)
+    report = merge_lora(model, adapter, resume=True, progress=progress)
+    with replacing_folder(target) as made:
+        copy_companions(folder, made)
+        model.save_pretrained(made, max_shard_size=max_shard_size)
+    del model
+    remove_folder(work)
+    return report
 
 
 @dataclass

@@ -28,6 +28,7 @@ from offload.models.pretrained import Dense, filled, quantization_of, without_qu
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder
+from offload.storage.state_file import read_json
 from offload.tensor.arguments import floating_dtype
 
 _NOT_HERE = {
@@ -168,6 +169,20 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
         raise
     except Exception as error:  # whatever it makes of a configuration that is damaged, or of another kind of model
         raise CheckpointError(f"transformers can't make a model of {folder}: {first_line(error)}") from error
+
+
+def class_of(folder: Path) -> Any:
+    """The class that a model's configuration names as the one that it was saved from; None if transformers has none.
+
+    Raises:
+        CorruptFileError: the configuration can't be read.
+    """
+    import transformers
+
+    config = read_json(folder / "config.json", "a model's configuration")
+    names = config.get("architectures") if isinstance(config, dict) else None
+    name = names[0] if isinstance(names, list) and names else None
+    return getattr(transformers, name, None) if isinstance(name, str) else None
 
 
 def _refuse_options(options: dict[str, Any]) -> None:

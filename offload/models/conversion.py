@@ -70,7 +70,7 @@ def convert_checkpoint(
     with replacing_folder(absolute(target)) as folder:
         if is_folder(opened.path):
             with reading(opened.path):
-                _copy_companions(opened.path, folder, dtype, config)
+                copy_companions(opened.path, folder, dtype, config)
         elif config is not None:
             put_file(folder / _CONFIG, _text_of(config))
         if to_offload_folder:
@@ -131,8 +131,14 @@ def _write_one_by_one(
             deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
 
 
-def _copy_companions(source: Path, folder: Path, dtype: torch.dtype | None, dense: Any) -> None:
-    """Copy what is beside the weights; `dense` is the configuration in place of the one there, if there is one."""
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:
+    """Copy what a model's folder has beside weights and code.
+
+    Args:
+        source, folder: from where, and to where.
+        dtype: that the configuration says then, if it is given.
+        dense: the configuration in place of the one there, if there is one.
+    """
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
         if not wanted or path.name.endswith(INDEX) or not path.is_file():

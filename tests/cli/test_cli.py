@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,15 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
 
     assert expected == done.stdout.strip()
     assert "Loading" not in done.stderr
+    assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
+
+
+def test_no_command_is_answered_with_help_and_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 0 == cli.main([])
+
+    said = capsys.readouterr().out
+    assert 3 == sum(line.startswith("  offload ") for line in said.splitlines())
+    assert max(map(len, said.splitlines())) < 120
 
 
 def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +164,9 @@ def test_convert_gives_a_folder_that_transformers_loads(llama_folder: Path, tmp_
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "torch.float16"])
-def test_convert_to_an_offload_folder_and_back(tmp_path: Path, dtype: str | None) -> None:
+def test_convert_to_an_offload_folder_and_back(
+    tmp_path: Path, dtype: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     values = {"a/A": torch.randn(30, 4), "b": torch.arange(5), "c.t": torch.randn(4, 6)}
     save_file(values, tmp_path / "source.safetensors")
     (tmp_path / "config.json").write_text("{}")
@@ -164,6 +176,7 @@ def test_convert_to_an_offload_folder_and_back(tmp_path: Path, dtype: str | None
     back = ["convert", str(tmp_path / "there"), str(tmp_path / "back")]
 
     assert [0, 0] == [cli.main(forth), cli.main(back)]
+    assert f"{tmp_path / 'back'}: written (1 file, 3 tensors, " in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "there").is_offload_folder
     assert ["model.safetensors"] == os.listdir(tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")

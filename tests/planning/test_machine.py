@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offload import cli
-from offload.cli.doctor import diagnose
 from offload.errors import MissingFileError
+from offload.planning.machine import diagnose
 
 SIZE = 16 << 20
 

@@ -1,7 +1,8 @@
 """What this machine can do for tensors on disk.
 
 Always true:
-- the disk is measured with a file of our own, which goes when it is done, also after a failure
+- the disk is measured by reading a file that is there, or with one of our own, which goes when it is done, also after a
+  failure
 - nothing is guessed: what could not be measured is None
 """
 
@@ -11,12 +12,14 @@ import errno
 import mmap
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
@@ -24,7 +27,7 @@ import torch
 from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
 from offload.prefetch.residency import Pool
-from offload.storage.reasons import writing
+from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, closed_after
 from offload.storage.replacing import remove, temporary_for
 
@@ -111,6 +114,70 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
     )
 
 
+@dataclass(frozen=True)
+class Computing:
+    """What was measured of a device that computes, in the dtype of a model.
+
+    Attributes:
+        streams: bytes of weights a second in a product with one row, which is as fast as memory gives them.
+        multiplies: floating-point operations a second in a product with many rows.
+        casts: numbers a second that are brought from another dtype into this one, as a decoder does at its fastest.
+    """
+
+    streams: float
+    multiplies: float
+    casts: float
+
+
+def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Computing:
+    """Measure products on a device. Takes some tenths of a second, and 50 MB.
+
+    Example:
+        >>> computing_rates(torch.device("cpu"), torch.float32).streams > 0
+        True
+    """
+    with torch.inference_mode(), torch.device(device):
+        weight = torch.zeros(4096, 4096, dtype=dtype)  # more than the caches of processors hold
+        one, many = torch.zeros(1, 4096, dtype=dtype), torch.zeros(256, 4096, dtype=dtype)
+        packed = torch.zeros(2048, 4096, dtype=torch.float32 if dtype.itemsize < 4 else torch.bfloat16)
+        streaming = _seconds(lambda: torch.nn.functional.linear(one, weight), device)
+        multiplying = _seconds(lambda: torch.nn.functional.linear(many, weight), device)
+        out = torch.empty_like(packed, dtype=dtype)
+        casting = _seconds(lambda: out.copy_(packed), device)
+    return Computing(
+        streams=weight.nbytes / streaming,
+        multiplies=2 * len(many) * weight.numel() / multiplying,
+        casts=packed.numel() / casting,
+    )
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs, after one that does not count."""
+    taken = []
+    for _ in range(6):
+        started = time.perf_counter()
+        act()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    return median(taken[1:])
+
+
+def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
+    """Bytes a second of reading a file past the page cache; None where that is not possible, or it is too small.
+
+    Raises:
+        ReadError
+    """
+    with reading(path):
+        size = min(nbytes, path.stat().st_size) // _BLOCK * _BLOCK
+        if size < _LEAST:
+            return None
+        with suppress(OSError):
+            return _rate(size, lambda: _read(path, os.O_DIRECT, size))
+    return None
+
+
 def _installed() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
@@ -160,11 +227,11 @@ def _write(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path, flags: int) -> None:
+def _read(path: Path, flags: int, size: int = sys.maxsize) -> None:
     buffer = mmap.mmap(-1, _BLOCK)
     with closed_after(os.open(path, os.O_RDONLY | flags)) as fd:
         at = 0
-        while done := os.preadv(fd, [buffer], at):
+        while at < size and (done := os.preadv(fd, [buffer], at)):
             at += done
 
 

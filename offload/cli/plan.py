@@ -1,0 +1,64 @@
+"""`offload plan`: whether a model runs here, and how fast.
+
+Always true:
+- no weight is read, and none is downloaded
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from offload.cli import arguments
+from offload.cli.output import allow_json, doing, print_json
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to a command line."""
+    import shtab
+
+    command = commands.add_parser("plan", help="say whether a model runs here, and how fast", description=plan.__doc__)
+    model = command.add_argument("model", help="a folder with a checkpoint, a GGUF file, or a model on the hub")
+    model.complete = shtab.DIRECTORY
+    command.add_argument(
+        "--max-memory",
+        type=arguments.size,
+        metavar="SIZE",
+        help="how much of the weights may stay in memory: 8GiB (default: what is available)",
+    )
+    command.add_argument(
+        "--device", type=arguments.device, help="where to compute: cpu, cuda... (default: the accelerator, if any)"
+    )
+    command.add_argument(
+        "--batch", type=arguments.count, default=1, metavar="N", help="sequences at a time (default: %(default)s)"
+    )
+    command.add_argument(
+        "--context", type=arguments.count, default=1024, metavar="N", help="tokens of each (default: %(default)s)"
+    )
+    command.add_argument(
+        "--disk-rate", type=arguments.size, metavar="SIZE", help="bytes per second: 2GB (default: measured)"
+    )
+    command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
+    command.set_defaults(run=plan)
+    allow_json(command)
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Say whether a model runs on this machine, how fast, and in which ways it would run faster."""
+    with doing("importing transformers"):
+        from offload.planning.estimate import plan as planned
+
+    with doing("measuring the disk and the processor"):
+        found = planned(
+            options.model,
+            max_memory=options.max_memory,
+            device=options.device,
+            batch=options.batch,
+            context=options.context,
+            disk_rate=options.disk_rate,
+            **({"revision": options.revision} if options.revision else {}),
+        )
+    if options.json:
+        print_json(found)
+    else:
+        print(found)

@@ -1,0 +1,94 @@
+"""`offload quantize` and `merge-lora`: a model with other weights, from file to file.
+
+Always true:
+- the model that is named is only read, and the new folder appears whole
+- a run that was killed is gone on with by `--resume`, and never begun anew without being told to
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from offload.cli import arguments
+from offload.cli.files import add_shard_size, print_written
+from offload.cli.models import add_revision, folder_of_model
+from offload.cli.output import counted, doing
+
+_FORMS = {"int8": "8-bit integers", "int4": "4-bit integers", "fp8": "8-bit floating-point numbers (E4M3)"}
+
+
+def add_to(commands: Any) -> None:
+    """Add these commands to a command line."""
+    command = commands.add_parser("quantize", help="write a model in 8 or 4 bits", description=quantize.__doc__)
+    _add_folders(command, "model")
+    forms = command.add_mutually_exclusive_group(required=True)
+    for form, words in _FORMS.items():
+        forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=words)
+    command.add_argument(
+        "--group-size",
+        type=arguments.count,
+        default=128,
+        metavar="N",
+        help="columns that share a scale, for --int8 and --int4 (default: %(default)s)",
+    )
+    command.set_defaults(run=quantize)
+
+    merging = commands.add_parser("merge-lora", help="merge an adapter into its base", description=merge_lora.__doc__)
+    _add_folders(merging, "model", "adapter")
+    merging.set_defaults(run=merge_lora)
+    for made in (command, merging):
+        add_shard_size(made)
+        add_revision(made)
+        made.add_argument("--resume", action="store_true", help="go on with a run that was killed")
+
+
+def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
+    about = {
+        "model": "a folder with a checkpoint, or a model on the hub",
+        "adapter": "a folder that peft saved, or an adapter on the hub",
+    }
+    import shtab
+
+    made = [command.add_argument(source, help=about[source]) for source in sources]
+    for action in [*made, command.add_argument("target", type=arguments.path, help="the new folder")]:
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+
+
+def quantize(options: argparse.Namespace) -> None:
+    """Write a model with its linear layers in 8 or 4 bits, in the format of compressed-tensors, without calibration.
+
+    offload, transformers, vLLM and others load it. In memory is one weight at a time.
+    """
+    folder = folder_of_model(options)
+    with doing("importing transformers and compressed-tensors"):
+        from offload.integrations.compressed_tensors import quantize_checkpoint
+
+    left = quantize_checkpoint(
+        folder,
+        options.target,
+        options.form,
+        group_size=options.group_size,
+        max_shard_size=options.max_shard_size,
+        resume=options.resume,
+    )
+    if left:
+        print(
+            f"left as they are: {counted(len(left), 'layer')} whose columns are no multiple of {options.group_size} "
+            f"({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
+            file=sys.stderr,
+        )
+    print_written(options.target)
+
+
+def merge_lora(options: argparse.Namespace) -> None:
+    """Write a model with an adapter of peft merged into it: the values of peft's merge_and_unload, bit for bit."""
+    folder = folder_of_model(options)
+    with doing("importing transformers and peft"):
+        from offload.integrations.peft import merge_checkpoint
+
+    merge_checkpoint(
+        folder, options.adapter, options.target, max_shard_size=options.max_shard_size, resume=options.resume
+    )
+    print_written(options.target)

@@ -1,0 +1,224 @@
+"""compressed-tensors: a checkpoint in its quantized forms, written from file to file.
+
+Always true:
+- its own compressors quantize and pack: weights are rounded to the nearest step, without calibration data
+- in memory is one weight, with what is made of it
+- the new folder appears whole; until then, what is done is in a folder beside it, where a run that was killed goes on
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import CheckpointError, ForeignFileError, JournalError
+from offload.integrations.log import log
+from offload.integrations.transformers import class_of, model_on_meta
+from offload.memory import count_freed
+from offload.models.checkpoint import Checkpoint, open_checkpoint
+from offload.models.conversion import copy_companions
+from offload.models.saving import save_checkpoint
+from offload.progress import progress_in_bytes
+from offload.storage.regular import absolute, is_there
+from offload.storage.replacing import made_folder, put_file, refuse_filled, remove_folder, replacing_folder
+from offload.storage.state_file import Kind, read_json, read_state, write_state
+from offload.tensor.wrapper import OffloadedTensor, PathLike
+
+# A scheme of the package, of which only the weights are quantized; the format that it is stored in; and whether each
+# group of columns has a scale of its own.
+FORMS = {
+    "int8": ("W8A16", "pack-quantized", True),
+    "int4": ("W4A16", "pack-quantized", True),
+    "fp8": ("FP8_DYNAMIC", "float-quantized", False),
+}
+_KIND = Kind(
+    what="a quantization under way", stamp={"quantizing": 1}, foreign=ForeignFileError, missing="there is no such run"
+)
+_RUN = ".offload-quantizing"  # no value's file begins with a dot
+_PACKED = (".weight_packed", ".weight")  # the last piece that is stored of a weight
+
+
+def quantize_checkpoint(
+    source: PathLike,
+    target: PathLike,
+    form: str,
+    *,
+    group_size: int = 128,
+    max_shard_size: int | str = "5GB",
+    resume: bool = False,
+    progress: bool = True,
+) -> list[str]:
+    """Write a checkpoint of transformers anew with quantized linear layers, in the format of compressed-tensors.
+
+    Linear layers and experts are quantized; embeddings, the output layer, norms and routers are not. What is written
+    is read by `offload.from_pretrained`, transformers, vLLM and others.
+
+    Args:
+        source: the folder of a model that is not quantized.
+        target: the new folder; it may be there if it is empty.
+        form: "int8" or "int4", with a scale for each row and group of columns; "fp8" (E4M3) with a scale for each row.
+        group_size: columns that share a scale, of "int8" and "int4". Layers whose columns are no multiple of it stay as
+            they are.
+        max_shard_size: see `save_checkpoint`.
+        resume: go on with a run that was killed, from the folder `target` + ".partial".
+        progress: show a bar, on a terminal.
+
+    Returns:
+        The linear layers that were left as they are, but for the output layer.
+
+    Raises:
+        CheckpointError: the model is quantized already, or has no layer that can be.
+        ForeignFileError: `target` is there and not empty.
+        JournalError: a run was begun and `resume` does not say to go on; or it was one with other arguments.
+        ModuleNotFoundError: the package compressed-tensors is not installed.
+        WriteError, and as `open_checkpoint`
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+        >>> quantize_checkpoint("llama", "llama-int4", "int4", group_size=32)
+        []
+    """
+    opened, target = open_checkpoint(source), absolute(target)
+    refuse_filled(target)
+    scheme = _scheme(form, group_size)
+    chosen, left = _layers(opened, None if scheme.weights.group_size is None else group_size)
+    work = target.with_name(f"{target.name}.partial")
+    done = _begun(work, {"form": form, "group_size": group_size, "source": _identities(opened)}, resume=resume)
+    quantized = _quantized(opened, chosen, scheme, work, done, progress=progress)
+    kept = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
+    with replacing_folder(target) as folder:
+        copy_companions(opened.path, folder)
+        _note(folder, scheme, FORMS[form][1], left)
+        save_checkpoint(quantized | kept, folder, max_shard_size)
+    remove_folder(work)
+    log.info("quantized %d layers of %s, and left %d as they are", len(chosen), source, len(left))
+    return [name for name, is_output in left.items() if not is_output]
+
+
+def _scheme(form: str, group_size: int) -> Any:
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    name, stored_as, has_groups = FORMS[form]
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    if has_groups:
+        scheme.weights = scheme.weights.model_copy(update={"group_size": group_size})
+    scheme.input_activations, scheme.format = None, stored_as
+    return scheme
+
+
+def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict[str, bool]]:
+    """The weights to quantize, and the layers that are left, each with whether it is the output layer."""
+    model, config, _ = model_on_meta(source.path, class_of(source.path))
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made of")
+    head = model.get_output_embeddings()
+    modules = {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "weight")}
+    chosen, left = [], {}
+    for name, value in source.items():
+        layout = value.layout
+        if (
+            layout is None
+            or len(layout.shape) != 2
+            or not layout.dtype.is_floating_point
+            or not name.endswith(".weight")
+        ):
+            continue
+        module = modules.get(name)
+        is_linear = isinstance(module, nn.Linear) if module is not None else ".experts." in name
+        if is_linear and module is not head and layout.shape[1] % (group_size or 1) == 0:
+            chosen.append(name)
+        elif is_linear or (module is not None and not isinstance(module, nn.Embedding)):
+            left[name.removesuffix(".weight")] = module is head or not is_linear
+    if not chosen:
+        columns = f" whose columns are a multiple of {group_size}" if group_size else ""
+        raise CheckpointError(f"{source.path} has no linear layers{columns}: nothing of it can be quantized")
+    return chosen, left
+
+
+def _identities(source: Checkpoint) -> dict[str, list[int]]:
+    files = {file.path: file.identity for value in source.values() for file in value.files}
+    return {str(path): [identity.size, identity.modified] for path, identity in files.items()}
+
+
+def _begun(work: Path, run: Mapping[str, Any], *, resume: bool) -> dict[str, dict[str, OffloadedTensor]]:
+    """The weights that a run before has done, each as its pieces; empty if it begins now."""
+    if not is_there(work):
+        made_folder(work, 0)
+        write_state(work / _RUN, _KIND, run)
+        return {}
+    before = read_state(work / _RUN, _KIND)
+    if not resume:
+        raise JournalError(f"{work} holds a run that was not finished: go on with it (resume), or remove it")
+    other = [key for key, value in run.items() if before.get(key) != value]
+    if other:
+        raise JournalError(
+            f"{work} holds a run with another {other[0]} ({before.get(other[0])!r}): finish or remove it"
+        )
+    done: dict[str, dict[str, OffloadedTensor]] = defaultdict(dict)
+    for name, piece in open_checkpoint(work).tensors().items() if any(work.glob("*.safetensors")) else ():
+        done[f"{name.rpartition('.')[0]}.weight"][name] = piece
+    return {name: pieces for name, pieces in done.items() if any(piece.endswith(_PACKED) for piece in pieces)}
+
+
+def _quantized(
+    source: Checkpoint,
+    names: list[str],
+    scheme: Any,
+    work: Path,
+    done: Mapping[str, Mapping[str, OffloadedTensor]],
+    *,
+    progress: bool,
+) -> dict[str, torch.Tensor]:
+    """What the weights are made into, each piece in a file of the work folder."""
+    tensors = source.tensors()
+    found: dict[str, torch.Tensor] = {}
+    with progress_in_bytes(sum(source[name].nbytes for name in names), "quantizing", shown=progress) as advance:
+        for name in names:
+            if name in done:
+                found |= done[name]
+            else:
+                found |= _stored(name.removesuffix("weight"), tensors[name].materialize(), scheme, work)
+                count_freed(source[name].nbytes)
+            advance(source[name].nbytes)
+    return dict(sorted(found.items()))
+
+
+def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[str, OffloadedTensor]:
+    """The pieces of a weight; the packed one last, so that where it is, all are."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    pieces = compressor.compress({"weight": weight, **_steps(weight, scheme.weights)}, scheme)
+    return {
+        f"{prefix}{key}": OffloadedTensor.from_original_tensor(piece, f"{prefix}{key}", work, exist_ok=True)
+        for key, piece in sorted(pieces.items(), key=lambda item: f".{item[0]}" in _PACKED)
+    }
+
+
+def _steps(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
+    """The scale of each row, or of each group in it, from its smallest and largest value."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))  # (rows, groups, columns of a group)
+    scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    return {"weight_scale": scale, "weight_zero_point": zero_point}
+
+
+def _note(folder: Path, scheme: Any, stored_as: str, left: Mapping[str, bool]) -> None:
+    """Have the configuration say how the weights are stored."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    said = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=stored_as, quantization_status="compressed", ignore=list(left)
+    )
+    config = read_json(folder / "config.json", "a model's configuration")
+    config["quantization_config"] = said.model_dump(mode="json", exclude_none=True)
+    put_file(folder / "config.json", (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())

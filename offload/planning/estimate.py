@@ -1,0 +1,253 @@
+"""How long a token takes, in each of the ways to run a model here.
+
+Always true:
+- a pass takes as long as the slower of reading what does not stay in memory, and of computing
+- a way that another beats in each respect is not shown
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ArgumentError
+from offload.memory import as_budget, as_bytes, available_bytes
+from offload.planning.machine import Computing, computing_rates, diagnose, reading_rate
+from offload.planning.sizes import ModelSizes, sizes_of
+from offload.prefetch.residency import Pool
+from offload.tensor.arguments import checked_count, computing_device
+from offload.tensor.wrapper import PathLike
+
+IN_FLIGHT = 32  # batches that share a reading, where that is a way to go
+_BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # a number, with its share of the scales
+_DENSE = ("bfloat16", "float16", "float32")
+# Times that decoding a number takes as long as casting one, by `python -m bench --only forms`.
+_DECODING = {"fp8": 2.6, "float-quantized": 2.6, "pack-quantized": 3.0, "int8": 3.0, "int4": 3.0}
+_OTHER = 3.0  # of forms that are not in there
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a model.
+
+    Attributes:
+        what: in words.
+        stored: bytes of its files.
+        stays: bytes of these that stay in memory.
+        reads: bytes that a pass reads.
+        tokens: that come of a pass.
+        pass_seconds: that a pass takes.
+        is_read_bound: whether reading takes longer than computing.
+        commands: lines for a shell that do it.
+    """
+
+    what: str
+    stored: int
+    stays: int
+    reads: int
+    tokens: int
+    pass_seconds: float
+    is_read_bound: bool
+    commands: tuple[str, ...]
+
+    @property
+    def token_seconds(self) -> float:
+        """That a token takes, on average over those of a pass."""
+        return self.pass_seconds / self.tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes a second.
+
+    Attributes:
+        model: what it holds.
+        budget: what may stay in memory.
+        disk_rate: of reading.
+        computing: of the device.
+        context_bytes: what keys and values take, for all of a batch.
+        fits: whether all of the model stays in memory.
+        as_it_is: one pass a token, of the model as it is stored.
+        ways: the best of the others, the quickest first.
+    """
+
+    model: ModelSizes
+    budget: int
+    disk_rate: float
+    computing: Computing
+    context_bytes: int | None
+    fits: bool
+    as_it_is: Way
+    ways: tuple[Way, ...]
+
+    def __str__(self) -> str:
+        from rich.filesize import decimal
+
+        model, way = self.model, self.as_it_is
+        lines = [
+            f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, {decimal(model.stored)} ({model.form})",
+            f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
+        ]
+        if self.context_bytes:
+            lines.append(f"keys and values of the context: {decimal(self.context_bytes)}")
+        if self.fits:
+            lines.append("It fits in memory: plain transformers does, and no setting of offload makes it quicker.")
+        for one in (way, *self.ways):
+            bound = "reading" if one.is_read_bound else "computing"
+            lines += [
+                "",
+                f"{one.what}: {_in_words(one.token_seconds)} per token, bound by {bound}",
+                f"  {decimal(one.stays)} of {decimal(one.stored)} stay, a pass reads {decimal(one.reads)}"
+                + (f" for {one.tokens} tokens" if one.tokens > 1 else ""),
+                *(f"  {command}" for command in one.commands),
+            ]
+        return "\n".join(lines)
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 1 else f"{seconds * 1e3:.2g} ms"
+
+
+def plan(
+    model: PathLike,
+    *,
+    max_memory: int | float | str | None = None,
+    device: torch.device | str | None = None,
+    batch: int = 1,
+    context: int = 1024,
+    disk_rate: int | str | None = None,
+    **hub_options: Any,
+) -> Plan:
+    """Whether a model runs on this machine, how fast, and in which way it would run faster.
+
+    It looks at the configuration and the headers of the files, of a model on the hub by requests of some kilobytes, and
+    measures the disk and a product of matrices. Nothing is loaded.
+
+    Args:
+        model: a folder with a checkpoint, a GGUF file, or a model on the hub.
+        max_memory: what may stay in memory, as in `set_max_memory`; None for what there is room for.
+        device: that computes; None for the accelerator if there is one.
+        batch: sequences that are generated at a time.
+        context: tokens of each, whose keys and values are kept.
+        disk_rate: bytes a second, as 2_000_000_000 or "2GB"; None to measure it where the model is.
+        hub_options: revision, token.
+
+    Raises:
+        CheckpointError: no such model, or none that transformers knows.
+        ValueError: an amount that is none; a disk that could not be measured.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+        >>> plan("llama", disk_rate="1GB").fits
+        True
+    """
+    batch, context = checked_count(batch, "batch"), checked_count(context, "context")
+    rate = None if disk_rate is None else _positive(disk_rate)
+    sizes = sizes_of(model, **hub_options)
+    computes_on = computing_device(device) if device is not None else torch.accelerator.current_accelerator()
+    computing = computing_rates(computes_on or torch.device("cpu"))
+    context_bytes = None if sizes.kv_per_token is None else sizes.kv_per_token * batch * context
+    budget = _budget(max_memory)
+    left = max(0, budget - (context_bytes or 0))
+    measured = rate or _rate_of_disk(sizes.file)
+    estimate = _Estimate(sizes, left, measured, computing, batch)
+    fits = sizes.stored <= left and sizes.form in _DENSE
+    return Plan(
+        model=sizes,
+        budget=budget,
+        disk_rate=measured,
+        computing=computing,
+        context_bytes=context_bytes,
+        fits=fits,
+        as_it_is=estimate.of("as it is", sizes, 1, (f'offload generate {sizes.name} --prompt "..."',)),
+        ways=() if fits else tuple(estimate.others()),
+    )
+
+
+def _positive(disk_rate: int | str) -> int:
+    rate = as_bytes(disk_rate, 0)
+    if not rate:
+        raise ArgumentError(f"disk_rate is in bytes a second, as '2GB', and more than 0: not {disk_rate!r}")
+    return rate
+
+
+def _budget(max_memory: int | float | str | None) -> int:
+    if max_memory is not None:
+        return as_budget(max_memory, available_bytes())
+    pool = Pool()
+    pool.reconsider(anew=True)
+    return pool.room
+
+
+def _rate_of_disk(file: Path | None) -> float:
+    """Of the file of a model, or of the folder where the hub's would be."""
+    found = None if file is None else reading_rate(file)
+    if found is None:
+        folder = Path.cwd() if file is None else file.parent
+        disk = diagnose(folder if os.access(folder, os.W_OK) else Path.cwd()).disk
+        found = disk.reads_direct or disk.reads
+    if found is None:
+        raise ArgumentError("the disk could not be measured here: give disk_rate, as '2GB'")
+    return found
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """How long passes take on a machine."""
+
+    sizes: ModelSizes
+    budget: int
+    disk_rate: float
+    computing: Computing
+    batch: int
+
+    def of(self, what: str, sizes: ModelSizes, in_flight: int, commands: tuple[str, ...]) -> Way:
+        """A way, with so many batches for a reading."""
+        tokens = self.batch * in_flight
+        needed = sizes.needed(tokens)
+        stays = min(self.budget, sizes.stored - sizes.rows)
+        reads = int(needed * (1 - stays / max(sizes.stored - sizes.rows, 1)))
+        reading, computing = reads / self.disk_rate, self._computing(sizes, tokens, in_flight)
+        return Way(what, sizes.stored, stays, reads, tokens, max(reading, computing), reading > computing, commands)
+
+    def _computing(self, sizes: ModelSizes, tokens: int, in_flight: int) -> float:
+        """Seconds of a pass: weights go through the processor for each batch, decoded before where they are packed."""
+        whole = max(sizes.stored - sizes.rows, 1)
+        used = sizes.parameters * sizes.needed(tokens) / whole
+        each = sizes.parameters * sizes.needed(1) / whole
+        batch = sizes.parameters * sizes.needed(self.batch) / whole
+        multiplied = max(in_flight * batch * 2 / self.computing.streams, 2 * each * tokens / self.computing.multiplies)
+        if sizes.form in _DENSE:
+            return multiplied
+        decoded = batch * in_flight if in_flight > 1 else used
+        return multiplied + decoded * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
+
+    def others(self) -> Iterator[Way]:
+        """The best of the ways to go on from the model as it is."""
+        name = self.sizes.name
+        together = ("offload batch {} requests.jsonl answers.jsonl --in-flight " + str(IN_FLIGHT),)
+        found = [self.of(f"{IN_FLIGHT} requests in flight", self.sizes, IN_FLIGHT, (together[0].format(name),))]
+        if self.sizes.form in _DENSE:
+            for form in _BITS:
+                packed, target = self._packed(form), f"{Path(name).name}-{form}"
+                first = f"offload quantize {name} {target} --{form}"
+                found.append(self.of(form, packed, 1, (first, f'offload generate {target} --prompt "..."')))
+                commands = (first, together[0].format(target))
+                found.append(self.of(f"{form}, {IN_FLIGHT} requests in flight", packed, IN_FLIGHT, commands))
+        found = [way for way in found if way.token_seconds < self.of("", self.sizes, 1, ()).token_seconds]
+        yield from sorted(found, key=lambda way: way.token_seconds)[:_SHOWN]
+
+    def _packed(self, form: str) -> ModelSizes:
+        """The same model, quantized."""
+        sizes = self.sizes
+        saved = int(sizes.linear * (sizes.stored / sizes.parameters - _BITS[form] / 8))
+        shrunk = 1 - saved / max(sizes.stored - sizes.rows, 1)
+        return replace(sizes, form=form, stored=sizes.stored - saved, experts=int(sizes.experts * shrunk))

@@ -1,0 +1,219 @@
+"""`offload quantize` and `offload merge-lora`: whole models, written from file to file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import contents
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+import offload
+from offload import cli
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+}
+TOKENS = torch.tensor([[1, 5, 9]])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model, and a mixture of experts, as transformers saves them; the dense one with a tokenizer's file."""
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("models")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    for name, config in {"dense": LlamaConfig(**SIZES), "experts": Qwen3MoeConfig(**SIZES, **experts)}.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(place / name)
+    (place / "dense" / "tokenizer_config.json").write_text("{}")
+    return {name: place / name for name in ("dense", "experts")}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def data_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_a_quantized_model_is_the_same_to_transformers_and_near_to_what_it_was(
+    name: str, form: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(models[name])
+
+    assert 0 == cli.main(["quantize", str(models[name]), str(tmp_path / "new"), f"--{form}", "--group-size", "32"])
+
+    assert f"{tmp_path / 'new'}: written (1 file, " in capsys.readouterr().out
+    assert ["new"] == os.listdir(tmp_path)
+    assert before == contents(models[name])
+    found = offload.from_pretrained(tmp_path / "new")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="bfloat16")), logits(found))
+    plain = AutoModelForCausalLM.from_pretrained(models[name]).state_dict()
+    steps = {"int8": 2**7, "int4": 2**3, "fp8": 2**3}[form]  # from 0 to the largest; of fp8, those of the mantissa
+    for key, value in found.state_dict().items():
+        weight, expected = value.materialize().float(), plain[key].float()
+        assert (weight - expected).abs().max() <= 1.01 * expected.abs().max() / steps, key
+        is_kept = "proj" not in key
+        assert is_kept == torch.equal(weight, expected), key
+
+
+def test_companions_come_along_and_the_configuration_says_the_form(models: dict[str, Path], tmp_path: Path) -> None:
+    assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size", "64"])
+
+    assert "{}" == (tmp_path / "new" / "tokenizer_config.json").read_text()
+    said = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    assert ("compressed-tensors", "pack-quantized", ["lm_head"]) == (
+        said["quant_method"],
+        said["format"],
+        said["ignore"],
+    )
+    assert (4, 64) == tuple(said["config_groups"]["group_0"]["weights"][key] for key in ("num_bits", "group_size"))
+
+
+def test_layers_that_no_group_divides_are_left_and_named(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8"])
+
+    assert "left as they are: 12 layers whose columns are no multiple of 128" in capsys.readouterr().err
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert "model.layers.0.mlp.down_proj.weight_packed" in found
+    assert "model.layers.0.mlp.up_proj.weight" in found
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="bfloat16")
+    assert torch.equal(logits(plain), logits(offload.from_pretrained(tmp_path / "new")))
+
+
+class _Stop(Exception):
+    """In the place of a kill."""
+
+
+def _stopping_after(calls: int, real: Any) -> Any:
+    """`real`, which is not called more often than that; and how often it was."""
+    count = []
+
+    def stopping(*args: Any, **options: Any) -> Any:
+        if len(count) == calls:
+            raise _Stop
+        count.append(0)
+        return real(*args, **options)
+
+    return stopping, count
+
+
+def test_a_quantization_that_was_stopped_goes_on(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is done is not done again; a new run, or another one, is refused as long as that one is there."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    packing = BaseCompressor.get_value_from_registry("pack-quantized")
+    command = ["quantize", str(models["dense"]), str(tmp_path / "new"), "--int4", "--group-size"]
+    assert 0 == cli.main([*command[:2], str(tmp_path / "expected"), *command[3:], "32"])
+    real = packing.compress
+    monkeypatch.setattr(packing, "compress", _stopping_after(5, real)[0])
+
+    with pytest.raises(_Stop):
+        cli.main([*command, "32"])
+    assert [1, 1] == [cli.main([*command, "32"]), cli.main([*command, "64", "--resume"])]
+    said = capsys.readouterr().err
+    assert "holds a run that was not finished" in said
+    assert "holds a run with another group_size (32)" in said
+    again, count = _stopping_after(1000, real)
+    monkeypatch.setattr(packing, "compress", again)
+    assert 0 == cli.main([*command, "32", "--resume"])
+
+    assert 14 - 5 == len(count)
+    assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
+    assert ["expected", "new"] == sorted(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"quantization_config": {"quant_method": "fp8"}}, "quantized already"), ({}, "no linear layers")],
+)
+def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(
+    config: dict[str, Any],
+    words: str,
+    models: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = json.loads((models["dense"] / "config.json").read_text())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**said, **config}))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model" / "model.safetensors")
+
+    assert 1 == cli.main(["quantize", str(tmp_path / "model"), str(tmp_path / "new"), "--int8"])
+
+    assert words in capsys.readouterr().err
+    assert ["model"] == os.listdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    place = tmp_path_factory.mktemp("adapter")
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(models["dense"]), config).save_pretrained(place)
+    return place
+
+
+def test_a_merged_model_is_what_peft_merges(models: dict[str, Path], adapter: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    before = contents(models["dense"])
+
+    assert 0 == cli.main(["merge-lora", str(models["dense"]), str(adapter), str(tmp_path / "new")])
+
+    base = AutoModelForCausalLM.from_pretrained(models["dense"])
+    expected = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert (tmp_path / "new" / "tokenizer_config.json").exists()
+    assert before == contents(models["dense"])
+    assert ["new"] == os.listdir(tmp_path)
+
+
+def test_a_merge_that_was_stopped_goes_on(
+    models: dict[str, Path],
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from peft.tuners.lora import Linear
+
+    command = ["merge-lora", str(models["dense"]), str(adapter), str(tmp_path / "new")]
+    assert 0 == cli.main([*command[:3], str(tmp_path / "expected")])
+    real = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", _stopping_after(2, real)[0])
+
+    assert 1 == cli.main(command)  # peft failed
+    assert 1 == cli.main(command)
+    assert "go on with it" in capsys.readouterr().err
+    again, count = _stopping_after(1000, real)
+    monkeypatch.setattr(Linear, "get_delta_weight", again)
+    assert 0 == cli.main([*command, "--resume"])
+
+    assert 4 - 2 == len(count)
+    assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
+    assert ["expected", "new"] == sorted(os.listdir(tmp_path))

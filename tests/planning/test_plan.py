@@ -1,0 +1,199 @@
+"""What a model would need here, and how fast it would run: from headers, without a weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+
+import offload
+from offload import cli
+from offload.errors import ArgumentError, CheckpointError
+from offload.planning.machine import Computing
+from offload.planning.sizes import sizes_of
+from tests.models.forms import FORMS
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a model of this configuration."""
+
+    def of(config: Any) -> Path:
+        place = tmp_path_factory.mktemp("model")
+        AutoModelForCausalLM.from_config(config).save_pretrained(place)
+        return place
+
+    return of
+
+
+def test_the_sizes_of_a_dense_model_are_those_of_its_headers(saved: Any) -> None:
+    found = sizes_of(saved(LlamaConfig(**SIZES)))
+
+    table, attention, mlp, norms = 96 * 64, 64 * (64 + 32 + 32 + 64), 3 * 64 * 128, 2 * 64
+    assert 2 * table + 2 * (attention + mlp + norms) + 64 == found.parameters
+    assert 2 * (attention + mlp) == found.linear
+    assert (2 * found.parameters, 2 * table, 0) == (found.stored, found.rows, found.experts)
+    assert ("bfloat16", 2 * 2 * 2 * 16 * 2) == (found.form, found.kv_per_token)
+    assert found.stored - found.rows == found.needed(1) == found.needed(100)
+
+
+def test_a_table_that_is_the_output_layer_too_is_read_whole(saved: Any) -> None:
+    found = sizes_of(saved(LlamaConfig(**SIZES, tie_word_embeddings=True)))
+
+    assert 0 == found.rows
+    assert found.stored == found.needed(1)
+
+
+def test_of_experts_a_token_needs_those_that_it_is_routed_to(saved: Any) -> None:
+    found = sizes_of(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
+
+    assert 2 * 2 * 8 * 3 * 64 * 64 == found.experts
+    assert found.stored - found.rows - found.experts * 6 // 8 == found.needed(1)
+    assert found.stored - found.rows == pytest.approx(found.needed(1000))
+
+
+def test_shared_experts_are_needed_by_each_token(saved: Any) -> None:
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 64}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV3Config(**sizes, **routed, **latent, n_group=1, topk_group=1, first_k_dense_replace=1)
+
+    found = sizes_of(saved(config))
+
+    assert 2 * 4 * 3 * 64 * 64 == found.experts
+    assert 0.25 == found.share
+    assert 2 * 2 * (16 + 8) == found.kv_per_token  # what all heads are made of, and what they share of positions
+
+
+@pytest.mark.parametrize("name", ["fp8-llama", "ct-w4a16", "bnb-nf4", "gguf-q4_k"])
+def test_a_packed_model_counts_as_it_is_packed(name: str, tmp_path: Path) -> None:
+    FORMS[name].write(tmp_path)
+    files = [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.gguf")]
+
+    found = sizes_of(files[0] if files[0].suffix == ".gguf" else tmp_path)
+
+    assert sum(file.stat().st_size for file in files) == pytest.approx(found.stored, rel=0.2)
+    assert found.stored < 2 * found.parameters
+    assert found.form not in ("bfloat16", "float16", "float32")
+
+
+def test_of_a_model_on_the_hub_nothing_is_fetched_but_configuration_and_headers(
+    saved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, fetched = saved(LlamaConfig(**SIZES)), []
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        nbytes = {name: 2 * torch.Size(one.get_shape()).numel() for name, one in tensors.items()}
+    infos = {name: SimpleNamespace(dtype="BF16", data_offsets=(8, 8 + size)) for name, size in nbytes.items()}
+
+    def hf_hub_download(name: str, file: str, **options: Any) -> str:
+        fetched.append((name, file, options))
+        return str(folder / file)
+
+    def get_safetensors_metadata(name: str, **options: Any) -> Any:
+        fetched.append((name, "headers", options))
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", get_safetensors_metadata)
+
+    found, here = sizes_of("org/model", revision="main"), sizes_of(folder)
+
+    asked = {"revision": "main"}
+    assert [("org/model", "config.json", asked), ("org/model", "headers", asked)] == fetched
+    assert (here.stored, here.rows, here.form, None) == (found.stored, found.rows, found.form, found.file)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor of 1 MB of weights a second, 10 million operations, and 1 million casts."""
+    rates = Computing(streams=MB, multiplies=10 * MB, casts=MB)
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: rates)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any) -> None:
+    """The budget is more than the least that there may be; the rest is made to fit by the rates."""
+    folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
+    sizes = sizes_of(folder)
+    whole, budget = sizes.stored - sizes.rows, MB + 48576 + 64 * sizes.kv_per_token
+    reads = whole - (budget - 64 * sizes.kv_per_token)
+
+    slow = offload.plan(folder, max_memory=budget, disk_rate=1000, context=64).as_it_is
+    quick = offload.plan(folder, max_memory=budget, disk_rate="1GB", context=64).as_it_is
+
+    assert reads == pytest.approx(slow.reads, rel=1e-6) == quick.reads
+    assert (True, False) == (slow.is_read_bound, quick.is_read_bound)
+    assert slow.reads / 1000 == pytest.approx(slow.token_seconds)
+    assert 2 * sizes.parameters * whole / whole / MB == pytest.approx(quick.token_seconds)
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_is_bound_by_the_disk_gains_by_fewer_bits_and_by_requests_in_flight(saved: Any) -> None:
+    folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
+
+    found = offload.plan(folder, max_memory="1MiB", disk_rate=1000, context=1)
+
+    assert not found.fits
+    assert ["int4, 32 requests in flight"] == [found.ways[0].what]
+    assert found.as_it_is.token_seconds > 32 * found.ways[0].token_seconds
+    seconds = [way.token_seconds for way in found.ways]
+    assert sorted(seconds) == seconds
+    assert 3 == len(seconds)
+    assert any("offload quantize" in command for command in found.ways[0].commands)
+
+
+def test_a_model_that_fits_needs_nothing_of_this(saved: Any) -> None:
+    found = offload.plan(saved(LlamaConfig(**SIZES)), disk_rate="1GB")
+
+    assert found.fits
+    assert () == found.ways
+    assert "plain transformers does" in str(found)
+
+
+def test_the_command_says_it_in_words_and_as_json(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(saved(Qwen3MoeConfig(**SIZES, **EXPERTS)))
+    options = ["--max-memory", "0", "--disk-rate", "1MB"]
+
+    assert [0, 0] == [cli.main(["plan", folder, *options]), cli.main(["plan", folder, *options, "--json"])]
+
+    *words, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("as it is: ") for line in words)
+    assert json.loads(last)["as_it_is"]["reads"] == sizes_of(folder).needed(1)
+
+
+def test_what_is_no_model_is_said(tmp_path: Path, saved: Any) -> None:
+    folder = saved(LlamaConfig(**SIZES))
+    for options, error in (({"batch": 0}, ArgumentError), ({"disk_rate": "fast"}, ArgumentError)):
+        with pytest.raises(error):
+            offload.plan(folder, **options)
+    with pytest.raises(CheckpointError, match=r"no config\.json|no checkpoint|is not a checkpoint|holds no"):
+        offload.plan(tmp_path)
+
+
+def test_a_model_without_a_cache_of_keys_has_none(tmp_path: Path) -> None:
+    from transformers import BertModel
+
+    small = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads", "dtype")}
+    BertModel(BertConfig(**small)).save_pretrained(tmp_path)
+
+    assert sizes_of(tmp_path).kv_per_token is None
