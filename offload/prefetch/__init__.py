@@ -13,6 +13,7 @@ Always true:
 | `stream` | what one thread reads, and will read |
 | `reader` | the threads that read ahead, and drop what is done with |
 | `residency` | what stays: values under a budget |
+| `picked` | who stays of values that are picked from many, by their use |
 | `filling` | files that rows are picked from, brought in whole where they have room |
 | `staging` | copies to an accelerator, through memory that is pinned once |
 """

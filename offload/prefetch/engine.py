@@ -5,7 +5,8 @@ Always true:
 - where the window is full of what leaves, who reads for himself drops it first
 - the lock is not held while the disk is read, nor while an op waits for the reader
 - an op that is interrupted gives up what was ahead for its thread, so that the books hold again
-- what is small, and not known to be read soon, is left to the mapping; so is a view of small pieces that lie far apart
+- what is small, and not known to be read soon, is left to the mapping; so is a view of small pieces that lie far apart.
+  In a file whose values are picked from, the system is told to read it, and then reads nothing around it
 - where what lies between the pieces of a view is so little that the system reads it along, it counts as read
 - a view of most of a value counts as the value: one that grows by a row at a time is one range, not a new one each time
 """
@@ -17,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -28,6 +29,7 @@ from offload.prefetch.reader import Counts, Reader, ReadInParts
 from offload.prefetch.residency import AWAY, SMALL, Books, Pool, Value, books_of, let_go
 from offload.prefetch.stream import Lease, Streams
 from offload.storage.handle import Handle
+from offload.storage.pages import PAGE, announce, are_cached
 
 _CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
 _FOREVER = float("inf")
@@ -36,6 +38,8 @@ _MOST_SCATTERED = 2  # times as many bytes as are read
 _BETWEEN = 64 << 10  # bytes between two pieces that the system reads along: half of what it reads around a page
 _LEAST_PIECE = 64 << 10  # bytes from which on a piece that lies apart is worth a look
 _MOST = 2  # times a part is more than the value
+_LOOKED_AT = 8  # rows that are looked at, whether they are in memory
+_OF_MATRICES = 3  # dimensions of a stack of matrices, of which some are read
 
 
 def brought_in(handle: Handle, twin: torch.Tensor) -> Value:
@@ -49,9 +53,79 @@ def brought_in(handle: Handle, twin: torch.Tensor) -> Value:
     found = _range_of(handle, twin)
     if found is None:
         return _pieces_brought_in(handle, twin)
+    if found is UNTRACKED:
+        return _ENGINE.glance(handle, twin)
+    if found.is_picked:
+        found.pool.picked.count(found)
     if found.calm_until < monotonic():
         _ENGINE.arrive(found)
     return found
+
+
+def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
+    """Begin to read what several views read, before the first of them is waited for: as far as the window goes."""
+    now, values = monotonic(), []
+    for handle, twin in views:
+        found = _range_of(handle, twin)
+        if found is UNTRACKED:
+            _announce(handle, twin)
+        elif found is not None and found.calm_until < now:
+            values.append(found)
+    if len(values) > 1:
+        with lock():
+            _ENGINE.streams.own().bring_soon(values)
+
+
+def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
+    """Begin to read rows of a view that are about to be picked, each without what lies around it.
+
+    Args:
+        rows: their numbers, from 0, on the CPU; others than those of rows are passed over.
+    """
+    whole = books_of(handle).ranges.get(handle.extent)
+    mapped = handle.file.mapping(shared=handle.owned)
+    if mapped is None or not rows.numel() or (whole is not None and whole.calm_until >= monotonic()):
+        return
+    first = mapped.data_ptr() + handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
+    step, nbytes = twin.stride(0) * twin.itemsize, _span(twin[0])
+    numbers = rows.flatten()
+    some = numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist()
+    if all(are_cached(first + number * step, nbytes) for number in some if 0 <= number < len(twin)):
+        return
+    for begin, end in runs_of(torch.unique(numbers).tolist(), len(twin), PAGE // max(step, 1)):
+        announce(first + begin * step, (end - begin - 1) * step + nbytes)
+
+
+def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[int, int]]:
+    """Runs of sorted numbers from 0 to `count`, first and end; what lies between two of a run is not more than that."""
+    begin = end = -1
+    for number in numbers:
+        if not 0 <= number < count:
+            continue
+        if begin >= 0 and number - end > between:
+            yield begin, end
+            begin = -1
+        begin, end = number if begin < 0 else begin, number + 1
+    if begin >= 0:
+        yield begin, end
+
+
+def _span(twin: torch.Tensor) -> int:
+    """Bytes from the first element of a view to the end of the last."""
+    steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
+    return (1 + int(steps)) * twin.itemsize
+
+
+def _announce(handle: Handle, twin: torch.Tensor) -> None:
+    """Begin to read a small view that is left to the mapping, which would read megabytes of others around it."""
+    if not handle.file.is_picked_from:
+        return
+    start, nbytes = handle.extent
+    if handle.recipe is None:
+        start, nbytes = start + int(twin.storage_offset()) * twin.itemsize, _span(twin) if twin.numel() else 0
+    mapped = handle.file.mapping(shared=handle.owned)
+    if mapped is not None and nbytes <= SMALL:
+        announce(mapped.data_ptr() + start, nbytes)
 
 
 def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
@@ -63,10 +137,9 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
         return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
     if whole is not None and whole.calm_until >= monotonic():
         return whole
-    steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
-    span = (1 + int(steps)) * twin.itemsize
     if nbytes <= SMALL:
         return UNTRACKED
+    span = _span(twin)
     if span > _MOST_SCATTERED * nbytes:
         piece, others = _piece_of(twin)
         if others:
@@ -108,6 +181,19 @@ class Engine:
         self.reader = Reader()
         self.streams = Streams(self.reader)
         self._chance = random.Random()  # of its own: that of the process is for its user
+        self._glance = Value.nowhere()  # for all small values that are read about now
+
+    def glance(self, handle: Handle, twin: torch.Tensor) -> Value:
+        """A view that nothing is to be known of is read; what says when to look again."""
+        if not handle.file.is_picked_from:
+            return UNTRACKED
+        _announce(handle, twin)
+        now, seen = monotonic(), self._glance
+        if seen.calm_until == _FOREVER or seen.calm_until < now:
+            seen = Value.nowhere()
+            seen.calm_until = now + _CALM
+            self._glance = seen
+        return seen
 
     def arrive(self, value: Value) -> None:
         """Bring `value` in, if it is not in memory, and see to what comes next.
@@ -126,6 +212,8 @@ class Engine:
         with lock:
             stream = streams.own()
             leaving = value.pool.reconsider()
+            for left in value.pool.admit(value) if value.is_picked else ():
+                self.reader.drop(left)
             expected = stream.expects(value)
             if expected:
                 stream.move_to(value)
@@ -246,6 +334,8 @@ def counts() -> Counts:
 def _track(handle: Handle, key: tuple[int, int], books: Books) -> Value:
     value = Value(books.pool or POOL, handle.file, *key, shared=handle.owned)
     value.is_part = key != handle.extent or handle.is_picked
+    value.is_picked = handle.is_picked or (value.is_part and len(handle.layout.shape) == _OF_MATRICES)
+    handle.file.is_picked_from = handle.file.is_picked_from or value.is_picked
     return value
 
 

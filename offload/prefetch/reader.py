@@ -114,6 +114,12 @@ class Reader(Background[Work]):
             self._parts.append(whole)
         _begin(self)
 
+    def queue_first(self, values: list[Value]) -> None:
+        """Have values brought in before all others, in their order."""
+        for value in values:
+            self.queue(value)
+        self._queue.rotate(len(values))
+
     def drop(self, value: Value) -> None:
         """Have `value` dropped, unless it is asked for before."""
         value.is_leaving = True

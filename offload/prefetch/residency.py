@@ -5,6 +5,8 @@ Always true:
 - values that fit in the budget all stay; of those that do not, a fixed part stays, spread evenly over the order in
   which they are read, and the rest streams: a pass then reads from the disk only what is over the budget
 - where several threads use the values lot by lot, what streams of the largest lot has room beside what stays
+- of values that are picked from many, such as experts, those stay that are used most, where there is room beside what
+  each pass reads
 - values of up to 64 KiB stay once they are read
 - a value is `AWAY` (nothing is known of it), `QUEUED`, being `READ`, or `HERE`: read ahead, and not asked for yet
 - a budget is never more than what the machine and its cgroups have room for
@@ -21,10 +23,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from offload.memory import available_bytes
+from offload.prefetch.picked import Picked
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import fork_safe_lock
@@ -53,6 +57,8 @@ class Value(Range):
         pool: the budget that it is under.
         kept: whether it stays in memory once it is read.
         pinned: whether it stays whatever the plan.
+        is_picked: whether ops pick it from many, as an expert: it is no part of an order.
+        uses: how much it is used, where it is picked.
         state: where it is on its way, as far as the reader has to do with it.
         is_leaving: whether it is to be dropped.
         is_held: whether it stays for the moment, as several threads use it.
@@ -65,18 +71,21 @@ class Value(Range):
         "_followers",
         "is_held",
         "is_leaving",
+        "is_picked",
         "kept",
         "pinned",
         "pool",
         "seeded",
         "state",
+        "uses",
         "waited",
     )
 
     def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         super().__init__(file, start, nbytes, shared=shared)
         self.pool = pool
-        self.kept = self.pinned = self.is_leaving = self.is_held = False
+        self.kept = self.pinned = self.is_leaving = self.is_held = self.is_picked = False
+        self.uses = 0.0
         self.state = AWAY
         self.waited = 0.0
         self.seeded: weakref.ref[Value] | None = None
@@ -88,6 +97,7 @@ class Value(Range):
         """One that nothing is known of, and that is not to be brought in."""
         nothing = cls.__new__(cls)
         nothing.nbytes = 0
+        nothing.is_picked = False
         nothing.calm_until = float("inf")
         return nothing
 
@@ -197,6 +207,7 @@ class Pool:
         rate: bytes a second that the disk has given of late; 0 until it is known.
         turns: of those who use values lot by lot.
         at_a_time: bytes of each one's lots that stream at most, as far as is known.
+        picked: who stays of the values that are picked.
         on_devices: budgets for what stays on accelerators.
     """
 
@@ -212,6 +223,7 @@ class Pool:
         self.rate = 0.0
         self.turns: list[Turns] = []
         self.at_a_time = 0
+        self.picked = Picked()
         self.on_devices: dict[torch.device, Pool] = {}
         self._available = available
         _POOLS.add(self)
@@ -308,6 +320,13 @@ class Pool:
         if nbytes >= _TELLING and seconds > 0:
             self.rate += (nbytes / seconds - self.rate) * (_RATES if self.rate else 1)
 
+    def admit(self, value: Value) -> list[Value]:
+        """`value`, which is picked, is read: it may stay, in place of others that are used less. Gives those."""
+        self.picked.rescale(self._values.values())
+        if value.kept or self.turns:  # what several threads use is all used as often
+            return []
+        return cast("list[Value]", self.picked.admit(value))
+
     def doubt(self) -> None:
         """A value that should be in memory was not: for none of the others it is taken for granted any more."""
         for value in self.values():
@@ -332,9 +351,13 @@ class Pool:
     def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
         """What stays: the pinned and the small ones, what is due of lots, and of the others as many as have room.
 
+        What is picked comes last: no value of it is used more often than those that each pass reads.
+
         Where most values are those of the plan before, as few as can be change: what leaves has to be read again.
         """
         kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
+        picked = [] if self.turns else [value for value in values if value.is_picked and value not in kept]
+        values = values if self.turns else [value for value in values if not value.is_picked]
         before = [] if is_new else [value for value in values if value.kept]
         due = self._due_of_lots(kept) if self.turns else ()
         left = self.room - _size(kept)
@@ -343,6 +366,7 @@ class Pool:
             chosen = others if _size(others) <= left else _spread(others, left)
             kept.update(chosen)
             left -= _size(chosen)
+        kept.update(cast("list[Value]", self.picked.choose(picked, max(left, 0))))
         return kept
 
     def _due_of_lots(self, kept: set[Value]) -> list[Value]:

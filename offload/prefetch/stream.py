@@ -3,12 +3,14 @@
 Always true:
 - the order is learned from the last two reads of each thread; where it has branched before, it is followed only after
   it has been seen twice
+- what is picked, as an expert, is no part of the order, which goes on past it: it is ahead once an op says so
 - what is ahead, and what streams and is in use, is counted in `in_flight` until it is used, dropped or forgotten
 - what a lease holds stays until the lease moves on; a part of the budget has been kept free for it
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -91,6 +93,7 @@ class Stream:
         self._ahead: OrderedDict[Value, int] = OrderedDict()  # and at which move each is due
         self._moves = 0
         self._surprises = 0  # in a row
+        self._picked = 0  # bytes that were picked last, for which room is left in the window
         self._used: deque[Value] = deque()  # of those that stream
 
     def expects(self, value: Value) -> bool:
@@ -107,17 +110,23 @@ class Stream:
         self._touched = time.monotonic()
         if value is self._last:
             return
-        self._moves += 1
+        self._moves += not value.is_picked
         self._arrive(value)
         self._use(value)
         if not self._ahead:
-            self._walked = (self._last, value)
-        if value.nbytes > SMALL:  # small values are read once, and then are no part of the order
+            self._walked = (self._before, self._last) if value.is_picked else (self._last, value)
+        if value.nbytes > SMALL and not value.is_picked:  # small values are read once, and are no part of it either
             if self._last is not None:
                 self._last.learn(self._before, value)
             self._before, self._last = self._last, value
         if self._is_few() or self.in_flight < _NEARLY * self._streams.share(value.pool.window):
             self._read_ahead()
+
+    def bring_soon(self, values: Sequence[Value]) -> None:
+        """These are about to be read, in this order: before what else is ahead."""
+        new = [value for value in dict.fromkeys(values) if value.state == AWAY and value not in self._ahead]
+        self._picked = sum(value.nbytes for value in new)
+        self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
 
     def give_up(self) -> None:
         """Let everything go."""
@@ -132,7 +141,7 @@ class Stream:
         if self._ahead.pop(value, None) is not None:
             self.in_flight -= value.nbytes
             self._surprises = 0
-        elif value.nbytes > SMALL:
+        elif value.nbytes > SMALL and not value.is_picked:
             self._surprises += 1
         if self.lease is not None:  # what one thread does not ask for, the next one may
             return
@@ -181,13 +190,19 @@ class Stream:
             if following is None or following is self._last or following in self._ahead:
                 break
             if following.calm_until < now:
-                if not self._has_room(following):
+                if not self._put_ahead(following):
                     break
-                self._ahead[following] = self._moves + len(self._ahead)
-                self.in_flight += following.nbytes
                 self._reader.queue(following)
             before, last = last, following
         self._walked = (before, last)
+
+    def _put_ahead(self, value: Value) -> bool:
+        """Count a value as ahead, if the window takes it."""
+        if not self._has_room(value):
+            return False
+        self._ahead[value] = self._moves + len(self._ahead)
+        self.in_flight += value.nbytes
+        return True
 
     def _has_room(self, value: Value) -> bool:
         """Whether the window takes a value.
@@ -203,11 +218,14 @@ class Stream:
     def _fits(self, value: Value) -> bool:
         streams, pool = self._streams, value.pool
         window = pool.widest if self._is_few() else pool.window
-        return self.in_flight + value.nbytes <= streams.share(window) and streams.in_flight() + value.nbytes <= window
+        share = streams.share(window)
+        if not value.is_picked:
+            share -= min(self._picked, share // 2)
+        return self.in_flight + value.nbytes <= share and streams.in_flight() + value.nbytes <= window
 
     def _is_few(self) -> bool:
-        """Whether less is ahead than there should be: what is small does not count."""
-        return sum(value.nbytes > SMALL for value in self._ahead) < _LEAST_AHEAD
+        """Whether less is ahead than there should be: what is small, or picked, does not count."""
+        return sum(value.nbytes > SMALL and not value.is_picked for value in self._ahead) < _LEAST_AHEAD
 
 
 class Lease:

@@ -62,13 +62,16 @@ class Identity:
 class TensorFile:
     """An opened file of tensors. Use `open`, which gives one object for all the tensors of a file, or `raw`."""
 
-    __slots__ = ("__weakref__", "_private", "_shared", "header", "identity", "is_raw", "lost_writes", "path")
+    __slots__ = (
+        "__weakref__", "_private", "_shared", "header", "identity", "is_picked_from", "is_raw", "lost_writes", "path"
+    )  # fmt: skip
 
     def __init__(self, path: Path, identity: Identity, header: Header) -> None:
         self.path = path
         self.identity = identity
         self.header = header
         self.is_raw = False  # whether the header is not in the file
+        self.is_picked_from = False  # whether some of its values are read apart: nothing is read along with others
         self.lost_writes = False  # whether the disk did not take something that was stored into a mapping
         self._private: torch.UntypedStorage | None = None
         self._shared: torch.UntypedStorage | None = None

@@ -88,6 +88,9 @@ class Composed(Protocol):
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
         """What a meta tensor cuts out of it, or all, as a plain tensor: not to be written to, nor kept."""
 
+    def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """The views of stored values that what a meta tensor cuts out of it is carried out from, as they are read."""
+
     def stands(self, twin: torch.Tensor, /) -> bool:
         """Whether what a meta tensor cuts out of it is in a file as it reads, so that `value` is over that."""
 
@@ -262,6 +265,10 @@ class Handle:
         handle.recipe, handle.twin = composed.recipe, None
         handle.layout, handle.file, handle.extent = composed.layout, composed.file, (0, 0)
         return handle
+
+    def read_apart(self) -> None:
+        """It is one of many that are picked from: neither it nor others in its file are read with their neighbours."""
+        self.is_picked = self.file.is_picked_from = True
 
     def elsewhere(self, offload_dir: str | os.PathLike[str] | None) -> Handle:
         """The same value, which is not ours to write, with another folder for its first write."""

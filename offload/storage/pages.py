@@ -72,7 +72,7 @@ class Range:
         joined = Range.__new__(Range)
         joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
         joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
-        joined.is_part = False
+        joined.is_part = self.is_part or last.is_part
         return joined
 
     @property
@@ -124,9 +124,10 @@ class Range:
             ReadError: the disk did not give it.
             CorruptFileError: the file has been cut.
         """
-        mapped = self._mapped()
-        if mapped is None:
+        file, mapped = self._file(), self._mapped()
+        if file is None or mapped is None:
             return
+        exactly = exactly or file.is_picked_from
         address = mapped.data_ptr() + self._start
         takes_care = self._ask_for_huge_pages(address, exactly=exactly, spare=spare)
         if takes_care and exactly:  # of the huge pages that it shares with its neighbours, its own part only

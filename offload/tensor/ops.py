@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import brought_in
+from offload.prefetch.engine import brought_in, coming, rows_coming
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
@@ -41,6 +41,7 @@ from offload.tensor.wrapper import (
     become,
     current_twin,
     guest_of,
+    handle_of,
     implements,
     mapped_value,
     overrides,
@@ -107,7 +108,9 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         is_mapped = _is_picked_here(table) and table._handle.composed is None
         if writes or not is_mapped or modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
-        return on_guests(func, args, kwargs, {id(table): mapped_value(table)})
+        memo = {id(table): mapped_value(table)}
+        _announce_rows(table, guest_of(args[0] if args else kwargs["input"]))
+        return on_guests(func, args, kwargs, memo)
 
 
 @implements(aten.convolution.default)
@@ -218,12 +221,21 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
         return read(func, args, kwargs)
     if table._handle.composed is not None:
         return _pick_what_is_carried_out(func, args, kwargs)
+    mapped = mapped_value(table)
+    if func in _PICKS and not modes_are_on() and not (func is aten.index_select.default and args[1] % table.dim()):
+        _announce_rows(table, _row_numbers(func, args[_PICKS[func]]))
     if table._target == CPU:
-        return read(func, args, kwargs, {id(table): mapped_value(table)})
+        return read(func, args, kwargs, {id(table): mapped})
     memo: dict[int, torch.Tensor] = {}
     picks = _sent_to_cpu(guests_of(picks, memo))
     named = dict(zip(kwargs, _sent_to_cpu(named_guests(kwargs, memo).values()), strict=True))
-    return sent_to(call(func, [mapped_value(table), *picks], named), table._target)
+    return sent_to(call(func, [mapped, *picks], named), table._target)
+
+
+def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
+    """Have the system read all of them, and nothing around, before the first is waited for."""
+    if rows is not None and rows.device == CPU and table.dim() > 1 and table.numel():
+        rows_coming(handle_of(table), current_twin(table), rows)
 
 
 def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -256,6 +268,7 @@ def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
     return guest_of(numbers).to(CPU)
 
 
+_TOGETHER = 8  # matrices that begin to be read together
 _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument says the rows
 
 
@@ -271,14 +284,11 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     ends = guest_of(ends)
     groups = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu")).nonzero().flatten()
     if matrices._handle.composed is not None:
-
-        def matrix(group: int) -> torch.Tensor:
-            twin = current_twin(matrices)[group : group + 1]
-            return guest_of(wrap(matrices._handle, twin, matrices._target))
-
-        return _multiply_one_by_one(func, guest_of(rows), matrix, ends.cpu(), groups.tolist(), rest, kwargs)
-    for group in groups.tolist():
-        brought_in(matrices._handle, current_twin(matrices).select(0, group))
+        return _multiply_one_by_one(func, guest_of(rows), matrices, ends.cpu(), groups.tolist(), rest, kwargs)
+    parts = [current_twin(matrices).select(0, group) for group in groups.tolist()]
+    coming((matrices._handle, part) for part in parts)
+    for part in parts:
+        brought_in(matrices._handle, part)
     if matrices._target == CPU:
         return read(func, args, kwargs, {id(matrices): mapped_value(matrices)})
     chosen = sent_to(_chosen(mapped_value(matrices), groups), matrices._target)
@@ -289,22 +299,27 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _multiply_one_by_one(
     func: Any,
     rows: torch.Tensor,
-    matrix: Callable[[int], torch.Tensor],
+    matrices: OffloadedTensor,
     ends: torch.Tensor,
     groups: list[int],
     rest: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Of a recipe one matrix after the other is carried out: all of a layer's would be many times what is stored."""
+    recipe, cuts = matrices._handle.composed, current_twin(matrices).split(1)
+    assert recipe is not None
     results, begin = [], 0
-    for group in groups:
+    for place, group in enumerate(groups):
+        if place % (_TOGETHER // 2) == 0:
+            coming(view for one in groups[place : place + _TOGETHER] for view in recipe.reads(cuts[one]))
         end = int(ends[group])
         only = torch.tensor([end - begin], dtype=ends.dtype, device=rows.device)
-        arguments = [rows[begin:end], matrix(group), only, *guests_of(rest[1:], {})]
+        matrix = guest_of(wrap(matrices._handle, cuts[group], matrices._target))
+        arguments = [rows[begin:end], matrix, only, *guests_of(rest[1:], {})]
         results.append(call(func, arguments, _without_ends(kwargs)))
         begin = end
     if begin < len(rows) or not results:  # rows of no group: torch leaves them as they were in memory
-        results.append(rows.new_zeros(len(rows) - begin, matrix(0).shape[-1]))
+        results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
     return torch.cat(results)
 
 

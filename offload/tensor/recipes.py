@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.prefetch.engine import brought_in
+from offload.prefetch.engine import brought_in, coming, runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous, contiguous_stride
@@ -69,6 +69,11 @@ class Piece:
         base = handle.base()
         brought_in(handle, twin)
         return cut(base, twin)
+
+    def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """The views of stored values that `twin`, a cut of its own, is carried out from, as they are read."""
+        composed = self.handle.composed
+        return iter([(self.handle, twin)]) if composed is None else composed.reads(twin)
 
     def note(self, digest: _Digest) -> None:
         """Tell what it is apart from any other: its file's state, or what it is carried out from; and its cut."""
@@ -143,6 +148,11 @@ class Recipe(ABC):
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
         """See `Composed`."""
 
+    def reads(self, _: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """See `Composed`: all of its pieces, whatever is cut out."""
+        for piece in self.pieces:
+            yield from piece.reads(piece.twin)
+
     def stands(self, _: torch.Tensor, /) -> bool:
         """See `Composed`."""
         return False
@@ -165,21 +175,30 @@ class Plain(Recipe):
             box = Box.around(layout, twin)
             return _recut(self._in_box(box), box.first * layout.dtype.itemsize, twin)
 
+    def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """See `Composed`: what `twin` takes, and no more."""
+        with no_functions(), no_modes():
+            for piece, part in self._read_in(Box.around(self.layout, twin)) if twin.numel() else ():
+                yield from piece.reads(part)
+
     @abstractmethod
     def _in_box(self, box: Box) -> torch.Tensor:
         """A tensor whose elements lie as those of the box do in the whole value."""
+
+    @abstractmethod
+    def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """The pieces that a box is carried out from, and what of each."""
 
     def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Some rows of what `twin` cuts out, by their sorted numbers, as a tensor of their own."""
         with no_functions(), no_modes():
             made = torch.empty((len(rows), *twin.shape[1:]), dtype=twin.dtype, device="cpu")
-            numbers, at = rows.tolist(), 0
-            while at < len(numbers):
-                end = at + 1
-                while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
-                    end += 1
-                made[at:end].copy_(self.value(twin[numbers[at] : numbers[end - 1] + 1]))
-                at = end
+            runs = [twin[begin:end] for begin, end in runs_of(rows.tolist(), len(twin))]
+            coming(view for run in runs for view in self.reads(run))
+            at = 0
+            for run in runs:
+                made[at : at + len(run)].copy_(self.value(run))
+                at += len(run)
             return made
 
     def put_into(self, place: torch.Tensor) -> None:
@@ -279,7 +298,7 @@ class Joined(Plain):
         self._rows = [place[0] for place in self._places] if order and covered else None  # one piece after the other
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
-                handle.is_picked = True
+                handle.read_apart()
 
     @property
     def form(self) -> str:
@@ -311,6 +330,9 @@ class Joined(Plain):
                 return piece, twin
         return None
 
+    def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
+        return ((piece, twin) for piece, twin, _ in self._inside(box))
+
     def _in_box(self, box: Box) -> torch.Tensor:
         inside = list(self._inside(box))
         found = self._only_one(inside)
@@ -318,6 +340,8 @@ class Joined(Plain):
             piece, twin = found
             return piece.value(twin)
         whole = room(contiguous(self.layout.dtype, box.size))
+        if len(inside) > 1:
+            coming(view for piece, twin, _ in inside for view in piece.reads(twin))
         for piece, twin, at in inside:
             place = whole
             for dim, size in enumerate(twin.shape):
@@ -409,6 +433,9 @@ class Decoded(Plain):
         self._row = layout.shape[1 + stacked :]
         sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
+        if stacked:
+            for handle in self.handles():
+                handle.read_apart()
 
     @property
     def form(self) -> str:
@@ -424,9 +451,31 @@ class Decoded(Plain):
     def handles(self) -> Iterator[Handle]:
         return stored_in(self.pieces[number].handle for number in self._order)
 
+    def _rows_of(self, box: Box) -> tuple[int, int]:
+        """The rows that a box is in: the first, and the end."""
+        step = math.prod(self._row)
+        return box.first // step, -(-(box.first + math.prod(box.size)) // step)
+
+    def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
+        start, end = self._rows_of(box)
+        rows = self.layout.shape[1] if self.stacked else end  # of one of a stack
+        while start < end:
+            count = min(end, (start // rows + 1) * rows) - start
+            yield from ((self.pieces[number], part) for number, part in self._parts_of_pieces(start, count))
+            start += count
+
+    def _parts_of_pieces(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each piece, by its number, what these rows are made from; of one of a stack."""
+        only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
+        first, last = start // self.granule, -(-(start + count) // self.granule)
+        for number in self._order:
+            per, twin = self.per[number], self.pieces[number].twin
+            twin = twin[only] if self.stacked else twin
+            yield number, twin if per is None else twin[first * per : last * per]
+
     def _in_box(self, box: Box) -> torch.Tensor:
         step = math.prod(self._row)
-        start, end = box.first // step, -(-(box.first + math.prod(box.size)) // step)
+        start, end = self._rows_of(box)
         whole = room(contiguous(self.layout.dtype, (end - start, *self._row)))
         self._into(whole, start)
         inside = box.first - start * step
@@ -454,14 +503,12 @@ class Decoded(Plain):
         if left < len(place):
             self._into(place[left:], start + left)
             place = place[:left]
-        only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
+        parts = self._parts_of_pieces(start, len(place))
+        made = {number: self.pieces[number].value(part) for number, part in parts}
+        found = [made[number] for number in range(len(self.pieces))]
+        start = start % self.layout.shape[1] if self.stacked else start
         granule, end = self.granule, start + len(place)
-        first, last = start // granule, -(-end // granule)
-        found: list[torch.Tensor] = [torch.empty(0)] * len(self.pieces)
-        for number in self._order:
-            piece, per = self.pieces[number], self.per[number]
-            twin = piece.twin[only] if self.stacked else piece.twin
-            found[number] = piece.value(twin if per is None else twin[first * per : last * per])
+        first = start // granule
         for low, high in self._blocks_of_rows(start, end):
             begin, stop = low // granule, -(-high // granule)
             inside = begin * granule  # the first row that is made

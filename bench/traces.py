@@ -1,0 +1,82 @@
+"""Matrices that are picked from a stack in made orders, under a budget: how many reads find theirs in memory.
+
+Always true:
+- the stack is one file, read as a model's experts are; an order is the same for the same seed
+- the limit is the best fixed set, chosen by who knows the whole order, and in memory before it begins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+import offload
+from offload.prefetch.engine import counts
+from offload.prefetch.residency import Pool, books_of
+from offload.tensor.wrapper import handle_of
+
+ROWS, COLUMNS = 68, 256  # of a matrix in float32: 68 KiB, whole pages
+_ENTRY = "experts"
+
+
+def orders(count: int, length: int, seed: int = 0) -> dict[str, list[int]]:
+    """Which of `count` matrices are read, one after the other."""
+    chance = torch.Generator().manual_seed(seed)
+
+    def drawn(exponent: float) -> torch.Tensor:
+        shares = torch.arange(1, count + 1, dtype=torch.float64) ** -exponent
+        return torch.multinomial(shares, length, replacement=True, generator=chance)
+
+    places = torch.randperm(count, generator=chance)
+    turned = torch.arange(length) * count // length
+    return {
+        "uniform": places[drawn(0)].tolist(),
+        "Zipf 0.8": places[drawn(0.8)].tolist(),
+        "Zipf 1.2": places[drawn(1.2)].tolist(),
+        "drifting": places[(drawn(1) + turned) % count].tolist(),
+        "circle": (torch.arange(length) % count).tolist(),
+    }
+
+
+def hits_in_hindsight(order: Sequence[int], places: int) -> int:
+    """Of the best fixed set."""
+    return int(torch.tensor(order).bincount().sort(descending=True).values[:places].sum())
+
+
+def stack(folder: Path, count: int) -> Path:
+    """A file of `count` matrices."""
+    path = folder / "stack.safetensors"
+    save_file({_ENTRY: torch.arange(count * ROWS * COLUMNS, dtype=torch.float32).view(count, ROWS, COLUMNS)}, path)
+    return path
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How an order went.
+
+    Attributes:
+        hits: reads of what was to stay, when it was asked for.
+        bytes_read: from the disk.
+    """
+
+    hits: int
+    bytes_read: int
+
+
+def replayed(path: Path, order: Sequence[int], places: int) -> Replay:
+    """Read the matrices of a file of `stack` in this order, where as many may stay as there are places."""
+    nbytes = ROWS * COLUMNS * 4
+    tensor = offload.load_file(path)[_ENTRY]
+    books = books_of(handle_of(tensor))
+    books.pool = Pool(places * nbytes, 0)
+    start = handle_of(tensor).extent[0]
+    before, hits = counts().bytes_read, 0
+    for number in order:
+        known = books.ranges.get((start + number * nbytes, nbytes))
+        hits += known is not None and known.kept and known.calm_until > 0
+        tensor[number].amax()
+    return Replay(hits, counts().bytes_read - before)

@@ -1,0 +1,223 @@
+"""What is picked from many: which of it stays, what is read of it, and that it is no part of an order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import offload
+from bench.page_cache import cached_fraction, make_cold
+from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
+from offload.prefetch import engine as engines
+from offload.prefetch.engine import Engine
+from offload.prefetch.picked import _RESCALE, Picked
+from offload.prefetch.residency import Pool, Value, books_of
+from offload.tensor.wrapper import handle_of
+from tests.page_cache import needs_page_cache
+from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest  # noqa: F401
+
+COUNT, LENGTH = 32, 2500
+ORDERS = orders(COUNT, LENGTH)
+
+
+def picked(pool: Pool, count: int, size: int = MIB) -> list[Value]:
+    file = File()
+    values = [Value(pool, file, start * size, size, shared=False) for start in range(count)]  # type: ignore[arg-type]
+    for value in values:
+        value.is_picked = True
+    pool.add(values)
+    return values
+
+
+class File:
+    """Stands for a file that is not mapped."""
+
+    def mapping(self, *, shared: bool) -> None:
+        return None
+
+
+def use(pool: Pool, values: list[Value]) -> list[Value]:
+    """As the engine does; gives what left."""
+    left = []
+    for value in values:
+        pool.picked.count(value)
+        value.calm_until = 1.0
+        left += pool.admit(value)
+    return left
+
+
+def test_who_is_used_more_takes_the_place_of_who_is_used_less():
+    pool = Pool(2 * MIB, 0)
+    a, b, c = picked(pool, 3)
+    stays = [value for value in (a, b, c) if value.kept]
+    other = next(value for value in (a, b, c) if not value.kept)
+    use(pool, [stays[0]] * 4 + [stays[1]])
+
+    assert [] == use(pool, [other, other])  # no more than that one: the use that brings it does not count
+    assert [stays[1]] == use(pool, [other])
+    assert stays[0].kept
+    assert other.kept
+    assert not stays[1].kept
+
+
+def test_a_large_one_takes_places_of_several_or_none():
+    pool = Pool(4 * MIB, 0)
+    small = picked(pool, 4)
+    [large] = picked(pool, 1, 3 * MIB)
+    pool.reconsider(anew=True)
+    use(pool, [value for value in small if value.kept] + small[:2] * 5)
+    large.kept = False
+
+    assert [] == use(pool, [large] * 2)
+    assert sum(value.nbytes for value in [*small, large] if value.kept) <= 4 * MIB
+    left = use(pool, [large] * 9)
+    assert large.kept
+    assert sum(value.nbytes for value in [*small, large] if value.kept) <= 4 * MIB
+    assert set(left) == {value for value in small if not value.kept}
+
+
+def test_what_each_pass_reads_stays_before_what_is_picked():
+    pool = Pool(6 * MIB, 0)
+    chosen = picked(pool, 8)
+    use(pool, chosen * 9)
+    dense = [Value(pool, File(), start * MIB, MIB, shared=False) for start in range(4)]  # type: ignore[arg-type]
+    pool.add(dense)
+    pool.reconsider(anew=True)
+
+    assert all(value.kept for value in dense)
+    assert 2 == sum(value.kept for value in chosen)
+
+
+def test_a_place_is_free_once_its_value_is_gone():
+    pool = Pool(2 * MIB, 0)
+    values = picked(pool, 3)
+    use(pool, values * 5)
+    other = next(value for value in values if not value.kept)
+    del values
+    assert [] == use(pool, [other])
+    assert other.kept
+
+
+def test_a_use_counts_less_with_time_and_never_overflows():
+    places = Picked()
+    pool = Pool(MIB, 0)
+    old, new = picked(pool, 2)
+    places.choose([old], MIB)
+    for _ in range(100):
+        places.count(old)
+    for _ in range(30):
+        places.count(new)
+    assert new.uses > old.uses
+    places._worth = 2 * _RESCALE
+    old.uses, new.uses = _RESCALE, 3 * _RESCALE
+    places.rescale([old, new])
+    assert (0.5, 1.5) == (old.uses, new.uses)
+    assert places._worth == 1
+
+
+@needs_page_cache
+@pytest.mark.parametrize("share", [4, 2])
+@pytest.mark.parametrize("name", [name for name in ORDERS if name != "uniform"])
+def test_as_many_reads_find_theirs_as_with_the_best_fixed_set(tmp_path: Path, name: str, share: int) -> None:
+    order, places = ORDERS[name], COUNT // share
+    found = replayed(stack(tmp_path, COUNT), order, places)
+
+    assert found.hits >= (1.2 if name == "drifting" else 0.95) * hits_in_hindsight(order, places)
+    assert found.bytes_read <= (LENGTH - found.hits) * ROWS * COLUMNS * 4
+
+
+@needs_page_cache
+@pytest.mark.parametrize("share", [4, 2])
+def test_where_all_are_used_alike_a_share_of_the_reads_finds_theirs(tmp_path: Path, share: int) -> None:
+    """The best set in hindsight is one that chance has made a little better."""
+    found = replayed(stack(tmp_path, COUNT), ORDERS["uniform"], COUNT // share)
+
+    assert found.hits >= 0.9 * LENGTH / share
+
+
+def test_the_order_goes_on_past_what_is_picked(engine: Engine, memory: object) -> None:  # noqa: F811
+    """The next layer is read ahead, whichever experts are picked before it."""
+    values = made(memory, "abcdefghijwxyz")  # type: ignore[arg-type]
+    dense, experts = values[:10], values[10:]
+    for value in experts:
+        value.is_picked = True
+    for number in range(4):
+        if number == 2:
+            memory.log.clear()  # type: ignore[attr-defined]
+        read(engine, [*dense[:3], experts[number], experts[3 - number], *dense[3:]])
+
+    assert dict.fromkeys("wxyz", False).items() & set(memory.log)  # type: ignore[attr-defined]
+    assert {("d", True), ("e", True)} <= set(memory.log)  # type: ignore[attr-defined]
+    assert not {("d", False), ("e", False), ("w", True), ("z", True)} & set(memory.log)  # type: ignore[attr-defined]
+    assert not engine.reader.counts.wasted
+
+
+def test_what_is_announced_is_read_before_what_else_is_ahead(engine: Engine, memory: object) -> None:  # noqa: F811
+    a, *values = made(memory, "abcwxyz", window=16 * MIB)  # type: ignore[arg-type]
+    experts = values[2:]
+    for value in experts:
+        value.is_picked = True
+    engine.arrive(a)
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(experts)
+        assert experts == list(engine.reader._queue)[: len(experts)]
+    rest(engine)
+    for value in experts:
+        engine.arrive(value)
+
+    assert [("w", True), ("x", True), ("y", True), ("z", True)] == memory.log[1:]  # type: ignore[attr-defined]
+    assert len(experts) == engine.reader.counts.ahead
+
+
+def test_what_is_announced_stays_within_the_window(engine: Engine, memory: object) -> None:  # noqa: F811
+    values = made(memory, "abcdefgh", window=3 * MIB)  # type: ignore[arg-type]
+    for value in values:
+        value.is_picked = True
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(values)
+        assert 3 * MIB == engine.streams.in_flight()
+
+
+@needs_page_cache
+def test_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    save_file({"table": torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)}, path)
+    table = offload.load_file(path)["table"]
+    rows = torch.tensor([7, 4000, 1500, 1501, 7])
+    make_cold([path])
+
+    found = torch.nn.functional.embedding(rows, table)
+
+    assert torch.equal(found[:, 0], rows * 1024.0)
+    assert cached_fraction([path]) * 4097 <= 4 * 2 + 1
+
+
+def test_runs_of_rows_are_within_the_table():
+    assert [(0, 2), (5, 6)] == list(engines.runs_of([-3, 0, 1, 5, 9], 6))
+    assert [(0, 6)] == list(engines.runs_of([0, 1, 5], 6, 3))
+
+
+@needs_page_cache
+def test_what_is_small_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({**{f"{number:02}": torch.zeros(1 << 18) for number in range(16)}, "08a": torch.ones(16)}, path)
+    small = offload.load_file(path)["08a"]
+    handle_of(small).read_apart()
+    make_cold([path])
+
+    assert 16 == float(small.sum())
+    assert cached_fraction([path]) <= 0.01
+
+
+def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path) -> None:
+    """Also of what is in memory, and not looked at again for a while."""
+    tensor = offload.load_file(stack(tmp_path, 4))["experts"]
+    for _ in range(5):
+        tensor[1].amax()
+
+    [value] = books_of(handle_of(tensor)).ranges.values()
+    assert value.is_picked
+    assert value.uses == pytest.approx(5)
