@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from bench.page_cache import files_in, make_cold, warm
 from bench.peers import OURS
 from bench.process import read_bytes
 from bench.rounds import Figure, Rounds, in_turn
+from bench.routed import NOTICED
 from bench.scale import Scale
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of
@@ -372,6 +373,7 @@ def read_by_a_token(packed: Stored) -> tuple[int, int]:
     with torch.inference_mode():
         next_token(model, torch.tensor([[1]]))
         make_cold(files_in(packed.folder))
+        sleep(NOTICED)
         before = read_bytes()
         next_token(model, torch.tensor([[2]]))
         return read_bytes() - before, round(needed)

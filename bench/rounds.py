@@ -71,7 +71,7 @@ class Figure:
 
     Attributes:
         case: what was measured.
-        unit: "s", "µs" or "B".
+        unit: "s", "µs", "B" or "reads".
         values: by arm, a value a round.
         limit: what is possible at best, a value a round; empty if there is no such thing.
         limit_name: what the limit is.

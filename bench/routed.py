@@ -1,13 +1,15 @@
-"""A mixture of experts, cold: what one decoded token reads.
+"""A mixture of experts: what one decoded token reads, cold, and which experts are found in memory under a budget.
 
 Always true:
-- before the token, no file of the model is in the page cache
+- before the token, no file of the model is in the page cache, and a model has had the time to notice
 - the limit is what the token needs: all weights but the experts and the table of tokens, and the experts it goes to
+- under a budget, it is what the best fixed set of experts would miss, chosen by who knows the whole order
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,14 @@ from bench.apart import run_apart
 from bench.cold import next_token
 from bench.generate import rehearse
 from bench.page_cache import files_in, make_cold
-from bench.peers import IN_MEMORY, PACKAGES, WAYS, absent
+from bench.peers import IN_MEMORY, OURS, PACKAGES, WAYS, absent
 from bench.process import read_bytes
 from bench.rounds import Figure, in_turn
 from bench.scale import Scale
+from bench.traces import hits_in_hindsight, orders, replayed, stack
+
+NOTICED = 2.1  # seconds after which what was in memory is looked at again
+_COUNT = 64  # matrices of a stack
 
 
 @dataclass
@@ -42,7 +48,19 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     done.strike(lambda one: one.token, needed.token, "tokens")
     limit = [float(needed.bytes_read)] * scale.rounds
     case = "routed: bytes read by one token of a mixture of experts, cold"
-    return [Figure(case, "B", done.values(lambda one: one.bytes_read), limit, "what it needs", done.missing)]
+    cold = Figure(case, "B", done.values(lambda one: one.bytes_read), limit, "what it needs", done.missing)
+    return [cold, *(_under_a_budget(name, share, scale, scratch) for name in orders(1, 1) for share in (4, 2))]
+
+
+def _under_a_budget(name: str, share: int, scale: Scale, scratch: Path) -> Figure:
+    order, places = orders(_COUNT, scale.picks)[name], _COUNT // share
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        path = stack(Path(folder), _COUNT)
+        make_cold([path])
+        found = run_apart(replayed, path, order, places)
+    missed = float(len(order) - hits_in_hindsight(order, places))
+    case = f"routed, {name}: reads that miss, 1/{share} may stay"
+    return Figure(case, "reads", {OURS: [float(len(order) - found.hits)]}, [missed], "the best fixed set", {})
 
 
 def trial(arm: str, folder: Path, scratch: Path) -> Trial:
@@ -52,6 +70,7 @@ def trial(arm: str, folder: Path, scratch: Path) -> Trial:
         model = WAYS[arm].load(folder, Path(own))
         next_token(model, torch.tensor([[1]]))
         make_cold(files_in(folder, Path(own), *own_folders(model)))
+        time.sleep(NOTICED)
         before = read_bytes()
         token = next_token(model, _INPUT)
         return Trial(read_bytes() - before, token)

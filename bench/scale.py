@@ -42,6 +42,7 @@ class Scale:
         tokens: tokens that a warm trial decodes.
         capped_tokens: tokens that a capped one does.
         prompts: tokens in a cold pass.
+        picks: reads of matrices that are picked from a stack.
         factors: how many times the budget a model is.
         calls: of an op, for one time of it.
         load_tensors: tensors in a checkpoint of many that are tiny.
@@ -66,6 +67,7 @@ class Scale:
     tokens: int
     capped_tokens: int
     prompts: tuple[int, ...]
+    picks: int
     factors: tuple[float, ...]
     calls: int
     load_tensors: int
@@ -101,6 +103,7 @@ FULL = Scale(
     tokens=8,
     capped_tokens=3,
     prompts=(1, 16, 256),
+    picks=4_000,
     factors=(1.5, 3.0),
     calls=300,
     load_tensors=4_000,
@@ -125,6 +128,7 @@ TOY = Scale(
     tokens=2,
     capped_tokens=2,
     prompts=(1, 4),
+    picks=200,
     factors=(3.0,),
     calls=10,
     load_tensors=20,
