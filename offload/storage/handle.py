@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -128,7 +129,7 @@ class Handle:
         "__weakref__",
         "_addresses",
         "_base",
-        "_lock",
+        "_own_lock",
         "_pid",
         "books",
         "composed",
@@ -157,9 +158,18 @@ class Handle:
         self.is_picked = False
         self._base: torch.Tensor | None = None
         self._addresses: torch.UntypedStorage | None = None
-        self._lock = fork_safe_lock()
+        self._own_lock: threading.RLock | None = None
         self.books: Books | None = None
         self._pid = 0  # the process that removes the file with this handle; 0 for nobody
+
+    @property
+    def _lock(self) -> threading.RLock:
+        """Made when it is first asked for: most of the tens of thousands of experts of a model never are."""
+        if self._own_lock is None:
+            with _LOCK:
+                if self._own_lock is None:
+                    self._own_lock = fork_safe_lock()
+        return self._own_lock
 
     @property
     def path(self) -> Path:
