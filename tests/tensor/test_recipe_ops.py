@@ -14,7 +14,7 @@ import offload
 from offload import OffloadedTensor
 from offload.models.deferred import DeferredTensor, deferred
 from offload.prefetch.engine import tracked
-from offload.tensor.recipes import Recipe
+from offload.tensor.recipes import Plain, Recipe
 from offload.tensor.wrapper import handle_of
 
 E, N, K = 8, 48, 64
@@ -41,14 +41,14 @@ def _stored(tensor: torch.Tensor) -> OffloadedTensor:
 def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many elements were carried out, read by read."""
     seen: list[int] = []
-    value = Recipe.value
+    value = Plain.value
 
-    def look(self: Recipe, twin: torch.Tensor | None = None) -> torch.Tensor:
+    def look(self: Plain, twin: torch.Tensor | None = None) -> torch.Tensor:
         found = value(self, twin)
         seen.append(found.numel())
         return found
 
-    monkeypatch.setattr(Recipe, "value", look)
+    monkeypatch.setattr(Plain, "value", look)
     return seen
 
 
