@@ -143,17 +143,17 @@ def evict(*what: Any) -> None:
         >>> from offload import OffloadedTensor
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
-    values = _values_in(what)
+    values, books = _values_in(what), [books_of(handle) for handle in _handles_in(what)]
     leaving: list[Value] = []
     try:
         with lock():
+            for one in books:
+                one.calm_until = 0.0
             for value in values:
                 value.pinned = False
             for pool in {value.pool for value in values}:
                 leaving.extend(pool.reconsider(anew=True))
-            leaving.extend(
-                [*values, *(copy for handle in _handles_in(what) for copy in books_of(handle).copies.values())]
-            )
+            leaving.extend([*values, *(copy for one in books for copy in one.copies.values())])
     finally:
         let_go(leaving)
 

@@ -76,21 +76,35 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
             _ENGINE.streams.own().bring_soon(values)
 
 
+def has_rows_here(handle: Handle) -> bool:
+    """Whether all rows of a table are taken to be in memory; asked for at each pick, so it costs next to nothing."""
+    books = handle.books
+    if type(books) is not Books:
+        return False
+    now = monotonic()
+    if books.calm_until >= now:
+        return True
+    whole = books.ranges.get(handle.extent)
+    return whole is not None and whole.calm_until >= now
+
+
 def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
     """Begin to read rows of a view that are about to be picked, each without what lies around it.
 
     Args:
         rows: their numbers, from 0, on the CPU; others than those of rows are passed over.
     """
-    whole = books_of(handle).ranges.get(handle.extent)
     mapped = handle.file.mapping(shared=handle.owned)
-    if mapped is None or not rows.numel() or (whole is not None and whole.calm_until >= monotonic()):
+    if mapped is None or not rows.numel():
         return
-    first = mapped.data_ptr() + handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
+    start, length = handle.extent
+    first = mapped.data_ptr() + start + int(twin.storage_offset()) * twin.itemsize
     step, nbytes = twin.stride(0) * twin.itemsize, _span(twin[0])
     numbers = rows.flatten()
     some = numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist()
     if all(are_cached(first + number * step, nbytes) for number in some if 0 <= number < len(twin)):
+        if are_cached(mapped.data_ptr() + start, length):
+            books_of(handle).calm_until = monotonic() + _CALM
         return
     for begin, end in runs_of(torch.unique(numbers).tolist(), len(twin), PAGE // max(step, 1)):
         announce(first + begin * step, (end - begin - 1) * step + nbytes)

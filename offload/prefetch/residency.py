@@ -153,14 +153,16 @@ class Books:
         pool: the budget that it is under; None for that of the process.
         ranges: in memory, by start and length.
         copies: what stays on accelerators, by device.
+        calm_until: until when (`time.monotonic`) rows of it are taken to be in memory without asking.
     """
 
-    __slots__ = ("copies", "pool", "ranges")
+    __slots__ = ("calm_until", "copies", "pool", "ranges")
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
         self.ranges: dict[tuple[int, int], Value] = {}
         self.copies: dict[torch.device, Value] = {}
+        self.calm_until = 0.0
 
     def begin_anew(self) -> None:
         """The value is in another file now."""
@@ -168,6 +170,7 @@ class Books:
         for value in list(known.values()):
             value.calm_until = 0.0  # who holds on to one asks again
         self.copies = {}
+        self.calm_until = 0.0
 
 
 def books_of(handle: Handle) -> Books:

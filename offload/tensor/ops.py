@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import brought_in, coming, rows_coming
+from offload.prefetch.engine import brought_in, coming, has_rows_here, rows_coming
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
@@ -109,7 +109,8 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if writes or not is_mapped or modes_are_on() or records_graph(args, kwargs):
             return func(*args, **kwargs)
         memo = {id(table): mapped_value(table)}
-        _announce_rows(table, guest_of(args[0] if args else kwargs["input"]))
+        if not has_rows_here(table._handle):
+            _announce_rows(table, guest_of(args[0] if args else kwargs["input"]))
         return on_guests(func, args, kwargs, memo)
 
 
@@ -222,7 +223,7 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if table._handle.composed is not None:
         return _pick_what_is_carried_out(func, args, kwargs)
     mapped = mapped_value(table)
-    if func in _PICKS and not modes_are_on() and not (func is aten.index_select.default and args[1] % table.dim()):
+    if not has_rows_here(table._handle) and func in _PICKS and not modes_are_on() and _is_of_rows(func, args):
         _announce_rows(table, _row_numbers(func, args[_PICKS[func]]))
     if table._target == CPU:
         return read(func, args, kwargs, {id(table): mapped})
@@ -244,7 +245,7 @@ def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, 
     if place is None or modes_are_on():
         return read(func, args, kwargs)
     found = _row_numbers(func, args[place])
-    if found is None or (func is aten.index_select.default and args[1] % table.dim()):
+    if found is None or not _is_of_rows(func, args):
         return read(func, args, kwargs)
     rows, again = torch.unique(found, return_inverse=True)
     if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
@@ -258,6 +259,11 @@ def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, 
     if func is aten.embedding.default:
         given = given[:2]
     return call(func, guests_of(given, {}), named_guests(named, {}))
+
+
+def _is_of_rows(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an op that picks does so along the first dimension."""
+    return func is not aten.index_select.default or args[1] % max(args[0].dim(), 1) == 0
 
 
 def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:

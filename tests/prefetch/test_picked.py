@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,27 @@ def test_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> None:
 
     assert torch.equal(found[:, 0], rows * 1024.0)
     assert cached_fraction([path]) * 4097 <= 4 * 2 + 1
+
+
+@needs_page_cache
+@pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
+def test_a_table_is_taken_to_be_in_memory_once_all_of_it_is(tmp_path: Path, pick: Callable[..., torch.Tensor]) -> None:
+    path = tmp_path / "t.safetensors"
+    save_file({"table": torch.zeros(4096, 1024)}, path)
+    table = offload.load_file(path)["table"]
+    rows = torch.tensor([7, 4000])
+    make_cold([path])
+
+    for _ in range(2):
+        pick(rows, table)
+    assert not engines.has_rows_here(handle_of(table))
+
+    path.read_bytes()
+    pick(rows, table)
+    assert engines.has_rows_here(handle_of(table))
+
+    offload.budget.evict(table)
+    assert not engines.has_rows_here(handle_of(table))
 
 
 def test_runs_of_rows_are_within_the_table():
