@@ -234,6 +234,18 @@ def test_what_is_small_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Pat
     assert cached_fraction([path]) <= 0.01
 
 
+@needs_page_cache
+def test_a_whole_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({f"{number:02}": torch.ones(1 << 16) for number in range(64)}, path)
+    whole = offload.load_file(path)["32"]
+    handle_of(offload.load_file(path)["00"]).read_apart()
+    make_cold([path])
+
+    assert 1 << 16 == float(whole.sum())
+    assert cached_fraction([path]) <= 1.2 / 64
+
+
 def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path) -> None:
     """Also of what is in memory, and not looked at again for a while."""
     tensor = offload.load_file(stack(tmp_path, 4))["experts"]
