@@ -22,6 +22,7 @@ from offload.prefetch.reader import Counts
 from offload.prefetch.residency import Pool, Value, books_of, let_go
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
+from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.torch_api import tree_leaves
@@ -299,7 +300,7 @@ def _handles_in(what: Iterable[Any]) -> set[Handle]:
                 f"{leaf!r} is no tensor and no module: nothing of it can stay in memory, or be dropped"
             )
         parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
-    return {handle_of(tensor) for tensor in parts if is_offloaded(tensor)}
+    return {handle_of(tensor) for tensor in map(local_of, parts) if is_offloaded(tensor)}
 
 
 def _in_mib(nbytes: int) -> str:

@@ -226,6 +226,30 @@ def not_compiled(function: _T) -> _T:
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")  # of a DTensor
 
 
+def world_of(mesh: Any) -> tuple[int, int]:
+    """The number of this rank, and how many there are; of a mesh that is only simulated, by that."""
+    distributed: Any = torch.distributed
+    if not distributed.is_initialized():
+        return mesh.get_rank(), mesh.size()
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def is_sharding() -> bool:
+    """Whether torch.distributed is, in one of the callers, at making a parameter one of many ranks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _SHARDING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_SHARDING = {
+    ("torch.distributed.tensor._api", "distribute_tensor"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "_init_sharded_param"),
+}
+
+
 def dtensor_class() -> Any:
     """The class of torch.distributed's tensors; None where nobody has imported it, so that there are none."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

@@ -15,6 +15,7 @@ from torch import nn
 from offload.errors import ArgumentError, ArgumentTypeError
 from offload.models.loader import blocks_of
 from offload.storage.handle import Handle
+from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 from offload.torch_api import buffers_of, parameters_of
@@ -59,7 +60,8 @@ def lots_of(models: Iterable[nn.Module], floors: Sequence[nn.Module]) -> list[li
         for module in model.modules():
             lot = lots.get(id(module), lot)
             members = (*parameters_of(module).values(), *buffers_of(module).values())
-            lot.update(dict.fromkeys(stored_in(handle_of(member) for member in members if is_offloaded(member))))
+            stored = (member for member in map(local_of, members) if is_offloaded(member))
+            lot.update(dict.fromkeys(stored_in(map(handle_of, stored))))
     return [list(lot) for lot in lots.values()]
 
 

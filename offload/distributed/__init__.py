@@ -11,6 +11,7 @@ What walks a model looks inside a DTensor with `offload.tensor.locals.local_of`.
 | module | what |
 | --- | --- |
 | `placing` | the share that a rank has of a value |
+| `cuts` | shares that are cut once, into files |
 | `together` | what ranks do together, or none does |
 | `staging` | a state in files, while `async_save` writes it |
 """

@@ -1,19 +1,46 @@
 """The share that this rank has of a value, by the placements of a DTensor.
 
 Always true:
+- nothing is read: a share is a cut of what is stored, or joined from such cuts
 - torch says which rows, or columns, are whose: those that this rank has of a plain tensor
+- the share is a value of its own: the rest of the checkpoint is neither counted, nor read ahead, nor copied
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from offload.errors import UnsupportedOpError
-from offload.torch_api import offsets_of_shard
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
+from offload.storage.modes import no_functions, no_modes
+from offload.storage.regular import absolute
+from offload.tensor.recipes import Piece, joined
+from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, handle_of, target_of, wrap_handle
+from offload.torch_api import offsets_of_shard, world_of
 
 Run: TypeAlias = tuple[int, int]  # where successive rows, or columns, begin and end
+
+
+def share_of(value: torch.Tensor, outer: Any, name: str) -> torch.Tensor:
+    """What this rank has of a value.
+
+    Args:
+        value: the whole; one whose slices and joins read nothing.
+        outer: a DTensor of its shape.
+
+    Raises:
+        UnsupportedOpError: a placement gives a rank no part of the value, but a term of it.
+    """
+    for dim, runs in sorted(runs_of(outer, name).items(), key=lambda one: len(one[1])):
+        parts = [value.narrow(dim, begin, end - begin) for begin, end in runs]
+        value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return value
 
 
 def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
@@ -24,7 +51,9 @@ def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
         if placement.is_replicate():
             continue
         if placement.is_partial() or coordinate is None:
-            what = f"rank is not in the mesh {tuple(mesh.shape)}" if coordinate is None else f"placement is {placement}"
+            what = (
+                f"rank is not in the mesh {tuple(mesh.shape)}" if coordinate is None else f"placement is {placement!r}"
+            )
             raise UnsupportedOpError(
                 f"{name!r} can't be filled from a checkpoint where its {what}: give it Shard or Replicate placements "
                 "on a mesh that this rank is in"
@@ -42,3 +71,41 @@ def _runs(numbers: Sequence[int]) -> list[Run]:
         return [(numbers.start, max(numbers.start, numbers.stop))]
     found = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0])]
     return [(run[0], run[-1] + 1) for run in found] or [(0, 0)]
+
+
+def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
+    """A share on disk as a value of its own, whose first write goes to its rank's folder.
+
+    Args:
+        offload_dir: that folder; None for a private one.
+    """
+    with no_functions(), no_modes():
+        twin = current_twin(share)
+        piece = Piece(handle_of(share), twin).alone()
+        if tuple(piece.twin.shape) != piece.handle.layout.shape:
+            piece = joined(contiguous(twin.dtype, tuple(twin.shape)), [piece], [(0,) * twin.dim()], name)
+        composed = piece.handle.composed
+        handle = (
+            piece.handle.elsewhere(offload_dir) if composed is None else Handle.compose(composed, name, offload_dir)
+        )
+    return wrap_handle(handle, target_of(share))
+
+
+def folder_of_rank(outer: Any, offload_dir: PathLike | None, *, of_owner: bool = False) -> Path | None:
+    """Where a rank's shares of a DTensor are stored: in a folder of its own, called by its place in the mesh.
+
+    On a mesh that has not all ranks, others have the same place in theirs: then it is called by the rank's number.
+
+    Args:
+        of_owner: the folder of the first rank that has the same share.
+    """
+    if offload_dir is None:
+        return None
+    mesh = outer.device_mesh
+    rank, world = world_of(mesh)
+    place, shape = mesh.get_coordinate(), tuple(mesh.shape)
+    if mesh.size() != world:
+        place, shape = [rank], (world,)
+    elif of_owner:
+        place = [0 if one.is_replicate() else at for one, at in zip(outer.placements, place, strict=True)]
+    return absolute(offload_dir) / f"rank-{'.'.join(map(str, place))}-of-{'.'.join(map(str, shape))}"

@@ -21,13 +21,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError
+from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.models.journal import Journal
 from offload.models.pretrained import is_of_transformers, note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
+from offload.tensor.locals import is_dtensor
 from offload.tensor.saved import subclass_value
 from offload.torch_api import parameters_of
 
@@ -90,6 +91,12 @@ def quantize_(
     refuse_other(resume, bool | str, "resume=True, False or the name of a run")
     if filter_fn is not None:
         refuse_uncalled(filter_fn, "filter_fn")
+    sharded = next((name for name, tensor in model.named_parameters() if is_dtensor(tensor)), None)
+    if sharded is not None:
+        raise UnsupportedOpError(
+            f"{sharded!r} is one of many ranks (a DTensor), and torchao would quantize it by what all of them have: "
+            "quantize the model in one process, save it with offload.save_checkpoint, and load the ranks from that"
+        )
     is_theirs = type(config).__name__ == _THEIRS
     if not isinstance(config, AOBaseConfig) and not is_theirs:
         raise ArgumentTypeError(

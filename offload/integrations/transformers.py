@@ -39,6 +39,7 @@ _NOT_HERE = {
     "state_dict": "fill an empty model with offload.load_checkpoint_and_dispatch",
 }
 _QUANTIZING = ("quantization_config", "load_in_8bit", "load_in_4bit")
+_OF_RANKS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -74,7 +75,8 @@ def from_pretrained(
         output_loading_info: also return transformers' report, which has `LoadReport.forms` too.
         store: see `offload.load_checkpoint_and_dispatch`.
         options: for the hub (revision, token, cache_dir, local_files_only), for the configuration (num_labels...), and
-            for the class's own `from_pretrained`.
+            for the class's own `from_pretrained`: there `tp_plan="auto"`, or a `distributed_config`, has each rank of
+            torch.distributed have its share, on disk as all else.
 
     Returns:
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
@@ -97,7 +99,9 @@ def from_pretrained(
     pool = pool_for(None if device_map in AUTOMATIC else max_memory, read_ahead)
     hub_options = {key: options.pop(key) for key in _HUB_OPTIONS if key in options}
     folder = folder_of(name_or_path, gguf_file, **hub_options)
+    of_ranks = {key: options.pop(key) for key in _OF_RANKS if options.get(key) is not None}
     empty, config, options = model_on_meta(folder, model_class, config, **options)
+    options.update(of_ranks)
     source = open_checkpoint(folder)
     source.refuse_own_folder(offload_dir)
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)

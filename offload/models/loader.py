@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from offload.budget import Amount, MaxMemory, pool_for
+from offload.distributed.cuts import cut_once, refuse_other_meshes, taken_up
+from offload.distributed.placing import share_of
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.deferred import DeferredTensor, as_dtype
+from offload.models.deferred import DeferredTensor, as_dtype, deferred
 from offload.models.device_map import (
     AUTOMATIC,
     ON_DISK,
@@ -39,6 +41,7 @@ from offload.models.pretrained import Fitted, as_in, is_of_transformers, let_sav
 from offload.models.slots import (
     Slot,
     at_place,
+    folder_of,
     is_meta,
     place_of_slot,
     place_tensors,
@@ -48,17 +51,20 @@ from offload.models.slots import (
 from offload.prefetch.engine import expect
 from offload.prefetch.residency import SMALL, Pool
 from offload.progress import progress, progress_in_bytes
+from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.reasons import some
 from offload.storage.regular import is_folder
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
+from offload.tensor.locals import local_of
 from offload.tensor.recipes import Recipe, stored_in
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
 from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_MOST_OF_A_FILE = 0.75  # from which share on a file is read with what lies between a model's values
 _REFERENCED = "referenced"
 _IN_MEMORY = "in memory"
 
@@ -70,13 +76,16 @@ class Form:
     Attributes:
         values: how many.
         nbytes: what a pass over them reads from disk, as it is stored there.
+        times: of shares that are cut when they are read, how many times their own bytes that is; else 1.
     """
 
     values: int
     nbytes: int
+    times: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.values} ({self.nbytes:,} bytes)"
+        more = f", {self.times:.1f} times this rank's share" if self.times > 1 else ""
+        return f"{self.values} ({self.nbytes:,} bytes{more})"
 
 
 @dataclass(frozen=True)
@@ -229,6 +238,7 @@ def load_checkpoint_in_model(
     report = _fill(
         model, slots, checkpoint, placed, offload_dir, dtype=dtype, strict=strict, offload_buffers=offload_buffers
     )
+    refuse_other_meshes((slot.outer for slot in slots if slot.outer is not None), offload_dir)
     _stored_once(slots, store=store)
     return replace(report, forms=_forms(slots))
 
@@ -368,7 +378,9 @@ def _fill(
             is_floating = slot.tensor.is_floating_point() and tensor.is_floating_point()
         if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
-        slot.fill(at_place(tensor, key, place, offload_dir))
+        if slot.outer is not None:
+            tensor = share_of(deferred(tensor) if is_offloaded(tensor) else tensor, slot.outer, key)
+        slot.fill(at_place(tensor, slot, place, folder_of(slot, offload_dir), name=key))
     if fitted is not None and fitted.note is not None:
         fitted.note(model)
     if report.differs:
@@ -403,7 +415,7 @@ def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
 
 
 def _are_alike(slot: Slot, other: Slot) -> bool:
-    one, two = slot.tensor, other.tensor
+    one, two = slot.held, other.held
     return (slot.is_parameter, one.shape, one.dtype) == (other.is_parameter, two.shape, two.dtype)
 
 
@@ -416,8 +428,8 @@ def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> Lo
             report.missing_keys.append(slot.keys[0])
             continue
         layout = source[key].layout
-        if layout is not None and layout.shape != slot.tensor.shape:
-            report.mismatched_keys.append((key, layout.shape, tuple(slot.tensor.shape)))
+        if layout is not None and layout.shape != slot.held.shape:
+            report.mismatched_keys.append((key, layout.shape, tuple(slot.held.shape)))
     report.unexpected_keys.extend(name for name in source if name not in expected)
     return report
 
@@ -479,6 +491,7 @@ def finish_loading(
     slots = tensor_slots(model)
     placed = _placed(slots, device_map)
     warn_of_strangers(device_map, (name for name, _ in model.named_modules()), placed)
+    refuse_other_meshes((slot.outer for slot in slots if slot.outer is not None), offload_dir)
     place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     empty = [slot.name for slot in slots if is_meta(slot.tensor) and placed[slot.name].device.type != "meta"]
     if empty:
@@ -503,17 +516,24 @@ def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
 
     Each file appears whole, and says what it was made of: after a kill only the rest is made.
     """
-    stored = dict.fromkeys(handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor))
+    stored = {handle_of(slot.tensor): slot.outer for slot in slots if is_offloaded(slot.tensor)}
     named = {handle.folder for handle in stored if handle.folder is not None}
     folders: dict[Path | None, bool] = {folder: store or is_folder(folder) for folder in named}
     recipes = [(handle, handle.composed) for handle in stored if folders.get(handle.folder) and not handle.is_subclass]
     made = [(handle, recipe.mark) for handle, recipe in recipes if isinstance(recipe, Recipe)]
-    left = [(handle, mark) for handle, mark in made if not handle.take_up(mark)]
+    left = [
+        (handle, mark)
+        for handle, mark in made
+        if not (handle.take_up(mark) if stored[handle] is None else taken_up(handle, mark))
+    ]
     if not store:
         return
     with progress_in_bytes(sum(handle.layout.nbytes for handle, _ in left), "storing") as advance:
         for handle, mark in left:
-            handle.put_down(mark)
+            if stored[handle] is None:
+                handle.put_down(mark)
+            else:
+                cut_once(handle, mark, stored[handle])
             log.debug("%s: stored in %s", handle.name, handle.path)
             advance(handle.layout.nbytes)
 
@@ -523,7 +543,13 @@ def _forms(slots: Iterable[Slot]) -> dict[str, Form]:
     held: dict[str, list[Slot]] = {}
     for slot in slots:
         held.setdefault(_form(slot.tensor), []).append(slot)
-    return {what: Form(len(found), _stored_bytes(found)) for what, found in sorted(held.items())}
+    return {what: Form(len(found), _stored_bytes(found), _times(found)) for what, found in sorted(held.items())}
+
+
+def _times(slots: list[Slot]) -> float:
+    """How many times its own bytes a rank reads, where columns are cut from whole rows as they are stored."""
+    is_cut = all(slot.outer is not None and _form(slot.tensor) in ("laid out anew", "joined") for slot in slots)
+    return max(1.0, _stored_bytes(slots) / max(1, sum(slot.nbytes for slot in slots))) if is_cut else 1.0
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -566,14 +592,33 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     for block in blocks_of(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         members = [
-            member for module in modules for member in (*parameters_of(module).values(), *buffers_of(module).values())
+            local_of(member)
+            for module in modules
+            for member in (*parameters_of(module).values(), *buffers_of(module).values())
         ]
         stored = [member for member in members if is_offloaded(member) and member.dim() != 3]
         for tensor in sorted(stored, key=lambda tensor: tensor.nbytes > SMALL):
             handles.setdefault(id(handle_of(tensor)), handle_of(tensor))
-    expect(stored_in(handles.values()), pool)
+    order = list(stored_in(handles.values()))
+    _read_apart(order)
+    expect(order, pool)
     if log.isEnabledFor(logging.INFO):
         _tell(model)
+
+
+def _read_apart(handles: Iterable[Handle]) -> None:
+    """Where others have much of a file, as the next stage of a pipeline has, read values without neighbours."""
+    of_files: dict[TensorFile, list[Handle]] = {}
+    for handle in handles:
+        of_files.setdefault(handle.file, []).append(handle)
+    for file, held in of_files.items():
+        own, whole = (
+            sum(handle.extent[1] for handle in held),
+            sum(entry.layout.nbytes for entry in file.entries.values()),
+        )
+        if own < _MOST_OF_A_FILE * whole:
+            for handle in held:
+                handle.is_picked = True
 
 
 def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from offload.distributed.placing import alone, folder_of_rank
 from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
 from offload.models import log
@@ -25,6 +26,7 @@ from offload.progress import progress
 from offload.storage.reasons import some
 from offload.storage.regular import is_same_folder
 from offload.tensor.guests import CPU
+from offload.tensor.locals import is_dtensor, local_of, with_local
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
@@ -45,6 +47,8 @@ class Slot:
     """A distinct tensor of a model, under all the names that it has there.
 
     Attributes:
+        tensor: the tensor itself; of a DTensor what this rank has of it.
+        outer: the DTensor, if it is one.
         names: all of them.
         keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
         owners: where it is kept: the module's dictionary, and the name in it.
@@ -57,10 +61,21 @@ class Slot:
     keys: list[str] = field(default_factory=list)
     owners: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     others: list[torch.Tensor] = field(default_factory=list)
+    outer: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, is_parameter: bool) -> Slot:
+        """One for a tensor, still without names."""
+        return cls(local_of(tensor), is_parameter, outer=tensor if is_dtensor(tensor) else None)
 
     @property
     def name(self) -> str:
         return (self.keys or self.names)[0]
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What stands in its places: the tensor, or the DTensor around it."""
+        return self.tensor if self.outer is None else self.outer
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +97,13 @@ class Slot:
         """Put a tensor in all its places; a new one, which nobody else holds."""
         if tensor is self.tensor:
             return
-        tensor = self._dressed(tensor)
+        held = self._dressed(tensor)
         for members, name in self.owners:
-            members[name] = tensor
-        self.tensor = tensor
+            members[name] = held
+        self._hold(held)
+
+    def _hold(self, held: torch.Tensor) -> None:
+        self.tensor, self.outer = local_of(held), None if self.outer is None else held
 
     def become(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Make its tensor what a new one is, so that whoever else holds it follows: ties, optimizers, lists.
@@ -93,9 +111,9 @@ class Slot:
         Returns:
             The old tensor, if torch does not let it change: its places have the new one then.
         """
-        old, new = self.tensor, self._dressed(tensor)
-        if new is old:
+        if tensor is self.tensor:
             return None
+        old, new = self.held, self._dressed(tensor)
         if old.is_leaf and old.grad is not None:
             new.grad = old.grad.to(new.device)
         if old.is_leaf and old.requires_grad:
@@ -103,15 +121,23 @@ class Slot:
         try:
             torch.utils.swap_tensors(old, new)
         except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or it is of another layout
-            self.fill(new)
+            self.fill(local_of(new))
             return old
+        self._hold(old)
         return None
 
+    def follow_dtype(self) -> None:
+        """Have a DTensor say the dtype of what this rank has of it, which may have got another value."""
+        if self.outer is not None and self.outer.dtype != self.tensor.dtype:
+            torch.utils.swap_tensors(self.outer, self._dressed(self.tensor))
+
     def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands in its places, once its value is this tensor."""
         with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
+            tensor = tensor if self.outer is None else with_local(self.outer, tensor)
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
-                tensor = _parameter(tensor, requires_grad=self.tensor.requires_grad)
-        carry_attributes(self.tensor, tensor)
+                tensor = _parameter(tensor, requires_grad=self.held.requires_grad)
+        carry_attributes(self.held, tensor)
         return tensor
 
 
@@ -132,7 +158,7 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
                     continue
                 slot = slots.get(id(tensor))
                 if slot is None:
-                    slot = slots[id(tensor)] = Slot(tensor, is_parameter)
+                    slot = slots[id(tensor)] = Slot.of(tensor, is_parameter=is_parameter)
                 full_name = f"{prefix}.{name}" if prefix else name
                 slot.names.append(full_name)
                 slot.owners.append((members, name))
@@ -176,12 +202,13 @@ def place_tensors(
     brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
         place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
-        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, offload_dir):
-            old = slot.become(at_place(slot.tensor, slot.name, place, offload_dir, brought_over))
+        folder = folder_of(slot, offload_dir)
+        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, folder):
+            old = slot.become(at_place(slot.tensor, slot, place, folder, brought_over))
             if old is not None:
                 left.append((old, slot))
     if left:
-        _replace_elsewhere({id(old): slot.tensor for old, slot in left}, [old for old, _ in left])
+        _replace_elsewhere({id(old): slot.held for old, slot in left}, [old for old, _ in left])
         log.warning(
             "%d tensors are held by a graph, or by weak references, and others took their places: %s. Graphs keep the "
             "old ones, in memory.",
@@ -215,6 +242,11 @@ def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: b
     return Place(False, place.device)
 
 
+def folder_of(slot: Slot, offload_dir: PathLike | None) -> PathLike | None:
+    """Where writes to a slot go: to the folder that is named, and, of a DTensor, to this rank's in there."""
+    return offload_dir if slot.outer is None else folder_of_rank(slot.outer, offload_dir)
+
+
 def is_meta(tensor: torch.Tensor) -> bool:
     with DisableTorchFunctionSubclass():
         return tensor.is_meta
@@ -237,21 +269,28 @@ def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
 
 def at_place(
     tensor: torch.Tensor,
-    name: str,
+    slot: Slot,
     place: Place,
     offload_dir: PathLike | None,
     brought_over: dict[Hashable, OffloadedTensor] | None = None,
+    *,
+    name: str | None = None,
 ) -> torch.Tensor:
     """A value where it is to be: on disk, in memory, or nowhere; itself, if it is there.
 
     Args:
         tensor: deferred, on disk, or in memory.
-        name: of the file that it is written to, if need be.
+        slot: what it is for.
+        name: of the file that it is written to, if need be; None for that of the slot.
         offload_dir: the folder for that; None for a private one, or, of what is on disk, for where it is.
         brought_over: what came to that folder from others, to be shared by what shares a file.
     """
+    name = slot.name if name is None else name
+    if slot.outer is not None and tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
     if isinstance(tensor, DeferredTensor):
-        return _put_together(tensor, name, place, offload_dir)
+        stored = _put_together(tensor, name, place, offload_dir)
+        return stored if slot.outer is None or not is_offloaded(stored) else alone(stored, name, offload_dir)
     if not place.on_disk and is_offloaded(tensor):
         log.debug("%s: read into memory, for %s", name, place.device)
         tensor = tensor.materialize()

@@ -104,8 +104,9 @@ def map_values(
     Args:
         fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
             they need. What it returns becomes the value: a tensor, plain or offloaded, or a tensor subclass; the very
-            tensor that it was given leaves the value alone. It runs without gradients. To be resumed it must not write
-            to the tensor in place.
+            tensor that it was given leaves the value alone. It runs without gradients. Of a DTensor it is given what
+            this rank has, on which `placements` and `device_mesh` say what that is a share of, and returns that share.
+            To be resumed it must not write to the tensor in place.
         model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors. Of
             a model give the model: through its `state_dict`, another shape or dtype does not reach it.
         select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
@@ -210,6 +211,8 @@ def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torc
 def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
     """Give a value another one, in all its places; its file says these runs."""
     tensor = slot.tensor
+    if slot.outer is not None:
+        strict = {**strict, "strict_shape": True}  # the other ranks know it
     if is_offloaded(tensor) and (handle_of(tensor).owned or not is_part(tensor)):
         replace_value(tensor, new, _notes(marks), **strict)
         _follow(slot, tensor)
@@ -221,7 +224,10 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
         _follow(slot, wrap_handle(handle, target_of(tensor)))
         return
     new, tensors = _own(new), [tensor, *slot.others]
-    if all(isinstance(one, nn.Parameter) and _can_hold(one, new) for one in tensors):
+    if slot.outer is not None and new.dtype == tensor.dtype:
+        for one in tensors:
+            one.data = new
+    elif all(isinstance(one, nn.Parameter) and _can_hold(one, new) for one in tensors):
         for one in tensors:  # they stay the objects that an optimizer knows
             one.data = new
     else:
@@ -255,6 +261,7 @@ def _follow(slot: Slot, stored: OffloadedTensor) -> None:
     for tensor in (slot.tensor, *slot.others):
         if tensor is not stored and is_offloaded(tensor):
             become(tensor, stored)
+    slot.follow_dtype()
 
 
 def source_of(slot: Slot) -> str | None:
@@ -480,6 +487,8 @@ class _Walk:
     def see(self, value: Slot) -> None:
         """Do one value, and note it."""
         nbytes, given = value.nbytes, value.tensor.detach()
+        if (outer := value.outer) is not None:
+            vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]
         version = version_of(given)
         new = self._called(value.name, given)
         is_new = new is not given or version_of(given) != version

@@ -27,6 +27,7 @@ from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
 from offload.storage.replacing import put_file
 from offload.tensor.arguments import refuse_other
+from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 
@@ -205,9 +206,10 @@ def _waits(model: nn.Module) -> dict[str, float]:
     waits: dict[str, float] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not is_offloaded(tensor):
+        local = local_of(tensor)
+        if not is_offloaded(local):
             continue
-        for handle in stored_in([handle_of(tensor)]):
+        for handle in stored_in([handle_of(local)]):
             if id(handle) not in seen:
                 seen.add(id(handle))
                 layer, ranges = _layer_of(name), list(books_of(handle).ranges.values())

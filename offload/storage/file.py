@@ -222,12 +222,11 @@ class TensorFile:
         part: torch.UntypedStorage = whole[entry.start : entry.start + entry.layout.nbytes]
         return part
 
-    def tensor(self, key: str, *, shared: bool) -> torch.Tensor:
+    def tensor(self, entry: Entry, *, shared: bool) -> torch.Tensor:
         """The value of one entry, over its storage.
 
-        Raises: as `entry` and `descriptor`.
+        Raises: as `descriptor`.
         """
-        entry = self.entry(key)
         empty = torch.empty(0, dtype=entry.layout.dtype, device="cpu")
         return empty.set_(self.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
 

@@ -36,7 +36,7 @@ from offload.storage import log
 from offload.storage.file import TensorFile, value_of
 from offload.storage.folders import claim, claim_among_ranks, discard, file_name, named_folder, release
 from offload.storage.header import Head
-from offload.storage.layout import Layout, Loose
+from offload.storage.layout import Entry, Layout, Loose
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import addresses
 from offload.storage.modes import no_functions, no_modes
@@ -115,6 +115,7 @@ class Handle:
         folder: the user's folder that writes go to; None for a private one.
         layout: shape, dtype and strides of the whole value.
         extent: where the value is in its file: the first byte, and how many.
+        part: where in the file it is, if it is a part of a value there; not of a file of ours, which has it whole.
         generation: counts changes of `layout`, so that views can tell that they are stale.
         owned: whether `file` is ours to write.
         composed: how it is carried out, while it has no file; `file` is then one of those that it is carried out from.
@@ -143,6 +144,7 @@ class Handle:
         "layout",
         "name",
         "owned",
+        "part",
         "recipe",
         "twin",
     )
@@ -156,6 +158,7 @@ class Handle:
         self.has_holes = False
         self.is_fixed = False
         self.is_picked = False
+        self.part: Entry | None = None
         self._base: torch.Tensor | None = None
         self._addresses: torch.UntypedStorage | None = None
         self._own_lock: threading.RLock | None = None
@@ -175,6 +178,11 @@ class Handle:
     def path(self) -> Path:
         """Of its file."""
         return self.file.path
+
+    @property
+    def entry(self) -> Entry:
+        """Where its file has it; not for a subclass, which takes several."""
+        return self.part or self.file.entry(self.name)
 
     @property
     def is_subclass(self) -> bool:
@@ -268,6 +276,14 @@ class Handle:
         return handle
 
     @classmethod
+    def reference_part(cls, file: TensorFile, part: Entry, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
+        """As `reference`, of a part of the value `part.key`: the rest is neither read, counted nor copied."""
+        handle = cls(part.key, None if offload_dir is None else absolute(offload_dir))
+        handle.part, handle.is_picked = part, True
+        handle._open(file)
+        return handle
+
+    @classmethod
     def compose(cls, composed: Composed, name: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """A value that is carried out at each read; its first write puts it into a file in `offload_dir`."""
         handle = cls(name, None if offload_dir is None else absolute(offload_dir))
@@ -284,6 +300,8 @@ class Handle:
         """The same value, which is not ours to write, with another folder for its first write."""
         if (composed := self.composed) is not None:
             return Handle.compose(composed, self.name, offload_dir)
+        if self.part is not None:
+            return Handle.reference_part(self.file, self.part, offload_dir)
         return Handle.reference(self.file, self.name, offload_dir)
 
     @classmethod
@@ -384,6 +402,7 @@ class Handle:
     def _take(self, file: TensorFile) -> None:
         """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
         old = getattr(self, "layout", None)
+        self.part = None
         self._open(file)
         self.generation += old not in (None, self.layout)
         if not self.owned and self.folder is None:
@@ -393,7 +412,7 @@ class Handle:
     def _open(self, file: TensorFile) -> None:
         with naming(self.name, file.path):
             recipe = None if self.name in file.header.entries else file.notes.get("subclass")
-            entries = [file.entry(self.name)] if recipe is None else list(file.header.entries.values())
+            entries = [self.part or file.entry(self.name)] if recipe is None else list(file.header.entries.values())
             layout = entries[0].layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe
         if recipe is not None or layout != getattr(self, "layout", None):
@@ -454,8 +473,8 @@ class Handle:
 
     def _mapped(self) -> torch.Tensor:
         if self.recipe is None:
-            return self.file.tensor(self.name, shared=self.owned)
-        parts = {key: self.file.tensor(key, shared=self.owned) for key in self.file.entries}
+            return self.file.tensor(self.entry, shared=self.owned)
+        parts = {key: self.file.tensor(entry, shared=self.owned) for key, entry in self.file.entries.items()}
         with naming(self.name, self.file.path):
             return unflatten(parts, self.recipe, self.name)
 
@@ -501,7 +520,7 @@ class Handle:
                     self._addresses = addresses(self.layout.nbytes)
                 return self._addresses
         self.base()
-        entry = self.file.entry(self.name) if self.recipe is None else next(iter(self.file.entries.values()))
+        entry = self.entry if self.recipe is None else next(iter(self.file.entries.values()))
         return self.file.storage(entry, shared=self.owned)
 
     def unmap(self) -> None:
@@ -544,6 +563,13 @@ class Handle:
             self._open(file)
         return True
 
+    def has_stored(self) -> bool:
+        """Whether the named folder has a file that a composed value of this name was stored in, of whatever mark."""
+        assert self.folder is not None
+        with suppress(MissingFileError, CorruptFileError, CheckpointError):
+            return _MADE_OF in TensorFile.open(self.folder / file_name(self.name)).notes
+        return False
+
     def put_down(self, mark: str) -> None:
         """Carry a composed value out once, into its file in the named folder, which is referred to from then on.
 
@@ -572,8 +598,7 @@ class Handle:
         with self._lock:
             self.base()
             with naming(self.name):
-                keys = [self.name] if self.recipe is None else list(self.file.entries)
-                entries = [self.file.entry(key) for key in keys]
+                entries = [self.entry] if self.recipe is None else list(self.file.entries.values())
             settled, more = not self.owned, None if self.recipe is None else {"subclass": self.recipe}
             with other._new({entry.key: entry.layout for entry in entries}, more) as (fd, head):
                 copy_entries(self.file, entries, fd, head, settled=settled)

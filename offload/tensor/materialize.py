@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from offload.tensor.locals import is_offloaded, local_of, with_local
 from offload.tensor.saved import identity_of
-from offload.tensor.wrapper import carry_attributes, is_offloaded, target_of
+from offload.tensor.wrapper import carry_attributes, target_of
 from offload.torch_api import buffers_of, parameters_of, tree_map
 
 
@@ -41,7 +42,7 @@ def _in_memory(leaf: Any, memo: dict[Any, Any]) -> Any:
 def _fill_module(module: nn.Module, memo: dict[Any, Any]) -> None:
     for part in module.modules():
         for name, parameter in parameters_of(part).items():
-            if parameter is not None and is_offloaded(parameter):
+            if is_offloaded(parameter):
                 parameters_of(part)[name] = _plain_parameter(parameter, memo)
         for name, buffer in buffers_of(part).items():
             buffers_of(part)[name] = _plain(buffer, memo)
@@ -59,7 +60,8 @@ def _plain_parameter(parameter: Any, memo: dict[Any, Any]) -> nn.Parameter:
 def _plain(leaf: Any, memo: dict[Any, Any]) -> Any:
     if not is_offloaded(leaf):
         return leaf
-    key = identity_of(leaf), target_of(leaf)
+    local = local_of(leaf)
+    key = identity_of(local), target_of(local)
     if key not in memo:
-        memo[key] = leaf.materialize()
-    return memo[key]
+        memo[key] = local.materialize()
+    return with_local(leaf, memo[key])

@@ -52,6 +52,8 @@ from offload.tensor.wrapper import (
 from offload.torch_api import (
     DisableTorchFunctionSubclass,
     are_swappable,
+    dtensor_class,
+    is_sharding,
     is_traced,
     is_view,
     modes_are_on,
@@ -71,6 +73,22 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
     [where] = guests_of([where], plain_copies([where]))
     with DisableTorchFunctionSubclass():
         return func(tensor, where, *rest, **kwargs)
+
+
+@overrides(torch.chunk, torch.narrow)
+def refuse_to_be_sharded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch.distributed would copy each rank's share into memory, or send it from one rank to the others."""
+    if dtensor_class() is not None and is_sharding():
+        tensor = next((one for one in (*args, *kwargs.values()) if type(one) is OffloadedTensor), None)
+        name = "a value" if tensor is None else repr(tensor.name)
+        raise UnsupportedOpError(
+            f"{name} is on disk already, and sharding it now would move it into memory. Shard the empty model first, "
+            "then load it: make it on the meta device, call parallelize_module, fully_shard or distribute_tensor, and "
+            "then offload.load_checkpoint_and_dispatch(model, checkpoint); a model of transformers is loaded by "
+            'offload.from_pretrained(folder, tp_plan="auto")'
+        )
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 @overrides(torch.sparse.mm)

@@ -80,6 +80,7 @@ class Reference:
     Attributes:
         identity: of a file that is not ours, which must not have changed; None for a file of ours.
         entry: where the value lies in a file without a header; None for one that says so itself.
+        part: see `Handle.part`.
     """
 
     path: Path
@@ -88,6 +89,7 @@ class Reference:
     layout: Layout
     identity: Identity | None
     entry: Entry | None
+    part: Entry | None
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,9 @@ def _reference(handle: Handle) -> Reference | ComposedReference:
         return ComposedReference(composed, handle.name, handle.folder, number)
     identity = None if handle.owned else handle.file.identity
     entry = handle.file.entry(handle.name) if handle.file.is_raw else None
-    reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry)
+    reference = Reference(handle.path, handle.name, handle.folder, handle.layout, identity, entry, handle.part)
     with _LOCK:
-        _PASSED[reference.path, reference.name] = handle
+        _PASSED[reference.path, reference.name, reference.part] = handle
     return reference
 
 
@@ -150,9 +152,9 @@ def _handle(reference: Reference | ComposedReference) -> Handle:
                 _NUMBERS[handle] = reference.number
             return handle
     with _LOCK:
-        known = _PASSED.get((reference.path, reference.name))
+        known = _PASSED.get((reference.path, reference.name, reference.part))
         handle = known if known is not None and known.path == reference.path else _opened(reference)
-        _PASSED[reference.path, reference.name] = handle
+        _PASSED[reference.path, reference.name, reference.part] = handle
         return handle
 
 
@@ -181,11 +183,13 @@ def _opened(reference: Reference) -> Handle:
             f"tensor {reference.name!r}: {reference.path} has changed since it was passed "
             "(size, modification time or inode): load the checkpoint again"
         )
+    if reference.part is not None:
+        return Handle.reference_part(file, reference.part, reference.folder)
     return Handle.reference(file, reference.name, reference.folder)
 
 
 _LOCK = fork_safe_lock()
-_PASSED: weakref.WeakValueDictionary[tuple[Path, str], Handle] = weakref.WeakValueDictionary()
+_PASSED: weakref.WeakValueDictionary[tuple[Path, str, Entry | None], Handle] = weakref.WeakValueDictionary()
 _COMPOSED: weakref.WeakValueDictionary[tuple[int, int], Handle] = weakref.WeakValueDictionary()
 _NUMBERS: weakref.WeakKeyDictionary[Handle, tuple[int, int]] = weakref.WeakKeyDictionary()
 _COUNT = count()

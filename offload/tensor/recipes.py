@@ -24,7 +24,7 @@ import torch
 from offload.prefetch.engine import brought_in, coming, runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
-from offload.storage.layout import Layout, contiguous, contiguous_stride
+from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import scratch
 from offload.storage.modes import no_functions, no_modes
@@ -74,6 +74,30 @@ class Piece:
         """The views of stored values that `twin`, a cut of its own, is carried out from, as they are read."""
         composed = self.handle.composed
         return iter([(self.handle, twin)]) if composed is None else composed.reads(twin)
+
+    def alone(self) -> Piece:
+        """The same numbers, as far as can be from a value that has no others: a part of a file, or of a recipe.
+
+        What is not asked for is then neither counted, nor read ahead, nor copied at a first write.
+        """
+        handle, twin, layout = self.handle, self.twin, self.handle.layout
+        start = None if handle.is_subclass or handle.owned else _start_in(layout, twin)
+        if start is None:
+            return self
+        if isinstance(composed := handle.composed, Recipe):
+            return composed.part(start, tuple(twin.shape)) or self
+        outermost = layout.order[0] if layout.order else 0  # of the others all is taken along, and cut again
+        if handle.composed is not None or not layout.order or twin.shape[outermost] == layout.shape[outermost]:
+            return self
+        rows = list(layout.shape)
+        rows[outermost] = twin.shape[outermost]
+        first = handle.extent[0] + start[outermost] * layout.stride[outermost] * layout.dtype.itemsize
+        entry = Entry(handle.name, Layout(layout.dtype, tuple(rows), layout.stride), first)
+        part = Piece(Handle.reference_part(handle.file, entry))
+        for dim, (begin, size) in enumerate(zip(start, twin.shape, strict=True)):
+            if dim != outermost:
+                part.twin = part.twin.narrow(dim, begin, size)
+        return part
 
     def note(self, digest: _Digest) -> None:
         """Tell what it is apart from any other: its file's state, or what it is carried out from; and its cut."""
@@ -125,6 +149,13 @@ class Recipe(ABC):
     def handles(self) -> Iterator[Handle]:
         """Of the stored values that it is carried out from in the end, in the order in which they are read."""
         return stored_in(piece.handle for piece in self.pieces)
+
+    def part(self, _: tuple[int, ...], __: tuple[int, ...], /) -> Piece | None:
+        """A box, by its start and shape, carried out from no more than it takes, or a cut of some more.
+
+        None for one of all of it.
+        """
+        return None
 
     @property
     @abstractmethod
@@ -212,6 +243,19 @@ class Plain(Recipe):
         twin = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(layout.order)
         for part in _cuts(twin) if twin.numel() else ():
             yield self.value(part).contiguous()
+
+
+def _start_in(layout: Layout, twin: torch.Tensor) -> tuple[int, ...] | None:
+    """Where in a dense value the box begins that a cut is; None for a cut of another kind."""
+    if twin.dtype != layout.dtype or twin.dim() != len(layout.shape) or twin.is_conj() or twin.is_neg():
+        return None
+    steps = zip(twin.stride(), layout.stride, twin.shape, strict=True)
+    if not layout.is_dense or not twin.numel() or any(has != step and size > 1 for has, step, size in steps):
+        return None
+    start, left = [0] * twin.dim(), int(twin.storage_offset())
+    for dim in layout.order:
+        start[dim], left = divmod(left, layout.stride[dim])
+    return tuple(start)
 
 
 def _cuts(twin: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -365,6 +409,23 @@ class Joined(Plain):
                     part = part.narrow(dim, begin[dim], size)
                 piece.put(part, piece.twin)
 
+    def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
+        """As of all recipes."""
+        if self.layout.order != tuple(range(len(shape))):
+            return None
+        pieces, places = [], []
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            low = [max(one, other) for one, other in zip(place, start, strict=True)]
+            ends = zip(place, piece.twin.shape, start, shape, strict=True)
+            high = [min(begin + has, first + size) for begin, has, first, size in ends]
+            if all(one < other for one, other in zip(low, high, strict=True)):
+                twin = piece.twin
+                for dim, (begin, end) in enumerate(zip(low, high, strict=True)):
+                    twin = twin.narrow(dim, begin - place[dim], end - begin)
+                pieces.append(Piece(piece.handle, twin).alone())
+                places.append(tuple(one - first for one, first in zip(low, start, strict=True)))
+        return joined(contiguous(self.layout.dtype, shape), pieces, places, self.pieces[0].handle.name)
+
     def _turned_shape(self) -> tuple[int, ...]:
         return tuple(self.layout.shape[dim] for dim in self.layout.order)
 
@@ -386,6 +447,14 @@ class Joined(Plain):
                     twin = twin.narrow(dim, low - begin, high - low)
             else:
                 yield piece, twin, at
+
+
+def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]], name: str) -> Piece:
+    """Pieces that cover a value, as one: the only one itself, if it lies as the value does."""
+    [first, *others] = pieces
+    if not others and first.twin.dtype == layout.dtype and _lies_as(first.twin, layout.stride):
+        return first
+    return Piece(Handle.compose(Joined(layout, pieces, places), name))
 
 
 def _lies_as(twin: torch.Tensor, strides: tuple[int, ...]) -> bool:
@@ -442,6 +511,34 @@ class Decoded(Plain):
         """As of all recipes: which module knows how."""
         module = getattr(self.decode, "func", self.decode).__module__
         return f"decoded from {module.rpartition('.')[2]}"
+
+    def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
+        """As of all recipes: of whole granules, and whole rows."""
+        dim = int(self.stacked)
+        first, last = start[dim] // self.granule, -(-(start[dim] + shape[dim]) // self.granule)
+        begin, end = first * self.granule, min(last * self.granule, self.layout.shape[dim])
+        pieces = []
+        for piece, per in zip(self.pieces, self.per, strict=True):
+            twin = piece.twin.narrow(0, start[0], shape[0]) if self.stacked else piece.twin
+            if per is not None:
+                low, high = first * per, min(last * per, twin.shape[dim])
+                twin = twin.narrow(dim, low, high - low)
+            pieces.append(Piece(piece.handle, twin).alone())
+        rows = (*shape[:dim], end - begin, *self._row)
+        recipe = Decoded(
+            contiguous(self.layout.dtype, rows),
+            self.decode,
+            pieces,
+            granule=self.granule,
+            per=self.per,
+            is_divisible=self.is_divisible,
+            stacked=self.stacked,
+        )
+        made = Piece(Handle.compose(recipe, self.pieces[0].handle.name))
+        twin = made.twin.narrow(dim, start[dim] - begin, shape[dim])
+        for column in range(dim + 1, len(shape)):
+            twin = twin.narrow(column, start[column], shape[column])
+        return Piece(made.handle, twin)
 
     def note(self, digest: _Digest) -> None:
         """As `Piece.note`."""

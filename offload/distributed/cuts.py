@@ -1,0 +1,98 @@
+"""Shares that are cut from a checkpoint once, into files in a folder for each rank.
+
+Always true:
+- a file appears whole, and says what it was cut from: after a kill only the rest is cut
+- ranks of a host that have the same share share the file: one of them cuts it
+- what was cut from something else, or for another mesh, is an error: never another rank's numbers
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from offload.distributed.placing import folder_of_rank
+from offload.errors import CheckpointError
+from offload.storage.folders import file_name, named_folder
+from offload.storage.handle import Handle
+from offload.storage.locks import flock
+from offload.storage.reasons import writing
+from offload.storage.regular import absolute, closed_after, is_folder, is_there
+from offload.tensor.wrapper import PathLike
+
+_RANK = re.compile(r"rank-[\d.]+-of-([\d.]+)")
+
+
+def refuse_other_meshes(outers: Iterable[Any], offload_dir: PathLike | None) -> None:
+    """Raises `CheckpointError` if a folder has shares for another mesh than those that tensors are on."""
+    shapes = {found[1] for outer in outers if (found := _RANK.fullmatch(folder_of_rank(outer, "").name))}  # type: ignore[union-attr]
+    if offload_dir is None or not shapes or not is_folder(absolute(offload_dir)):
+        return
+    for name in sorted(os.listdir(offload_dir)):
+        found = _RANK.fullmatch(name)
+        if found is not None and found[1] not in shapes:
+            raise CheckpointError(
+                f"{offload_dir} has shares for a mesh of {found[1]} ({name}), and this model is on one of "
+                f"{', '.join(sorted(shapes))}: give another offload_dir, or remove these folders"
+            )
+
+
+def taken_up(handle: Handle, mark: str) -> bool:
+    """Whether a share was cut by an earlier start; it is referred to then.
+
+    Raises:
+        CheckpointError: its file was cut from something else.
+    """
+    if handle.take_up(mark):
+        return True
+    if handle.has_stored():
+        raise CheckpointError(
+            f"{handle.folder} has a share of {handle.name!r} that was cut from another checkpoint, or from this one as "
+            "it was before: remove that folder, or give another offload_dir"
+        )
+    return False
+
+
+def cut_once(handle: Handle, mark: str, outer: Any) -> None:
+    """Cut a share into its file, or refer to that of a rank which has the same one.
+
+    Raises:
+        WriteError, NameInUseError, ForeignFileError, and as `Handle.base`.
+    """
+    assert handle.folder is not None
+    owner = folder_of_rank(outer, handle.folder.parent, of_owner=True)
+    assert owner is not None
+    with _alone_in(named_folder(owner)):
+        path = owner / file_name(handle.name)
+        if owner == handle.folder:
+            if not handle.take_up(mark):  # another rank may have cut it here meanwhile
+                handle.put_down(mark)
+            return
+        first = handle.elsewhere(owner)
+        if not first.take_up(mark) and not is_there(path):
+            first.put_down(mark)
+        if first.composed is None:  # else the owner has another value there by now
+            _link(path, named_folder(handle.folder) / path.name)
+    if not handle.take_up(mark):
+        handle.put_down(mark)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No two processes cut into one folder at a time, where folders can be locked."""
+    with writing(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    with closed_after(fd):
+        flock(fd, folder)
+        yield
+
+
+def _link(path: Path, to: Path) -> None:
+    """One more name for a file, where the file system has such."""
+    with suppress(OSError):
+        to.unlink(missing_ok=True)
+        os.link(path, to)

@@ -1,0 +1,86 @@
+"""The share of each of up to 64 ranks, in one process: that which torch gives to it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import offload
+from offload.distributed.placing import share_of
+from offload.tensor.locals import local_of
+from offload.tensor.wrapper import handle_of
+from tests.processes import forked
+
+PLACEMENTS = [
+    Replicate(),
+    Shard(0),
+    Shard(1),
+    _StridedShard(0, split_factor=2),
+    _StridedShard(1, split_factor=3),
+]
+
+
+def in_a_fake_group(act, rank: int, world: int) -> None:
+    """What is done as one of many ranks, of which no other is there; in a process of its own."""
+
+    def alone() -> None:
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        act()
+
+    import os
+
+    assert 0 == os.waitstatus_to_exitcode(os.waitpid(forked(alone), 0)[1])
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 16), (2, 4, 8)])
+def test_every_rank_has_of_a_value_what_torch_gives_it(shape):
+    world = torch.Size(shape).numel()
+
+    def act() -> None:
+        mesh = init_device_mesh("cpu", shape)
+        for placements in itertools.product(PLACEMENTS, repeat=len(shape)):
+            for size in ((10, 12), (64, 6), (3, 5)):
+                whole = torch.arange(size[0] * size[1]).view(size)
+                outer = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                assert torch.equal(local_of(outer), share_of(whole, outer, "w")), (placements, size)
+
+    for rank in (0, 1, world // 2 + 1, world - 1):
+        in_a_fake_group(act, rank, world)
+
+
+def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    whole = torch.randn(256, 128)
+    save_file({name: whole.clone() for name in ("rows", "columns", "both")}, tmp_path / "w.safetensors")
+    placed = {"rows": [Shard(0), Shard(0)], "columns": [Replicate(), Shard(1)], "both": [Shard(0), Shard(1)]}
+
+    def act() -> None:
+        mesh = init_device_mesh("cpu", (8, 8))
+        model = nn.Module()
+        for name, placements in placed.items():
+            outer = distribute_tensor(torch.empty(256, 128, device="meta"), mesh, placements, src_data_rank=None)
+            model.register_parameter(name, nn.Parameter(outer))
+        report = offload.load_checkpoint_in_model(model, tmp_path / "w.safetensors")
+        for name, placements in placed.items():
+            plain = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            assert torch.equal(local_of(plain), local_of(model.get_parameter(name))), name
+        rows = local_of(model.rows)
+        assert handle_of(rows).composed is None
+        assert (4, 128) == rows.shape
+        assert handle_of(rows).extent[1] == rows.nbytes
+        form = report.forms["laid out anew"]
+        assert (2, whole.nbytes + whole.nbytes // 8) == (form.values, form.nbytes)
+        assert "8.0 times this rank's share" in str(form)
+
+    for rank in (0, 27, 63):
+        in_a_fake_group(act, rank, 64)
