@@ -280,10 +280,9 @@ def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequ
         rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
         return range(min(first, size), min(first, size) + rows)
     try:
-        from torch.distributed.tensor.placement_types import _StridedShardOffsetMode
-
-        _, offsets = placement.local_shard_size_and_offset(size, chunks, chunk, _StridedShardOffsetMode.ALL)
-    except (ImportError, AttributeError, TypeError) as error:
+        modes = vars(sys.modules[type(placement).__module__])["_StridedShardOffsetMode"]
+        _, offsets = placement.local_shard_size_and_offset(size, chunks, chunk, modes.ALL)
+    except (KeyError, AttributeError, TypeError) as error:
         raise _unsupported(f"a DTensor that is placed by {placement}", error) from error
     return list(offsets)
 

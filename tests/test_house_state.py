@@ -90,7 +90,7 @@ STATE = {
     "offload.tensor.processes._NUMBERS": "what tells a value without a file from others, in other processes",
     "offload.tensor.processes._PASSED": "what came from another process is one value here",
     "offload.tensor.processes._pickler": "the class of what is installed",
-    "offload.tensor.recipes._ROOMS": "memory that is used again, by whoever carries out a value next",
+    "offload.tensor.rooms._ROOMS": "memory that is used again, by whoever carries out a value next",
     "offload.tensor.rules._returned_arguments": "pure: of an op's schema",
     "offload.tensor.rules.is_composite": "pure: of an op",
     "offload.tensor.rules.written_arguments": "pure: of an op's schema",

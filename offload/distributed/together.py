@@ -49,19 +49,16 @@ class Ranks:
         """
         if self.size == 1:
             return act()
-        done: Any = None
-        failure: BaseException | None = None
         try:
             done = act()
         except BaseException as error:
-            failure = error
-        said = self.gather(None if failure is None else f"{type(failure).__name__}: {short(str(failure))}")
-        if failure is not None:
-            raise failure
+            self.gather(f"{type(error).__name__}: {short(str(error))}")
+            raise
+        said: list[str | None] = self.gather(None)
         for rank, text in enumerate(said):
             if text is not None:
                 raise RankError(f"rank {rank} failed, and nothing was done here either: {text}")
-        return done  # type: ignore[no-any-return]
+        return done
 
     def first(self, act: Callable[[], T]) -> T:
         """What `act` gives on the first rank, which alone does it.

@@ -21,6 +21,8 @@ How an op is carried out, in this order:
 | `arguments` | what users hand in, checked |
 | `materialize` | tensors, modules and nests of them, plain again |
 | `recipes` | values that are carried out from others when they are read: joined, cast, decoded |
+| `rebuilt` | tensor subclasses over inner tensors in files |
+| `rooms` | memory that values are carried out into, used again |
 | `saved` | tensors on their way into a file that is not theirs |
 | `processes` | passing to another process |
 """

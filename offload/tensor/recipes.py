@@ -14,7 +14,7 @@ import math
 import pickle
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Protocol, TypeAlias
@@ -25,25 +25,20 @@ from offload.prefetch.engine import brought_in, coming, runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
-from offload.storage.locks import fork_safe_lock
-from offload.storage.mapping import scratch
 from offload.storage.modes import no_functions, no_modes
-from offload.storage.reasons import naming
-from offload.storage.subclasses import layout_from, unflatten
-from offload.tensor.guests import cut, metadata_of, twin_of, uncut, with_bits_of
-from offload.torch_api import storage_id, storage_uses
+from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
+from offload.tensor.rooms import room
 
 BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
 _CAST = 1 << 20  # the same, where all that is done is a cast
 _WRITTEN = 4 << 20  # the same, for what is written to a file, while another one is made
 _GENERATION = b"1"  # another one once a decoder gives other numbers than it did: what was stored is stored anew
-_MOST_KEPT = 32 << 20  # bytes of memory that are kept for the next value
 
 Decode: TypeAlias = Callable[..., torch.Tensor]
 Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # what a piece has of a box, and where in that it is
 
 
-class _Digest(Protocol):
+class Digest(Protocol):
     """One of `hashlib`."""
 
     def update(self, data: bytes, /) -> None: ...
@@ -99,13 +94,14 @@ class Piece:
                 part.twin = part.twin.narrow(dim, begin, size)
         return part
 
-    def note(self, digest: _Digest) -> None:
+    def note(self, digest: Digest) -> None:
         """Tell what it is apart from any other: its file's state, or what it is carried out from; and its cut."""
         if isinstance(composed := self.handle.composed, Recipe):
             composed.note(digest)
         else:
-            known = self.handle.file.identity
-            digest.update(repr((self.handle.file.path.name, known.size, known.modified, self.handle.name)).encode())
+            handle, known = self.handle, self.handle.file.identity
+            place = handle.file.path.name, known.size, known.modified, handle.name, handle.extent
+            digest.update(repr(place).encode())
         digest.update(repr(metadata_of(self.twin)).encode())
 
     def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
@@ -169,7 +165,7 @@ class Recipe(ABC):
         self.note(digest)
         return digest.hexdigest()
 
-    def note(self, digest: _Digest) -> None:
+    def note(self, digest: Digest) -> None:
         """As `Piece.note`."""
         digest.update(repr((type(self).__name__, self.layout, len(self.pieces))).encode())
         for piece in self.pieces:
@@ -353,7 +349,7 @@ class Joined(Plain):
         said += ["cast"] if any(piece.twin.dtype != self.layout.dtype for piece in self.pieces) else []
         return ", ".join(said) or "laid out anew"
 
-    def note(self, digest: _Digest) -> None:
+    def note(self, digest: Digest) -> None:
         """As `Piece.note`."""
         super().note(digest)
         digest.update(repr(self._places).encode())
@@ -540,7 +536,7 @@ class Decoded(Plain):
             twin = twin.narrow(column, start[column], shape[column])
         return Piece(made.handle, twin)
 
-    def note(self, digest: _Digest) -> None:
+    def note(self, digest: Digest) -> None:
         """As `Piece.note`."""
         super().note(digest)
         digest.update(pickle.dumps((self.decode, self.granule, self.per), protocol=4))
@@ -644,54 +640,6 @@ def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.
     place.copy_(rows if place.dtype == dtype else rows.to(dtype))
 
 
-class Rebuilt(Recipe):
-    """A tensor subclass over its inner tensors where these lie: nothing is copied.
-
-    Args:
-        name: of the value.
-        pieces: the inner tensors, each whole in a file, by key; and
-        recipe: how it is rebuilt from them, as `flatten` gives both.
-    """
-
-    __slots__ = ("_keys", "_made", "_name", "recipe")
-
-    def __init__(self, name: str, pieces: Mapping[str, Piece], recipe: dict[str, Any]) -> None:
-        self.layout = layout_from(recipe)
-        self.pieces = tuple(pieces.values())
-        self.recipe = recipe
-        self._name = name
-        self._keys = tuple(pieces)
-        self._made: tuple[list[torch.Tensor], torch.Tensor] | None = None  # over which mappings, and what
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Rebuilt, (self._name, dict(zip(self._keys, self.pieces, strict=True)), self.recipe)
-
-    @property
-    def form(self) -> str:
-        """As of all recipes: it is in the checkpoint as it is."""
-        return "referenced"
-
-    def note(self, digest: _Digest) -> None:
-        """As `Piece.note`."""
-        super().note(digest)
-        digest.update(repr(self.recipe).encode())
-
-    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Composed`.
-
-        Raises: as `unflatten`, as `uncut`, and as `Handle.base`.
-        """
-        bases = [piece.handle.base() for piece in self.pieces]
-        for piece in self.pieces:
-            brought_in(piece.handle, piece.twin)
-        made = self._made
-        if made is None or any(now is not before for now, before in zip(bases, made[0], strict=True)):
-            with no_functions(), no_modes(), naming(self._name, self.file.path):
-                values = dict(zip(self._keys, bases, strict=True))
-                self._made = made = bases, unflatten(values, self.recipe or {}, self._name)
-        return made[1] if twin is None else uncut(made[1], twin, self._name)
-
-
 def files_in(handle: Handle) -> list[TensorFile]:
     """The file of a value, or, of a composed one, each file that it is carried out from."""
     return list({one.file.path: one.file for one in stored_in([handle])}.values())
@@ -704,52 +652,3 @@ def stored_in(handles: Iterable[Handle]) -> Iterator[Handle]:
             yield from handle.composed.handles()
         else:
             yield handle
-
-
-# Memory that is used again
-
-
-class _Rooms:
-    """Memory that values were carried out into, for others once nobody holds these."""
-
-    def __init__(self) -> None:
-        self._lock = fork_safe_lock()
-        self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes, with anything in them."""
-        with self._lock:
-            for flat, storage in self._kept:
-                if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, BLOCK) and _is_free(storage):
-                    return flat[:nbytes]
-            flat = scratch(contiguous(torch.uint8, (max(nbytes, BLOCK),)))
-            if nbytes <= _MOST_KEPT:
-                self._kept.append((flat, flat.untyped_storage()))
-                self._shrink()
-            return flat[:nbytes]
-
-    def _shrink(self) -> None:
-        """Let go of the oldest that nobody holds, where there is too much; the newest stays."""
-        total = sum(flat.numel() for flat, _ in self._kept)
-        left = []
-        for flat, storage in self._kept[:-1]:
-            if total > _MOST_KEPT and _is_free(storage):
-                total -= flat.numel()
-            else:
-                left.append((flat, storage))
-        self._kept = [*left, self._kept[-1]]
-
-
-def _is_free(storage: torch.UntypedStorage) -> bool:
-    return storage_uses(storage_id(storage)) == _BY_US
-
-
-def room(layout: Layout) -> torch.Tensor:
-    """A plain tensor of that dense layout, with anything in it."""
-    flat = _ROOMS.take(max(layout.nbytes, 1))
-    return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
-
-
-_MOST_TIMES = 4  # times as much as is needed that a room may have
-_BY_US = 2  # holders of a storage that is not in use: the tensor over all of it, and the storage that stands beside
-_ROOMS = _Rooms()

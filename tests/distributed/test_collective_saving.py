@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import offload
 from offload import OffloadedTensor, save_checkpoint
+from offload.distributed import FileStager
 from offload.errors import RankError
 from offload.models import saving
 from offload.models.pretrained import let_save
+from offload.tensor.locals import local_of
 from tests.distributed.ranks import run_ranks
 
 WHOLE = {
@@ -242,3 +245,34 @@ def test_save_pretrained_of_ranks_gives_what_one_process_saves(llama_folder, tmp
         assert alone.keys() == saved.keys()
         assert [] == [name for name, value in alone.items() if not torch.equal(value, saved[name])]
         assert not [path for path in (tmp_path / folder).iterdir() if path.name.startswith(".")]
+
+
+def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama_folder, tmp_path):
+    """Rows are parts of the checkpoint, columns are cut from it, and what was written is in files of the ranks."""
+
+    def act(_: int) -> Any:
+        model = offload.from_pretrained(llama_folder, tp_plan="auto")
+        assert all(map(offload.is_offloaded, model.parameters()))
+        save_checkpoint(model, tmp_path / "same")
+        model.save_pretrained(tmp_path / "pretrained")
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+        staged = FileStager().stage(model.state_dict())
+        passed = pickle.loads(pickle.dumps(offload.by_reference(local_of(model.model.layers[0].mlp.up_proj.weight))))
+        before = passed.clone()
+        with torch.no_grad():
+            for parameter in model.model.layers[0].parameters():
+                local_of(parameter).mul_(2)
+        save_checkpoint(model, tmp_path / "changed")
+        save_checkpoint(staged, tmp_path / "staged")
+        return torch.equal(before * 2, local_of(model.model.layers[0].mlp.up_proj.weight))
+
+    assert [True, True] == run_ranks(2, act)
+
+    source = dict(offload.load_file(llama_folder))
+    source["lm_head.weight"] = source["model.embed_tokens.weight"]  # of one value a name or both are saved
+    for folder, times in (("same", 1), ("pretrained", 1), ("dcp", 1), ("staged", 1), ("changed", 2)):
+        saved = dict(offload.load_file(tmp_path / folder))
+        assert len(source) - len(saved) in (0, 1)
+        for name, value in saved.items():
+            expected = source[name] * times if name.startswith("model.layers.0.") else source[name]
+            assert torch.equal(expected, value), (folder, name)

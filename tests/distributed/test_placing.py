@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -16,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
 from offload.distributed.placing import share_of
+from offload.errors import CheckpointError
 from offload.tensor.locals import local_of
 from offload.tensor.wrapper import handle_of
 from tests.processes import forked
@@ -35,8 +38,6 @@ def in_a_fake_group(act, rank: int, world: int) -> None:
     def alone() -> None:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         act()
-
-    import os
 
     assert 0 == os.waitstatus_to_exitcode(os.waitpid(forked(alone), 0)[1])
 
@@ -58,8 +59,6 @@ def test_every_rank_has_of_a_value_what_torch_gives_it(shape):
 
 
 def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path: Path):
-    from safetensors.torch import save_file
-
     whole = torch.randn(256, 128)
     save_file({name: whole.clone() for name in ("rows", "columns", "both")}, tmp_path / "w.safetensors")
     placed = {"rows": [Shard(0), Shard(0)], "columns": [Replicate(), Shard(1)], "both": [Shard(0), Shard(1)]}
@@ -84,3 +83,24 @@ def test_shares_of_64_ranks_are_views_that_know_their_own_bytes(tmp_path: Path):
 
     for rank in (0, 27, 63):
         in_a_fake_group(act, rank, 64)
+
+
+def test_other_rows_of_the_same_place_in_the_mesh_are_not_taken_for_those_that_were_stored(tmp_path: Path):
+    save_file({"w": torch.arange(64.0).view(8, 8)}, tmp_path / "w.safetensors")
+
+    def act() -> None:
+        def load(placements: list) -> torch.Tensor:
+            mesh = init_device_mesh("cpu", (2, 2))
+            empty = distribute_tensor(torch.empty(8, 8, device="meta"), mesh, placements, src_data_rank=None)
+            model = nn.Module()
+            model.register_parameter("w", nn.Parameter(empty))
+            options = {"dtype": torch.float64, "offload_dir": tmp_path / "cut", "store": True}
+            offload.load_checkpoint_in_model(model, tmp_path / "w.safetensors", **options)
+            return local_of(model.w)
+
+        for _ in range(2):
+            assert torch.equal(torch.arange(16.0, 32).double().view(2, 8), load([Shard(0), Shard(0)]))
+        with pytest.raises(CheckpointError, match="cut from another"):
+            load([_StridedShard(0, split_factor=2), Shard(0)])
+
+    in_a_fake_group(act, rank=1, world=4)

@@ -20,7 +20,8 @@ from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import flatten, is_subclass_value, with_inner
 from offload.tensor.guests import CPU
-from offload.tensor.recipes import Piece, Rebuilt
+from offload.tensor.rebuilt import Rebuilt
+from offload.tensor.recipes import Piece
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
 
