@@ -269,7 +269,11 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
 
 
-LONG = {"offload.cache.table": 710, "offload.tensor.wrapper": 855}  # a class is not cut in two for a limit of lines
+LONG = {  # a class is not cut in two for a limit of lines
+    "offload.cache.table": 710,
+    "offload.storage.handle": 720,
+    "offload.tensor.wrapper": 855,
+}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

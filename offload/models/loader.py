@@ -618,7 +618,7 @@ def _read_apart(handles: Iterable[Handle]) -> None:
         )
         if own < _MOST_OF_A_FILE * whole:
             for handle in held:
-                handle.is_picked = True
+                handle.read_apart()
 
 
 def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:

@@ -279,8 +279,9 @@ class Handle:
     def reference_part(cls, file: TensorFile, part: Entry, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
         """As `reference`, of a part of the value `part.key`: the rest is neither read, counted nor copied."""
         handle = cls(part.key, None if offload_dir is None else absolute(offload_dir))
-        handle.part, handle.is_picked = part, True
+        handle.part = part
         handle._open(file)
+        handle.read_apart()
         return handle
 
     @classmethod
