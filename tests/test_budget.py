@@ -86,7 +86,7 @@ def test_what_stays_is_within_the_budget_and_the_rest_is_dropped(checkpoint):
 
     pool = books_of(next(model.parameters())._handle).pool  # type: ignore[attr-defined]
     resident = sum(value.cached_bytes() for value in pool.values())
-    assert resident <= 6 * MIB + 2 * MIB + LAYERS * 4096
+    assert resident <= 6 * MIB + 2 * MIB + 2 * LAYERS * 4096  # a page at each end may be a neighbour's, too
     read = (counts().bytes_read - before) / 4
     assert 5 * MIB < read <= 1.1 * (LAYERS - 6 + 1) * MIB
 
