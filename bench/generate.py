@@ -115,6 +115,8 @@ def rehearse(arm: str, folder: Path, scratch: Path) -> None:
     config = AutoConfig.from_pretrained(folder, **small, num_key_value_heads=2, head_dim=8, vocab_size=64)
     if hasattr(config, "num_experts"):
         config.update(experts)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
     with tempfile.TemporaryDirectory(dir=scratch) as made, tempfile.TemporaryDirectory(dir=scratch) as own:
         AutoModelForCausalLM.from_config(config).save_pretrained(made)
         if not any(folder.glob("*.safetensors")):
