@@ -28,6 +28,7 @@ NONE = "-"
 def table(figures: Iterable[Figure]) -> Table:
     """A line a figure."""
     made = Table(*COLUMNS, box=box.SIMPLE)
+    made.columns[0].no_wrap = True  # a case can be looked for
     for figure in figures:
         made.add_row(*row(figure))
     return made

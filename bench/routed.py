@@ -59,7 +59,7 @@ def _under_a_budget(name: str, share: int, scale: Scale, scratch: Path) -> Figur
         make_cold([path])
         found = run_apart(replayed, path, order, places)
     missed = float(len(order) - hits_in_hindsight(order, places))
-    case = f"routed, {name}: reads that miss, 1/{share} may stay"
+    case = f"routed, {name}: misses, 1/{share} stays"
     return Figure(case, "reads", {OURS: [float(len(order) - found.hits)]}, [missed], "the best fixed set", {})
 
 

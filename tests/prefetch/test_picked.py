@@ -13,7 +13,7 @@ import offload
 from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
 from offload.prefetch import engine as engines
-from offload.prefetch.engine import Engine
+from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.picked import _RESCALE, Picked
 from offload.prefetch.residency import Pool, Value, books_of
 from offload.tensor.wrapper import handle_of
@@ -246,8 +246,9 @@ def test_a_whole_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Pat
     assert cached_fraction([path]) <= 1.2 / 64
 
 
-def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path) -> None:
+def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what is in memory, and not looked at again for a while."""
+    monkeypatch.setattr(POOL, "picked", Picked())  # a use is worth 1 in one that has planned nothing yet
     tensor = offload.load_file(stack(tmp_path, 4))["experts"]
     for _ in range(5):
         tensor[1].amax()
