@@ -70,12 +70,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         type=arguments.dtype,
         help="of the weights, converted as they are read: bfloat16, float16, float32... (default: as configured)",
     )
-    command.add_argument(
-        "--max-memory",
-        type=arguments.size,
-        metavar="SIZE",
-        help="how much of the weights may stay in memory: 8GiB (default: what is available)",
-    )
+    add_max_memory(command)
     command.add_argument(
         "--offload-dir",
         type=arguments.path,
@@ -83,6 +78,16 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         help="for weights that change (default: a temporary one)",
     )
     add_revision(command)
+
+
+def add_max_memory(command: argparse.ArgumentParser) -> None:
+    """How much of a model stays in memory."""
+    command.add_argument(
+        "--max-memory",
+        type=arguments.size,
+        metavar="SIZE",
+        help="how much of the weights may stay in memory: 8GiB (default: what is available)",
+    )
 
 
 def add_revision(command: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import argparse
 from typing import Any
 
 from offload.cli import arguments
+from offload.cli.models import add_max_memory, add_revision
 from offload.cli.output import allow_json, doing, print_json
 
 
@@ -20,12 +21,7 @@ def add_to(commands: Any) -> None:
     command = commands.add_parser("plan", help="say whether a model runs here, and how fast", description=plan.__doc__)
     model = command.add_argument("model", help="a folder with a checkpoint, a GGUF file, or a model on the hub")
     model.complete = shtab.DIRECTORY
-    command.add_argument(
-        "--max-memory",
-        type=arguments.size,
-        metavar="SIZE",
-        help="how much of the weights may stay in memory: 8GiB (default: what is available)",
-    )
+    add_max_memory(command)
     command.add_argument(
         "--device", type=arguments.device, help="where to compute: cpu, cuda... (default: the accelerator, if any)"
     )
@@ -38,7 +34,7 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--disk-rate", type=arguments.size, metavar="SIZE", help="bytes per second: 2GB (default: measured)"
     )
-    command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
+    add_revision(command)
     command.set_defaults(run=plan)
     allow_json(command)
 

@@ -75,8 +75,8 @@ def quantize(options: argparse.Namespace) -> None:
     )
     if left:
         print(
-            f"left as they are: {counted(len(left), 'layer')} whose columns are no multiple of {options.group_size} "
-            f"({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
+            f"left as they are: {counted(len(left), 'layer')}, whose columns are no multiple of {options.group_size}, "
+            f"or whose experts are stored as one ({', '.join(left[:3])}{'...' if len(left) > 3 else ''})",
             file=sys.stderr,
         )
     print_written(options.target)

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import CheckpointError, ForeignFileError, JournalError
+from offload.errors import CheckpointError
 from offload.integrations.log import log
 from offload.integrations.transformers import class_of, model_on_meta
 from offload.memory import count_freed
 from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.conversion import copy_companions
+from offload.models.conversion import copy_companions, identities_of, work_beside
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
-from offload.storage.regular import absolute, is_there
-from offload.storage.replacing import made_folder, put_file, refuse_filled, remove_folder, replacing_folder
-from offload.storage.state_file import Kind, read_json, read_state, write_state
+from offload.storage.regular import absolute
+from offload.storage.replacing import put_file, refuse_filled, remove_folder, replacing_folder
+from offload.storage.state_file import read_json
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
 # A scheme of the package, of which only the weights are quantized; the format that it is stored in; and whether each
@@ -37,10 +37,6 @@ FORMS = {
     "int4": ("W4A16", "pack-quantized", True),
     "fp8": ("FP8_DYNAMIC", "float-quantized", False),
 }
-_KIND = Kind(
-    what="a quantization under way", stamp={"quantizing": 1}, foreign=ForeignFileError, missing="there is no such run"
-)
-_RUN = ".offload-quantizing"  # no value's file begins with a dot
 _PACKED = (".weight_packed", ".weight")  # the last piece that is stored of a weight
 
 
@@ -56,7 +52,8 @@ def quantize_checkpoint(
 ) -> list[str]:
     """Write a checkpoint of transformers anew with quantized linear layers, in the format of compressed-tensors.
 
-    Linear layers and experts are quantized; embeddings, the output layer, norms and routers are not. What is written
+    Linear layers and experts that are stored apart are quantized; embeddings, the output layer, norms, routers, and
+    experts that are stored as one tensor are not. What is written
     is read by `offload.from_pretrained`, transformers, vLLM and others.
 
     Args:
@@ -70,7 +67,7 @@ def quantize_checkpoint(
         progress: show a bar, on a terminal.
 
     Returns:
-        The linear layers that were left as they are, but for the output layer.
+        The linear layers that were left as they are, but for the output layer; and experts that are stored as one.
 
     Raises:
         CheckpointError: the model is quantized already, or has no layer that can be.
@@ -90,9 +87,9 @@ def quantize_checkpoint(
     refuse_filled(target)
     scheme = _scheme(form, group_size)
     chosen, left = _layers(opened, None if scheme.weights.group_size is None else group_size)
-    work = target.with_name(f"{target.name}.partial")
-    done = _begun(work, {"form": form, "group_size": group_size, "source": _identities(opened)}, resume=resume)
-    quantized = _quantized(opened, chosen, scheme, work, done, progress=progress)
+    run = {"form": form, "group_size": group_size, "source": identities_of(opened)}
+    work = work_beside(target, run, resume=resume)
+    quantized = _quantized(opened, chosen, scheme, work, _done_in(work), progress=progress)
     kept = {name: tensor for name, tensor in opened.tensors().items() if name not in chosen}
     with replacing_folder(target) as folder:
         copy_companions(opened.path, folder)
@@ -124,6 +121,8 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict
     chosen, left = [], {}
     for name, value in source.items():
         layout = value.layout
+        if layout is not None and len(layout.shape) == 3 and ".experts." in name:
+            left[name] = False
         if (
             layout is None
             or len(layout.shape) != 2
@@ -143,25 +142,8 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict
     return chosen, left
 
 
-def _identities(source: Checkpoint) -> dict[str, list[int]]:
-    files = {file.path: file.identity for value in source.values() for file in value.files}
-    return {str(path): [identity.size, identity.modified] for path, identity in files.items()}
-
-
-def _begun(work: Path, run: Mapping[str, Any], *, resume: bool) -> dict[str, dict[str, OffloadedTensor]]:
-    """The weights that a run before has done, each as its pieces; empty if it begins now."""
-    if not is_there(work):
-        made_folder(work, 0)
-        write_state(work / _RUN, _KIND, run)
-        return {}
-    before = read_state(work / _RUN, _KIND)
-    if not resume:
-        raise JournalError(f"{work} holds a run that was not finished: go on with it (resume), or remove it")
-    other = [key for key, value in run.items() if before.get(key) != value]
-    if other:
-        raise JournalError(
-            f"{work} holds a run with another {other[0]} ({before.get(other[0])!r}): finish or remove it"
-        )
+def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
+    """The weights that a run before has done, each as its pieces."""
     done: dict[str, dict[str, OffloadedTensor]] = defaultdict(dict)
     for name, piece in open_checkpoint(work).tensors().items() if any(work.glob("*.safetensors")) else ():
         done[f"{name.rpartition('.')[0]}.weight"][name] = piece

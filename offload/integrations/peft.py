@@ -25,13 +25,14 @@ from offload.errors import CheckpointError, JournalError, MapError, OffloadError
 from offload.integrations.log import log
 from offload.integrations.transformers import class_of, from_pretrained
 from offload.memory import return_freed
-from offload.models.conversion import copy_companions
+from offload.models.checkpoint import open_checkpoint
+from offload.models.conversion import copy_companions, identities_of, work_beside
 from offload.models.journal import Journal
 from offload.models.slots import Slot
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of
 from offload.progress import progress_in_bytes
 from offload.storage.reasons import reading
-from offload.storage.regular import absolute, as_file, is_folder, is_there, open_regular, text_of
+from offload.storage.regular import absolute, as_file, is_folder, open_regular, text_of
 from offload.storage.replacing import refuse_filled, remove_folder, replacing_folder
 from offload.tensor.arguments import refuse_other
 from offload.tensor.saved import subclass_value
@@ -126,16 +127,13 @@ def merge_checkpoint(
 
     Raises:
         ForeignFileError: `target` is there and not empty.
-        JournalError: a run was begun, and `resume` does not say to go on.
+        JournalError: a run was begun, and `resume` does not say to go on; or it was one of another adapter or base.
         CheckpointError, UnsupportedOpError, MapError, WriteError: as `merge_lora`.
     """
     folder, target = absolute(source), absolute(target)
     refuse_filled(target)
-    work = target.with_name(f"{target.name}.partial")
-    if not resume and is_there(work):
-        raise JournalError(
-            f"{work} is there, maybe of a run that was not finished: go on with it (resume), or remove it"
-        )
+    run = {"adapter": _name_of(text_of(adapter)), "source": identities_of(open_checkpoint(folder))}
+    work = work_beside(target, run, resume=resume)
     model = from_pretrained(folder, class_of(folder), offload_dir=work)
     report = merge_lora(model, adapter, resume=True, progress=progress)
     with replacing_folder(target) as made:

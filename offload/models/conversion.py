@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, CorruptFileError
+from offload.errors import CheckpointError, CorruptFileError, ForeignFileError, JournalError
 from offload.models.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.models.deferred import DeferredTensor, deferred
 from offload.models.forms.decoding import unpacked
@@ -26,15 +26,22 @@ from offload.models.saving import save_checkpoint
 from offload.progress import progress
 from offload.storage.layout import dtype_name, dtype_named
 from offload.storage.reasons import reading
-from offload.storage.regular import absolute, is_folder
-from offload.storage.replacing import put_file, replacing_folder
-from offload.storage.state_file import read_json
+from offload.storage.regular import absolute, is_folder, is_there
+from offload.storage.replacing import made_folder, put_file, replacing_folder
+from offload.storage.state_file import Kind, read_json, read_state, write_state
 from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
 
 _CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_RUN = ".offload-run"  # no value's file begins with a dot
+_KIND = Kind(
+    what="a run under way",
+    stamp={"run": 1},
+    foreign=ForeignFileError,
+    missing="the folder is there, and holds no run that could go on: it is left as it is. Name another target.",
+)
 
 
 def convert_checkpoint(
@@ -129,6 +136,39 @@ def _write_one_by_one(
             OffloadedTensor.from_original_tensor(tensor.to(dtype), name, folder)
         else:
             deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
+
+
+def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
+    """The folder beside a target that keeps what a run has done, until the target is there: `target` + ".partial".
+
+    Args:
+        target: the new folder.
+        run: what tells this run from others, as JSON.
+        resume: whether a run that was begun is gone on with.
+
+    Raises:
+        JournalError: a run was begun and is not to go on, or it is another one.
+        MissingFileError, ForeignFileError: what stands there is no folder of such a run. It is left as it is.
+        WriteError
+    """
+    work = target.with_name(f"{target.name}.partial")
+    if not is_there(work):
+        made_folder(work, 0)
+        write_state(work / _RUN, _KIND, run)
+        return work
+    before = read_state(work / _RUN, _KIND)
+    if not resume:
+        raise JournalError(f"{work} holds a run that was not finished: go on with it (resume), or remove it")
+    other = next((key for key, value in run.items() if before.get(key) != value), None)
+    if other is not None:
+        raise JournalError(f"{work} holds a run with another {other}: finish that one, or remove it")
+    return work
+
+
+def identities_of(source: Checkpoint) -> dict[str, list[int]]:
+    """The files of a checkpoint, each with its size and modification time: they tell whether it is the same."""
+    files = {file.path: file.identity for value in source.values() for file in value.files}
+    return {str(path): [identity.size, identity.modified] for path, identity in files.items()}
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:

@@ -92,7 +92,7 @@ def test_layers_that_no_group_divides_are_left_and_named(
 ) -> None:
     assert 0 == cli.main(["quantize", str(models["dense"]), str(tmp_path / "new"), "--int8"])
 
-    assert "left as they are: 12 layers whose columns are no multiple of 128" in capsys.readouterr().err
+    assert "left as they are: 12 layers, whose columns are no multiple of 128" in capsys.readouterr().err
     found = load_file(tmp_path / "new" / "model.safetensors")
     assert "model.layers.0.mlp.down_proj.weight_packed" in found
     assert "model.layers.0.mlp.up_proj.weight" in found
@@ -134,7 +134,7 @@ def test_a_quantization_that_was_stopped_goes_on(
     assert [1, 1] == [cli.main([*command, "32"]), cli.main([*command, "64", "--resume"])]
     said = capsys.readouterr().err
     assert "holds a run that was not finished" in said
-    assert "holds a run with another group_size (32)" in said
+    assert "holds a run with another group_size" in said
     again, count = _stopping_after(1000, real)
     monkeypatch.setattr(packing, "compress", again)
     assert 0 == cli.main([*command, "32", "--resume"])
@@ -142,6 +142,34 @@ def test_a_quantization_that_was_stopped_goes_on(
     assert 14 - 5 == len(count)
     assert data_of(tmp_path / "expected") == data_of(tmp_path / "new")
     assert ["expected", "new"] == sorted(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["quantize", "merge-lora"])
+def test_a_folder_of_somebody_else_beside_the_target_is_left_as_it_is(
+    command: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the run is to go on or not."""
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis").write_text("mine")
+    words = [command, str(models["dense"]), *([str(adapter)] if command == "merge-lora" else []), str(tmp_path / "new")]
+    words += ["--int8", "--group-size", "32"] if command == "quantize" else []
+
+    assert [1, 1] == [cli.main(words), cli.main([*words, "--resume"])]
+
+    assert 2 == capsys.readouterr().err.count("holds no run that could go on")
+    assert {"thesis": b"mine"} == data_of(tmp_path / "new.partial")
+    assert ["new.partial"] == os.listdir(tmp_path)
+
+
+def test_experts_that_are_stored_as_one_are_left_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import GptOssConfig
+
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+    AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, **sizes)).save_pretrained(tmp_path / "model")
+
+    assert 0 == cli.main(["quantize", str(tmp_path / "model"), str(tmp_path / "new"), "--int8", "--group-size", "32"])
+
+    assert "whose experts are stored as one (model.layers.0.mlp.experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
