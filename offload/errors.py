@@ -56,11 +56,11 @@ class ArgumentTypeError(OffloadError, TypeError):
 
 
 class UnsupportedOpError(OffloadError, NotImplementedError):
-    """An op that cannot be honoured on an offloaded tensor."""
+    """An op that can't be carried out on an offloaded tensor."""
 
 
 class UnsupportedTorchError(OffloadError, ImportError):
-    """This torch lacks something that a feature needs: of its inside, or installed beside it."""
+    """This torch lacks something that a feature needs: one of its internals, or a package beside it."""
 
 
 class ExportError(OffloadError, BufferError, TypeError):
@@ -72,7 +72,7 @@ class DeviceError(OffloadError, RuntimeError):
 
 
 class BudgetError(OffloadError, ValueError):
-    """More is to stay in memory than may."""
+    """The values to keep resident exceed the memory budget."""
 
 
 class MissingFileError(OffloadError, FileNotFoundError):
@@ -86,11 +86,11 @@ class MissingKeyError(OffloadError, KeyError):
 
 
 class CorruptFileError(OffloadError, ValueError):
-    """A file of tensors that is not whole, or none at all."""
+    """A file of tensors that is truncated or damaged, or that is something else."""
 
 
 class ReadError(OffloadError, OSError):
-    """A file that can't be read now, and may be whole: too many files are open, the disk failed, a right is missing."""
+    """A file that can't be read now, but may be complete: too many open files, a failing disk, no permission."""
 
 
 class ChangedFileError(OffloadError, RuntimeError):
@@ -102,7 +102,7 @@ class ForeignFileError(OffloadError, FileExistsError):
 
 
 class NameInUseError(OffloadError, ValueError):
-    """A name in a folder that a live tensor has, or under which an earlier one left its file."""
+    """A name that a live tensor has in the folder, or under which an earlier one left its file."""
 
 
 class WriteError(OffloadError, OSError):
@@ -130,7 +130,7 @@ class UnknownSubclassError(OffloadError, TypeError):
 
 
 class UnknownTypeError(OffloadError, TypeError):
-    """A value among nested data that has no form on disk, or a class there that the reader was not given."""
+    """A value in nested data that can't be stored, or a class that the reader did not allow."""
 
 
 class CheckpointError(OffloadError, ValueError):
@@ -146,15 +146,15 @@ class MetaTensorError(OffloadError, RuntimeError):
 
 
 class JournalError(OffloadError, ValueError):
-    """A run over a folder's values that can't be begun, or gone on with."""
+    """A run over a folder's values that can't be started or resumed."""
 
 
 class MapError(OffloadError, RuntimeError):
-    """What was to change values failed on one: the function of `map_values`, torchao, peft."""
+    """The function that changes values failed on one of them: that of `map_values`, torchao or peft."""
 
 
 class RankError(OffloadError, RuntimeError):
-    """What ranks do together failed on another one, or that one has gone: it was done on none."""
+    """A collective step failed on another rank, or that rank has exited: the step was done on none."""
 
 
 class CacheError(OffloadError, ValueError):
@@ -162,13 +162,13 @@ class CacheError(OffloadError, ValueError):
 
 
 class ColumnError(OffloadError, KeyError):
-    """A column that a cache has not, or one that is not given."""
+    """A column that a cache does not have, or one that is missing from a write."""
 
     __str__ = Exception.__str__  # that of KeyError quotes
 
 
 class RowIndexError(OffloadError, IndexError):
-    """Rows that a cache has not, or something that names no rows."""
+    """Rows that a cache does not have, or an index that does not name rows."""
 
 
 class MissingRowsError(OffloadError, LookupError):

@@ -129,7 +129,7 @@ class TensorFile:
         if status.st_size < end:
             raise CorruptFileError(
                 f"{path} is cut off: {entry.key!r}, {entry.layout.dtype} {list(entry.layout.shape)}, "
-                f"takes {end} bytes, and {status.st_size} are there. Get the file again."
+                f"takes {end} bytes, and {status.st_size} are there. Download or copy the file again."
             )
         opened = cls(path, Identity.of(status), Header({}, {entry.key: entry}, {}))
         opened.is_raw = True
@@ -283,7 +283,7 @@ def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[I
         except CheckpointError as error:
             raise CheckpointError(f"{path} {error}") from (error.__cause__ or error)
         except OffloadError as error:
-            raise CorruptFileError(f"{path} can't be used: {error}. Get the file again.") from error
+            raise CorruptFileError(f"{path} can't be used: {error}. Download or copy the file again.") from error
 
 
 def _read_header(file: BinaryIO, size: int) -> Header:
@@ -372,7 +372,7 @@ def _range_of(file: TensorFile, start: int, count: int) -> memoryview:
             with reading(file.path):
                 block = os.pread(fd, min(count - done, _STEP), start + done)
             if not block:
-                raise CorruptFileError(f"{file.path} ended early: get the file again")
+                raise CorruptFileError(f"{file.path} ended early: download or copy the file again")
             data[done : done + len(block)] = block
             done += len(block)
         return data
@@ -388,9 +388,9 @@ def _unpacked(record: Record, file: TensorFile) -> memoryview:
             data[done : done + len(part)] = part
             done += len(part)
     except zlib.error as error:
-        raise CorruptFileError(f"{file.path} can't be unpacked ({error}): get the file again") from error
+        raise CorruptFileError(f"{file.path} can't be unpacked ({error}): download or copy the file again") from error
     if done < record.nbytes:
-        raise CorruptFileError(f"{file.path} gives {done} bytes of {record.nbytes}: get the file again")
+        raise CorruptFileError(f"{file.path} gives {done} bytes of {record.nbytes}: download or copy the file again")
     return data
 
 

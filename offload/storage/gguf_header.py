@@ -164,7 +164,7 @@ def _layout(name: str, kind: str, shape: list[int]) -> Layout:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if not is_countable(shape, 8):
-        raise CorruptFileError(f"its header gives {short(name)!r} the shape {short(shape)}: no tensor is like that")
+        raise CorruptFileError(f"its header gives {short(name)!r} the shape {short(shape)}: not the shape of a tensor")
     if kind in _DTYPES:
         return contiguous(_DTYPES[kind], tuple(shape))
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

@@ -122,7 +122,8 @@ class Handle:
         twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
         books: what is known of its bytes in memory; kept for those who read ahead.
         has_holes: whether the file may lack blocks on the disk, which are then reserved before it is stored into.
-        is_picked: whether it is one of many that are read apart, such as an expert: not with its neighbours.
+        is_apart: whether it is read without its neighbours.
+        is_picked: whether it is one of many that are picked in no order, such as experts.
         is_fixed: whether others write to the file in place, so that it is never to be replaced.
     """
 
@@ -139,6 +140,7 @@ class Handle:
         "folder",
         "generation",
         "has_holes",
+        "is_apart",
         "is_fixed",
         "is_picked",
         "layout",
@@ -157,7 +159,7 @@ class Handle:
         self.composed: Composed | None = None
         self.has_holes = False
         self.is_fixed = False
-        self.is_picked = False
+        self.is_apart = self.is_picked = False
         self.part: Entry | None = None
         self._base: torch.Tensor | None = None
         self._addresses: torch.UntypedStorage | None = None
@@ -294,8 +296,8 @@ class Handle:
         return handle
 
     def read_apart(self) -> None:
-        """It is one of many that are picked from: neither it nor others in its file are read with their neighbours."""
-        self.is_picked = self.file.is_picked_from = True
+        """Neither it nor others in its file are read with their neighbours."""
+        self.is_apart = self.file.is_picked_from = True
 
     def elsewhere(self, offload_dir: str | os.PathLike[str] | None) -> Handle:
         """The same value, which is not ours to write, with another folder for its first write."""
@@ -484,7 +486,7 @@ class Handle:
         if self.file.is_raw:  # without a header it does not tell what it holds: another one may be of anything
             now, known = TensorFile.raw(self.path, self.file.entry(self.name)).identity, self.file.identity
             if (now.inode, now.size) != (known.inode, known.size):
-                raise ChangedFileError(f"{self.path} is another file than the one that was opened: open it again")
+                raise ChangedFileError(f"{self.path} is not the file that was opened: open it again")
             return
         if self.file.is_current():
             return

@@ -191,7 +191,7 @@ def _refuse_unstorable(key: str, layout: Layout) -> None:
         )
     itemsize = 1 if layout.overlaps else layout.dtype.itemsize
     if not are_counts(list(layout.shape)) or not is_countable(layout.shape, itemsize):
-        raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: no tensor is like that")
+        raise ArgumentError(f"{key!r} can't have the shape {short(layout.shape)}: not the shape of a tensor")
 
 
 def _json_object(text: bytes) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CorruptFileError("its header is not a JSON object")
     if not is_unicode(json.dumps(raw, ensure_ascii=False) if b"\\u" in text else ""):
-        raise CorruptFileError("its header holds half a surrogate pair: no text has that")
+        raise CorruptFileError("its header contains a lone surrogate, which is not valid text")
     return raw
 
 
@@ -287,7 +287,7 @@ def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | 
         raise CorruptFileError("its `offload` metadata gives a value a malformed dtype")
     dtype = dtype_named(name)
     if dtype is not None and dtype.itemsize != shape[-1]:
-        raise CorruptFileError(f"its `offload` metadata makes {name} of {shape[-1]} bytes an element")
+        raise CorruptFileError(f"its `offload` metadata makes {name} of {shape[-1]} bytes per element")
     return dtype
 
 

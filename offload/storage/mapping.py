@@ -66,7 +66,9 @@ def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
         with reading(path):
             size = os.fstat(fd).st_size
         if size < start + nbytes:
-            raise CorruptFileError(f"{path} has {size} bytes, and {start + nbytes} are needed: get the file again")
+            raise CorruptFileError(
+                f"{path} has {size} bytes, and {start + nbytes} are needed: download or copy the file again"
+            )
         return mapped(fd, path, start, nbytes, shared=False)
 
 

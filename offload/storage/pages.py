@@ -175,7 +175,9 @@ class Range:
             return explained(Path("a file that is gone"), error)
         with suppress(OSError):
             if os.stat(file.path).st_size < self._start + self.nbytes:
-                return CorruptFileError(f"{file.path} has been cut off since it was opened: get the file again")
+                return CorruptFileError(
+                    f"{file.path} has been cut off since it was opened: download or copy the file again"
+                )
         return explained(file.path, error)
 
     def _mapped(self) -> torch.UntypedStorage | None:
@@ -215,6 +217,11 @@ def cached_bytes(address: int, nbytes: int) -> int:
     return _count(first, length) * PAGE
 
 
+def has_holes(status: os.stat_result) -> bool:
+    """Whether most of a file was never written."""
+    return status.st_blocks * 512 < status.st_size // 2
+
+
 def announce(address: int, nbytes: int) -> None:
     """Have the system begin to read a mapped range, and go on."""
     if nbytes > 0:
@@ -241,7 +248,7 @@ def populated(address: int, nbytes: int) -> bool:
         return True
     code = ctypes.get_errno()
     if code == errno.EFAULT:
-        raise OSError(errno.EIO, "the disk did not give what was asked for")
+        raise OSError(errno.EIO, "the disk did not deliver the data")
     if code not in _MAY_BE_TOUCHED:
         raise OSError(code, os.strerror(code))
     return False

@@ -178,7 +178,7 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     if info.file_size > min(_LONGEST, _DENSEST * info.compress_size):
         raise CorruptFileError(
             f"its {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
-            "no pickle of tensors is like that"
+            "which no pickle of tensors is"
         )
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise _unknown_packing(info)
@@ -203,7 +203,7 @@ def _zip_record(file: BinaryIO, info: zipfile.ZipInfo, end: int, *, is_swapped: 
         if info.file_size > _DEFLATED * info.compress_size:
             raise CorruptFileError(
                 f"its record {info.filename} claims to be {info.file_size} bytes, from {info.compress_size}: "
-                "nothing can be packed like that"
+                "which no compression reaches"
             )
         return Record(start, info.file_size, packed=info.compress_size, is_swapped=is_swapped)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
@@ -237,7 +237,7 @@ def _read_legacy(file: BinaryIO, size: int) -> Saved:
         records[key] = Record(at, nbytes, is_swapped=is_swapped)
         at += nbytes
     if records.keys() != known.keys():
-        raise CorruptFileError("its pickle names storages that its list has not")
+        raise CorruptFileError("its pickle names storages that its list does not contain")
     return saved, pieces, records
 
 
@@ -416,7 +416,7 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
         raise
     except Exception as error:  # whatever made-up bytes lead the unpickler to
         raise CorruptFileError(
-            f"is cut off or damaged ({type(error).__name__}: {short(error)}): get it again"
+            f"is cut off or damaged ({type(error).__name__}: {short(error)}): download or copy it again"
         ) from error
 
 
@@ -433,7 +433,7 @@ def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
             return _tensors_in(saved[nests[0]], deepest - 1)
         tensors = {key: value for key, value in saved.items() if isinstance(key, str) and _is_tensor(value)}
         if not is_unicode("".join(tensors)):
-            raise CheckpointError(f"names a tensor by half a surrogate pair, which is no text: {_SAVE_TENSORS}")
+            raise CheckpointError(f"names a tensor with a lone surrogate, which is not valid text: {_SAVE_TENSORS}")
         if tensors:
             return tensors
     raise CheckpointError(f"holds no tensors by name, but {_told(saved)}: {_SAVE_TENSORS}")
@@ -486,7 +486,7 @@ def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records:
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
     layout = layout_as(tensor.dtype, shape, stride)
     if layout is None or offset < 0:
-        raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: no tensor is like that")
+        raise CorruptFileError(f"its pickle gives {short(key)!r} the shape {short(shape)}: not the shape of a tensor")
     begin = offset * tensor.dtype.itemsize
     record = records[piece.key]
     end = piece.begin + begin + span_of(tensor.dtype, shape, stride)

@@ -28,7 +28,7 @@ def text_of(path: str | os.PathLike[str]) -> str:
     """A path as text, as it was given.
 
     Raises:
-        ArgumentTypeError: it is no path.
+        ArgumentTypeError: it is not a path.
         ArgumentError: it holds what no path does: a NUL, or half a character.
     """
     try:
@@ -36,11 +36,11 @@ def text_of(path: str | os.PathLike[str]) -> str:
     except TypeError as error:
         raise ArgumentTypeError(f"a path is needed, not {path!r}: give text, or a pathlib.Path") from error
     if "\0" in text:
-        raise ArgumentError(f"{text!r} is no path: it holds a NUL")
+        raise ArgumentError(f"{text!r} is not a path: it holds a NUL")
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"{text!r} is no path: it holds half a character ({error.reason})") from error
+        raise ArgumentError(f"{text!r} is not a path: it holds half a character ({error.reason})") from error
     return text
 
 
@@ -143,7 +143,9 @@ def read_regular(path: Path, most: int) -> bytes:
     with reading(path), as_file(open_regular(path)) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise CorruptFileError(f"{path} is larger than {most} bytes: no such file is, get it again")
+        raise CorruptFileError(
+            f"{path} is larger than {most} bytes: too large for such a file: download or copy it again"
+        )
     return data
 
 

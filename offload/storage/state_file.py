@@ -97,8 +97,8 @@ def _check(path: Path, kind: Kind, found: Any, stamp: Mapping[str, Any]) -> None
             raise kind.foreign(f"{path} is not {kind.what}: it is left as it is. Take another folder.")
         elif there != known:
             raise kind.later(
-                f"{path} is of version {short(repr(there))}, and this offload reads version {known}: "
-                "open it with the offload that wrote it"
+                f"{path} is of version {short(repr(there))}, and this release of offload reads version {known}: "
+                "open it with the release of offload that wrote it"
             )
 
 

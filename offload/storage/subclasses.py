@@ -92,7 +92,7 @@ def _refuse_unfit(cls: Any) -> None:
             )
     elif not (issubclass(cls, enum.Enum) or dataclasses.is_dataclass(cls) or _is_named_tuple(cls)):
         raise UnknownSubclassError(
-            f"{cls.__name__} (of {cls.__module__}) is no tensor subclass, enum, dataclass or named tuple: "
+            f"{cls.__name__} (of {cls.__module__}) is not a tensor subclass, enum, dataclass or named tuple: "
             "it can't be rebuilt from plain data"
         )
 
@@ -317,7 +317,7 @@ def _decode(node: Node) -> Any:
 def _decode_enum(data: Any) -> enum.Enum:
     cls = _known(data[0])
     if not issubclass(cls, enum.Enum):
-        raise TypeError(f"{cls.__name__} is no enum")
+        raise TypeError(f"{cls.__name__} is not an enum")
     return cls[data[1]]
 
 

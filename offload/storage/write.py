@@ -257,7 +257,7 @@ def copy_range(source: int, start: int, target: int, at: int, count: int, path: 
         with reading(path):
             block = os.pread(source, min(count - done, _STEP), start + done)
         if not block:
-            raise ChangedFileError(f"{path} has become shorter while it was copied: get the file again")
+            raise ChangedFileError(f"{path} has become shorter while it was copied: download or copy the file again")
         done += write_all(target, memoryview(block), at + done)
 
 

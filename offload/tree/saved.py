@@ -74,7 +74,7 @@ _KINDS = {dress: kind for kind, dress in _DRESSES.items()}
 def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
     """Write nested data to a folder: the structure as JSON, each tensor to a safetensors file of its own.
 
-    A tree that stands there is replaced as a whole: a crash leaves the old one or the new one. A tensor that was loaded
+    An existing tree is replaced as a whole: a crash leaves the old one or the new one. A tensor that was loaded
     from it, and has not been written to, keeps its file. Other tensors
     over the old tree can't be used after.
 
@@ -88,9 +88,9 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
         The manifest, `tree.json`.
 
     Raises:
-        UnknownTypeError: a value has no form in a tree; the message says where it is, and of what type.
+        UnknownTypeError: a value can't be stored in a tree; the message says where it is, and its type.
         UnsupportedOpError: a tensor has no dense value.
-        ForeignFileError: another program's `tree.json` stands there.
+        ForeignFileError: there is a `tree.json` of another program.
         WriteError: the disk is full, the folder is read-only, another process is saving there...
 
     Example:
@@ -132,16 +132,19 @@ def load_tree(
     types: Iterable[type] = (),
     offload_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """The tree that `save_tree` wrote, its tensors offloaded ones over the files there: no value is read.
+    """The tree that `save_tree` wrote, with offloaded tensors over the files there: no value is read.
 
     The files are not written to: a tensor is copied at its first write.
 
     Args:
         folder: what `save_tree` was given.
         device: where ops on the tensors run.
-        types: the dataclasses, named tuples and enums that may be made. Those that `register_subclass` was told of may
-            be too. No class is imported by a name in a file.
+        types: the dataclasses, named tuples and enums that may be made. Those given to `register_subclass` may
+            be, too. No class is imported by a name in a file.
         offload_dir: where copies go; None for a private folder.
+
+    Returns:
+        The tree, of the types that were saved.
 
     Raises:
         MissingFileError: there is no tree, or one of its files is gone.

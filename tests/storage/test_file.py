@@ -203,7 +203,8 @@ def test_a_truncated_file_is_named_and_stays_as_short(tmp_path, length):
     before = path.read_bytes()
 
     with pytest.raises(
-        CorruptFileError, match=rf"{path} can't be used: .*(empty|cut off|fewer than the 8).*Get the file again"
+        CorruptFileError,
+        match=rf"{path} can't be used: .*(empty|cut off|fewer than the 8).*Download or copy the file again",
     ):
         TensorFile.open(path)
     assert before == path.read_bytes()

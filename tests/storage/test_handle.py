@@ -277,7 +277,9 @@ def test_a_truncated_file_is_named_with_the_tensor_and_not_extended(tmp_path, le
     os.truncate(handle.path, length)
 
     for look in (handle.base, handle.writable_base, handle.flush, handle.pointers, handle.duplicate):
-        with pytest.raises(CorruptFileError, match=rf"tensor 'w': {handle.path} can't be used.*Get the file again"):
+        with pytest.raises(
+            CorruptFileError, match=rf"tensor 'w': {handle.path} can't be used.*Download or copy the file again"
+        ):
             look()
     assert length == handle.path.stat().st_size
 

@@ -209,7 +209,7 @@ def test_a_dtype_that_torch_lacks_is_listed_and_hides_nothing_else():
         ({"__metadata__": noted({"w": {"stride": [5]}}), "w": entry("U8", [2], 0, 2)}, 2, "gaps or overlaps"),
         ({"__metadata__": noted({"w": {"stride": [0]}}), "w": entry("U8", [2], 0, 2)}, 2, "gaps or overlaps"),
         ({"__metadata__": noted({"w": {"dtype": "int4"}}), "w": entry("F32", [1], 0, 4)}, 4, "malformed dtype"),
-        ({"__metadata__": noted({"w": {"dtype": "int4"}}), "w": entry("U8", [2, 2], 0, 4)}, 4, "2 bytes an element"),
+        ({"__metadata__": noted({"w": {"dtype": "int4"}}), "w": entry("U8", [2, 2], 0, 4)}, 4, "2 bytes per element"),
         ([], 0, "not a JSON object"),
         ("text", 0, "not a JSON object"),
     ],
@@ -251,7 +251,7 @@ def test_what_is_no_json_object_is_refused(text, why):
     ],
 )
 def test_half_a_surrogate_pair_is_refused_as_safetensors_does(text):
-    with pytest.raises(CorruptFileError, match="half a surrogate pair"):
+    with pytest.raises(CorruptFileError, match="lone surrogate"):
         parse(text, 9 + len(text))
     with pytest.raises(SafetensorError):
         deserialize(struct.pack("<Q", len(text)) + text + b"\0")

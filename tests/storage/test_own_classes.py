@@ -214,7 +214,7 @@ def test_an_inner_tensor_of_another_class_is_refused():
     ("cls", "why"),
     [
         (Packed, "lacks __tensor_flatten__"),
-        (nn.Linear, "is no tensor subclass, enum, dataclass or named tuple"),
+        (nn.Linear, "is not a tensor subclass, enum, dataclass or named tuple"),
         ("Packed", "is not a class"),
     ],
 )

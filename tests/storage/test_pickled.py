@@ -225,7 +225,7 @@ def test_a_packed_value_that_begins_in_the_middle_of_an_element_is_read(tmp_path
 def test_a_name_of_half_a_surrogate_pair_is_refused(tmp_path, form):
     path = saved(tmp_path / "x.pt", {"\ud800": torch.ones(1)}, **form)
 
-    with pytest.raises(CheckpointError, match=r"x\.pt names a tensor by half a surrogate pair"):
+    with pytest.raises(CheckpointError, match=r"x\.pt names a tensor with a lone surrogate"):
         load_file(path)
 
 

@@ -90,7 +90,7 @@ def test_of_several_files_the_last_comes_last_and_takes_the_others_back_if_it_ca
 def test_what_stands_in_the_place_of_a_folder_is_refused_unless_it_is_an_empty_folder(tmp_path, make):
     make(tmp_path / "a")
 
-    with pytest.raises(ForeignFileError, match="is no empty folder"), replacing_folder(tmp_path / "a"):
+    with pytest.raises(ForeignFileError, match="is not an empty folder"), replacing_folder(tmp_path / "a"):
         raise AssertionError
 
     (tmp_path / "b").mkdir()

@@ -40,7 +40,7 @@ def test_what_is_written_is_read_with_what_says_whose_it_is(tmp_path):
         (
             json.dumps({**STAMP, "offload": {"things": 3}}),
             CacheError,
-            "of version 3, and this offload reads version 2",
+            "of version 3, and this release of offload reads version 2",
         ),
     ],
 )

@@ -510,7 +510,7 @@ def edited(folder: Path, edit: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda m: m["offload"].update(tree=2), "is of version 2, and this offload reads version 1"),
+        (lambda m: m["offload"].update(tree=2), "is of version 2, and this release of offload reads version 1"),
         (lambda m: m.pop("tensors"), "names no tensors, or no structure"),
         (lambda m: m["tensors"]["a"].update(file="../a.safetensors"), "names no file of its own for 'a'"),
         (lambda m: m["tensors"]["a"].update(file="/1/a.safetensors"), "names no file of its own for 'a'"),
