@@ -47,7 +47,7 @@ class Setting:
 
 
 def set_max_memory(max_memory: MaxMemory) -> Setting:
-    """Say how much of the values on disk may stay in memory between ops; the rest is read again for each use.
+    """Set how much of the values on disk may stay in memory between ops; the rest is read again for each use.
 
     Without it, values stay while there is memory that nothing else needs. Values of up to 64 KiB stay in any case.
     Beside the budget there is what is in use or read ahead (`set_read_ahead`).
@@ -58,10 +58,10 @@ def set_max_memory(max_memory: MaxMemory) -> Setting:
             On an accelerator nothing stays unless it is named.
 
     Returns:
-        A context manager that takes the setting back; without `with`, it holds.
+        A context manager that restores the earlier setting; without `with`, the new one holds.
 
     Raises:
-        ValueError: no amount of memory, or less than 1 MiB that is not 0, or of a device that it can't be set for.
+        ValueError: an invalid amount, one below 1 MiB other than 0, or a device that has no budget.
 
     Example:
         >>> with set_max_memory("4GiB"):
@@ -73,7 +73,7 @@ def set_max_memory(max_memory: MaxMemory) -> Setting:
 
 
 def set_read_ahead(window: Amount | bool) -> Setting:
-    """Say how many bytes may be in memory for being read ahead, in use, or just used.
+    """Set how many bytes may be in memory because they are read ahead, in use, or just used.
 
     Args:
         window: bytes, "256MiB", or a fraction of the memory that is available now. A value that is larger than that
@@ -81,7 +81,11 @@ def set_read_ahead(window: Amount | bool) -> Setting:
             the disk gives in a quarter second, and the next three values at least; 64 MiB or more, and no more than a
             tenth of the budget beside that.
 
-    Returns, raises: as `set_max_memory`.
+    Returns:
+        A context manager that brings back what was set before; the setting holds without it, too.
+
+    Raises:
+        ValueError, TypeError: `window` is not an amount of memory.
 
     Example:
         >>> with set_read_ahead("256MiB"):
@@ -97,7 +101,7 @@ def set_read_ahead(window: Amount | bool) -> Setting:
 
 
 def keep_resident(*what: Any) -> None:
-    """Have values stay in memory once they are read, whatever else streams.
+    """Keep values in memory once they are read, whatever else streams.
 
     Args:
         what: offloaded tensors, modules, or lists and dicts of them.
@@ -132,7 +136,7 @@ def keep_resident(*what: Any) -> None:
 
 
 def evict(*what: Any) -> None:
-    """Drop values from memory, and no longer have them stay. The next read brings them back.
+    """Drop values from memory, and no longer keep them resident. The next read brings them back.
 
     Args:
         what: as `keep_resident`.
@@ -149,7 +153,7 @@ def evict(*what: Any) -> None:
     try:
         with lock():
             for one in books:
-                one.calm_until = 0.0
+                one.forget_rows()
             for value in values:
                 value.pinned = False
             for pool in {value.pool for value in values}:
@@ -198,6 +202,9 @@ def memory_summary() -> MemorySummary:
     """What is in memory, and what was read; prints as a table.
 
     A read of what was in memory less than a second ago is not counted.
+
+    Returns:
+        Bytes kept, resident and read, the budget, and how long ops waited.
 
     Example:
         >>> memory_summary().counts.wasted >= 0
@@ -296,9 +303,7 @@ def _handles_in(what: Iterable[Any]) -> set[Handle]:
     parts: list[Any] = []
     for leaf in tree_leaves(what):
         if not isinstance(leaf, nn.Module | torch.Tensor | None):
-            raise ArgumentTypeError(
-                f"{leaf!r} is no tensor and no module: nothing of it can stay in memory, or be dropped"
-            )
+            raise ArgumentTypeError(f"{leaf!r} is neither a tensor nor a module: it can't be kept in memory or dropped")
         parts.extend([*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf])
     return {handle_of(tensor) for tensor in map(local_of, parts) if is_offloaded(tensor)}
 

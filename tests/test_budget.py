@@ -309,7 +309,7 @@ def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
 @pytest.mark.parametrize("act", [offload.budget.keep_resident, offload.budget.evict])
 def test_a_name_is_not_taken_for_a_module(act):
     """It would be left out without a word."""
-    with pytest.raises(TypeError, match=r"'layers\.0' is no tensor and no module"):
+    with pytest.raises(TypeError, match=r"'layers\.0' is neither a tensor nor a module"):
         act(nn.Linear(2, 2, bias=False), None, ["layers.0"])
 
 

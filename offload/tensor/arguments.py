@@ -68,7 +68,7 @@ def iterated(values: Iterable[T], what: str) -> Iterator[T]:
     try:
         return iter(values)
     except TypeError as error:
-        raise ArgumentTypeError(f"{what} can't be gone through: {repr(values)[:80]} is a single thing") from error
+        raise ArgumentTypeError(f"{what} is not iterable: {repr(values)[:80]} is a single thing") from error
 
 
 def checked_names(names: Iterable[str] | None, what: str) -> list[str] | None:
@@ -167,7 +167,9 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as error:  # also of a number that is too large
         raise DeviceError(f"this torch finds no device {device!r} here: use one of {_devices()}") from error
     except TypeError as error:
-        raise ArgumentTypeError(f"device={device!r} is none: use 'cpu', 'cuda:1', 1, or a torch.device") from error
+        raise ArgumentTypeError(
+            f"device={device!r} is not a device: use 'cpu', 'cuda:1', 1, or a torch.device"
+        ) from error
 
 
 def computing_device(device: torch.device | str | int) -> torch.device:
@@ -196,7 +198,7 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
         ArgumentTypeError: it is none.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ArgumentTypeError(f"dtype={dtype!r} is none of torch's: use torch.float32, torch.bfloat16...")
+        raise ArgumentTypeError(f"dtype={dtype!r} is not a dtype of torch: use torch.float32, torch.bfloat16...")
     return torch.get_default_dtype() if dtype is None else dtype
 
 
@@ -245,5 +247,5 @@ def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ArgumentError(f"dtype {dtype!r} is no floating-point dtype of torch's: use torch.bfloat16, 'float16'...")
+        raise ArgumentError(f"dtype {dtype!r} is not a floating-point dtype of torch: use torch.bfloat16, 'float16'...")
     return found

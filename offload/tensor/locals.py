@@ -46,7 +46,13 @@ def with_local(outer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def is_offloaded(x: object) -> bool:
-    """True for a tensor whose data is on disk, or a DTensor of which this process's share is.
+    """Whether the data of a tensor is on disk; of a DTensor, whether this process's share is.
+
+    Args:
+        x: anything.
+
+    Returns:
+        True for an `OffloadedTensor`, and for a parameter or a DTensor over one; False for all else.
 
     Example:
         >>> is_offloaded(torch.ones(2))

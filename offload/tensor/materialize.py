@@ -23,6 +23,9 @@ def materialize(value: Any) -> Any:
     Args:
         value: a tensor; or lists, tuples and dicts of them, which are rebuilt; or a module, which is changed in place.
 
+    Returns:
+        The plain value; a module itself. What is not on disk comes back as it is.
+
     Example:
         >>> from offload import OffloadedTensor
         >>> w = OffloadedTensor.full((2,), 1.0, name="w")

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import brought_in, coming, has_rows_here, rows_coming
+from offload.prefetch.engine import brought_in, coming
+from offload.prefetch.tables import has_rows_here, rows_coming
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
@@ -174,7 +175,7 @@ def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 @implements(aten._nested_view_from_jagged.default)
 def read_into_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Said to give a view, but of another kind, which may be written to: over a copy in memory."""
+    """Its schema promises a view, but a copy is given, which may be written to: over a copy in memory."""
     values, *rest = args
     values = values.materialize() if _has_file(values) else values
     return func(values, *guests_of(rest, {}), **named_guests(kwargs, {}))

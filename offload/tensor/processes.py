@@ -36,11 +36,11 @@ from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handl
 
 
 class by_reference:
-    """What carries a tensor, a model, or anything that holds some, to processes that see the same files.
+    """Sends a tensor, a model, or anything that contains tensors, to processes that see the same files.
 
-    It can be pickled, by any means: what comes out is the tensor or the model itself. Of values on disk the reference
-    goes along, as with `torch.multiprocessing`; all else is pickled as usual, also by value where cloudpickle is there.
-    Whoever made the values keeps them while others use them; a checkpoint that has changed since is an error there.
+    Any pickler will do, and the receiver gets the tensor or the model itself. For values on disk a reference is sent,
+    as with `torch.multiprocessing`; everything else is pickled as usual, by value where cloudpickle is installed.
+    Keep the values alive while others use them; a checkpoint that has changed since is an error in the receiver.
 
     Example:
         >>> import pickle, torch

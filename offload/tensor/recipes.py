@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.prefetch.engine import brought_in, coming, runs_of
+from offload.prefetch.engine import brought_in, coming
+from offload.prefetch.tables import runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
@@ -338,6 +339,7 @@ class Joined(Plain):
         self._rows = [place[0] for place in self._places] if order and covered else None  # one piece after the other
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
+                handle.is_picked = True
                 handle.read_apart()
 
     @property
@@ -500,6 +502,7 @@ class Decoded(Plain):
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
         if stacked:
             for handle in self.handles():
+                handle.is_picked = True
                 handle.read_apart()
 
     @property
@@ -575,7 +578,9 @@ class Decoded(Plain):
         return whole.view(-1)[inside:] if inside else whole
 
     def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
-        """As `Piece.put`: whole rows are decoded straight to their place."""
+        """As `Piece.put`: whole rows are decoded straight to their place, also those of an expert in a stack."""
+        while twin.dim() > len(self.layout.shape) and len(twin) == 1:
+            place, twin = place[0], twin[0]
         step = math.prod(self._row)
         offset = int(twin.storage_offset())
         first = len(self.layout.shape) - twin.dim()

@@ -117,7 +117,7 @@ def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], R
 
 
 class _unless_swapped:
-    """A method that a parameter has not for those who swap what can be flattened, and set anything else.
+    """A method that a parameter does not have for those who swap what can be flattened, and set anything else.
 
     `nn.Module.to`, `float`, `share_memory`... would swap a parameter that stays what it is with a copy, which fails
     while a graph holds it; they set its `data` to itself instead. Parametrizations would swap it with a plain one; they
@@ -197,14 +197,17 @@ class OffloadedTensor(torch.Tensor):
         Args:
             tensor: any dense tensor, or a wrapper subclass that `register_subclass` knows. A parameter stays one, and
                 attributes that were set on it go along.
-            name: its name; one live tensor a name and folder.
+            name: its name; one live tensor per name and folder.
             offload_dir: the folder for its file, which then stays; None for a private one, which goes with the tensor.
             suffix_log_msg: added to the log line.
             exist_ok: whether a file that an earlier tensor left in `offload_dir` under that name is replaced.
 
+        Returns:
+            A tensor with that shape, dtype, strides and device, whose data is the file.
+
         Raises:
             NameInUseError: a live tensor has the name there, or an earlier one left its file.
-            UnknownSubclassError: its class is more than its numbers, and can't be stored.
+            UnknownSubclassError: it is of a subclass that can't be stored.
             ForeignFileError, WriteError, UnsupportedOpError (not a dense tensor)
         """
         refuse_unstorable(tensor, name)
@@ -226,10 +229,13 @@ class OffloadedTensor(torch.Tensor):
         """A tensor over an entry of a file, in place: nothing is copied, the file is never written to.
 
         Args:
-            path: a `.safetensors` file of any origin, a `.gguf` one, or one of torch.save. Entries that no tensor can
-                be over where they lie are copied at once; packed ones are decoded at each read.
+            path: a `.safetensors` file of any origin, a `.gguf` one, or one of torch.save. Entries that can't be
+                referenced in place are copied at once; packed ones are decoded at each read.
             key: the entry; may be left out where the file holds one value.
             device, offload_dir: where ops on it run; where a copy goes at the first write (None: a private folder).
+
+        Returns:
+            A tensor over that entry; nothing of it is read yet.
 
         Raises:
             MissingFileError, CorruptFileError, ReadError, CheckpointError, KeyError
@@ -249,13 +255,16 @@ class OffloadedTensor(torch.Tensor):
         device: torch.device | str | int = "cpu",
         exist_ok: bool = False,
     ) -> OffloadedTensor:
-        """A tensor of zeros allocated on disk, without memory and without writing its data.
+        """A tensor of zeros that is allocated on disk: it takes no memory, and no data is written.
 
         Args:
             shape, sizes: as torch takes them: a sequence, or one number after the other.
             dtype: torch's default one if None.
             name, offload_dir, exist_ok: as in `from_original_tensor`.
             device: where ops on it run.
+
+        Returns:
+            A tensor whose disk space is reserved.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError (also when the disk has no room for it)
@@ -278,7 +287,19 @@ class OffloadedTensor(torch.Tensor):
         device: torch.device | str | int = "cpu",
         exist_ok: bool = False,
     ) -> OffloadedTensor:
-        """A tensor of one number, filled on disk. As `empty`, but that the dtype, if None, is that of `torch.full`."""
+        """A tensor of one number, filled on disk.
+
+        Args:
+            shape: as torch takes it.
+            fill_value: the number.
+            dtype: if None, that of `torch.full`.
+            name, offload_dir, device, exist_ok: as for `empty`.
+
+        Returns:
+            A tensor whose data is the file.
+
+        Raises: as `empty`.
+        """
         number, target = checked_number(fill_value, dtype, name), computing_device(device)
         stored = cls.empty(shape, dtype=number.dtype, name=name, offload_dir=offload_dir, exist_ok=exist_ok)
         stored.fill_(number)
@@ -286,7 +307,14 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def ones(cls, shape: int | Sequence[int], *sizes: int, **options: Any) -> OffloadedTensor:
-        """As `empty`, but of ones."""
+        """A tensor of ones, filled on disk.
+
+        Args:
+            shape, sizes, options: as for `empty`.
+
+        Returns:
+            A tensor whose data is the file.
+        """
         return cls.full((shape, *sizes) if sizes else shape, 1.0, **options)  # type: ignore[arg-type]
 
     # What it is
@@ -318,13 +346,17 @@ class OffloadedTensor(torch.Tensor):
             strict_dtype: refuse another dtype. With False the stored dtype becomes that of `values`.
 
         Raises:
-            ShapeMismatchError, DtypeMismatchError, WriteError (the old value stands)
+            ShapeMismatchError, DtypeMismatchError, WriteError (the old value is kept)
             UnsupportedOpError: this tensor is a view of a part of the value.
         """
         replace_value(self, values, strict_shape=strict_shape, strict_dtype=strict_dtype)
 
     def materialize(self) -> torch.Tensor:
-        """A plain, independent tensor with this value, on the target device."""
+        """A plain, independent tensor with this value.
+
+        Returns:
+            A `torch.Tensor` with memory of its own, on the target device.
+        """
         with DisableTorchFunctionSubclass(), no_grad():
             return copied(value_on_cpu(self), self._target)
 

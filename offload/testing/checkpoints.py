@@ -36,6 +36,11 @@ def tiny_checkpoint(
 
     Raises:
         ImportError: transformers is not installed.
+
+    Example:
+        >>> folder = tiny_checkpoint("tiny-model", "gpt2", num_hidden_layers=1)
+        >>> (folder / "config.json").exists()
+        True
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -46,7 +46,10 @@ def assert_equal(
 
 
 def is_equal(expected: Any, found: Any, **options: bool) -> bool:
-    """Whether `assert_equal` passes; it takes the same.
+    """Whether `assert_equal` passes; it takes the same arguments.
+
+    Returns:
+        True or False, where `assert_equal` says what differs.
 
     Example:
         >>> is_equal(torch.ones(2), torch.ones(2, dtype=torch.float64))

@@ -36,7 +36,7 @@ from offload.torch_api import (
 
 
 class Trial(NamedTuple):
-    """What came of one check of one op.
+    """The outcome of one check of one op.
 
     Attributes:
         op: torch's name of it.
@@ -45,6 +45,10 @@ class Trial(NamedTuple):
         plain: how many calls plain torch carries out.
         compared: in how many of these a tensor of the subclass took part.
         error: what the subclass did otherwise; None if all went as with plain tensors.
+
+    Example:
+        >>> Trial("add", "forward", torch.float32, plain=5, compared=5, error=None).op
+        'add'
     """
 
     op: str
@@ -90,6 +94,12 @@ def census(
     Raises:
         ValueError: there is no such op, or no such check.
         ImportError: torch's database needs a package that is not installed (expecttest, numpy).
+
+    Example:
+        >>> from torch.testing._internal.two_tensor import TwoTensor
+        >>> trials = census(lambda plain: TwoTensor(plain, plain.clone()), lambda two: two.a, ops=["add"], samples=1)
+        >>> {trial.check for trial in trials if trial.error} <= set(CHECKS)
+        True
     """
     database, kind = op_database(), Kind(unwrap, [partial(_as_whole, make)])
     for name in set(ops or ()) - set(database):

@@ -438,6 +438,22 @@ def test_memory_is_used_again_once_nobody_holds_it(folder: Path) -> None:
     assert torch.equal(plain[1], view)
 
 
+def test_experts_that_are_packed_apart_are_decoded_straight_to_their_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them make the matrix of an expert, in another dtype: no decoded one is held beside it."""
+    stored, numbers = offload.load_file(folder), load_file(folder / "model.safetensors")
+    expected = decode(numbers["packed"], numbers["scales"])
+    pieces = [deferred(decoded(stored["packed"], stored["scales"])) for _ in range(4)]
+    stacks = [torch.stack([one.bfloat16() for one in pieces[:2]]), torch.stack([one.bfloat16() for one in pieces[2:]])]
+    experts = torch.cat(stacks, dim=1).stored("experts")  # type: ignore[attr-defined]
+    monkeypatch.setattr(Decoded, "value", None)
+
+    found = experts[1].clone()
+
+    assert torch.equal(torch.cat([expected, expected]).bfloat16(), found)
+
+
 # Compilers
 
 
