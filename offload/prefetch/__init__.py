@@ -15,5 +15,6 @@ Always true:
 | `residency` | what stays: values under a budget |
 | `picked` | who stays of values that are picked from many, by their use |
 | `filling` | files that rows are picked from, brought in whole where they have room |
+| `tables` | rows of values, such as embeddings: which are here, and which are to come |
 | `staging` | copies to an accelerator, through memory that is pinned once |
 """

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -31,14 +31,14 @@ from offload.prefetch.stream import Lease, Streams
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
-_CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
+CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
 _FOREVER = float("inf")
 _MOST_OVERLAP = 2  # times a value's size that it and its parts may be tracked
 _MOST_SCATTERED = 2  # times as many bytes as are read
 _BETWEEN = 64 << 10  # bytes between two pieces that the system reads along: half of what it reads around a page
 _LEAST_PIECE = 64 << 10  # bytes from which on a piece that lies apart is worth a look
 _MOST = 2  # times a part is more than the value
-_LOOKED_AT = 8  # rows that are looked at, whether they are in memory
+_LOOKED_AT = 8  # pieces of a view that are looked at, whether they are in memory
 _OF_MATRICES = 3  # dimensions of a stack of matrices, of which some are read
 
 
@@ -76,70 +76,25 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
             _ENGINE.streams.own().bring_soon(values)
 
 
-def has_rows_here(handle: Handle) -> bool:
-    """Whether all rows of a table are taken to be in memory; asked for at each pick, so it costs next to nothing."""
-    books = handle.books
-    if type(books) is not Books:
-        return False
-    now = monotonic()
-    if books.calm_until >= now:
-        return True
-    whole = books.ranges.get(handle.extent)
-    return whole is not None and whole.calm_until >= now
-
-
-def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
-    """Begin to read rows of a view that are about to be picked, each without what lies around it.
-
-    Args:
-        rows: their numbers, from 0, on the CPU; others than those of rows are passed over.
-    """
-    mapped = handle.file.mapping(shared=handle.owned)
-    if mapped is None or not rows.numel():
-        return
-    start, length = handle.extent
-    first = mapped.data_ptr() + start + int(twin.storage_offset()) * twin.itemsize
-    step, nbytes = twin.stride(0) * twin.itemsize, _span(twin[0])
-    numbers = rows.flatten()
-    some = numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist()
-    if all(are_cached(first + number * step, nbytes) for number in some if 0 <= number < len(twin)):
-        if are_cached(mapped.data_ptr() + start, length):
-            books_of(handle).calm_until = monotonic() + _CALM
-        return
-    for begin, end in runs_of(torch.unique(numbers).tolist(), len(twin), PAGE // max(step, 1)):
-        announce(first + begin * step, (end - begin - 1) * step + nbytes)
-
-
-def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[int, int]]:
-    """Runs of sorted numbers from 0 to `count`, first and end; what lies between two of a run is not more than that."""
-    begin = end = -1
-    for number in numbers:
-        if not 0 <= number < count:
-            continue
-        if begin >= 0 and number - end > between:
-            yield begin, end
-            begin = -1
-        begin, end = number if begin < 0 else begin, number + 1
-    if begin >= 0:
-        yield begin, end
-
-
-def _span(twin: torch.Tensor) -> int:
+def span_of(twin: torch.Tensor) -> int:
     """Bytes from the first element of a view to the end of the last."""
     steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
     return (1 + int(steps)) * twin.itemsize
 
 
 def _announce(handle: Handle, twin: torch.Tensor) -> None:
-    """Begin to read a small view that is left to the mapping, which would read megabytes of others around it."""
-    if not handle.file.is_picked_from:
+    """Begin to read a view that is left to the mapping, which would read megabytes of others around each piece."""
+    mapped = handle.file.mapping(shared=handle.owned) if handle.file.is_picked_from else None
+    if mapped is None or not twin.numel():
         return
-    start, nbytes = handle.extent
-    if handle.recipe is None:
-        start, nbytes = start + int(twin.storage_offset()) * twin.itemsize, _span(twin) if twin.numel() else 0
-    mapped = handle.file.mapping(shared=handle.owned)
-    if mapped is not None and nbytes <= SMALL:
-        announce(mapped.data_ptr() + start, nbytes)
+    piece, others = (handle.extent[1], []) if handle.recipe is not None else _piece_of(twin, PAGE)
+    first = handle.extent[0] + (int(twin.storage_offset()) * twin.itemsize if handle.recipe is None else 0)
+    pieces = [mapped.data_ptr() + start for start in _starts(first, others)]
+    some = pieces[:: max(1, len(pieces) // _LOOKED_AT)]
+    if len(pieces) > 1 and all(are_cached(address, piece) for address in some):
+        return
+    for address in pieces:
+        announce(address, piece)
 
 
 def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
@@ -153,7 +108,7 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
         return whole
     if nbytes <= SMALL:
         return UNTRACKED
-    span = _span(twin)
+    span = span_of(twin)
     if span > _MOST_SCATTERED * nbytes:
         piece, others = _piece_of(twin)
         if others:
@@ -163,25 +118,34 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
     return tracked(handle, start + int(twin.storage_offset()) * twin.itemsize, span)
 
 
-def _piece_of(twin: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """The bytes of a piece of a scattered view; and how often, and at which distances, there are others."""
+def _piece_of(twin: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tuple[int, int]]]:
+    """The bytes of a piece of a scattered view; and how often, and at which distances, there are others.
+
+    What has `between` bytes or less between it is one piece.
+    """
     piece, others = twin.itemsize, []
     for step, size in sorted(zip(twin.stride(), twin.shape, strict=True)):
         distance = int(step) * twin.itemsize
-        if distance - piece <= _BETWEEN:
+        if distance - piece <= between:
             piece += (int(size) - 1) * distance
         else:
             others.append((int(size), distance))
     return piece, others
 
 
+def _starts(first: int, others: Iterable[tuple[int, int]]) -> list[int]:
+    """Where each piece of a view begins, of which the first one begins there."""
+    starts = [first]
+    for size, distance in others:
+        starts = [start + number * distance for start in starts for number in range(size)]
+    return starts
+
+
 def _pieces_brought_in(handle: Handle, twin: torch.Tensor) -> Value:
     """The pieces of a scattered view, now in memory; the one that is to be looked at again first."""
     piece, others = _piece_of(twin)
-    starts = [handle.extent[0] + int(twin.storage_offset()) * twin.itemsize]
-    for size, distance in others:
-        starts = [start + number * distance for start in starts for number in range(size)]
-    found = [tracked(handle, start, piece) for start in starts]
+    first = handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
+    found = [tracked(handle, start, piece) for start in _starts(first, others)]
     for one in found:
         if one.calm_until < monotonic():
             _ENGINE.arrive(one)
@@ -205,7 +169,7 @@ class Engine:
         now, seen = monotonic(), self._glance
         if seen.calm_until == _FOREVER or seen.calm_until < now:
             seen = Value.nowhere()
-            seen.calm_until = now + _CALM
+            seen.calm_until = now + CALM
             self._glance = seen
         return seen
 
@@ -245,7 +209,7 @@ class Engine:
             self._make_sure(value, found=found)
         if value.kept or value.is_held:
             lasts = value.is_held or value.nbytes <= SMALL
-            calm = _FOREVER if lasts else _CALM * self._chance.uniform(0.1, 1)
+            calm = _FOREVER if lasts else CALM * self._chance.uniform(0.1, 1)
             value.calm_until = monotonic() + calm
 
     def _mend(self, value: Value) -> None:
@@ -347,8 +311,9 @@ def counts() -> Counts:
 
 def _track(handle: Handle, key: tuple[int, int], books: Books) -> Value:
     value = Value(books.pool or POOL, handle.file, *key, shared=handle.owned)
-    value.is_part = key != handle.extent or handle.is_picked
-    value.is_picked = handle.is_picked or (value.is_part and len(handle.layout.shape) == _OF_MATRICES)
+    is_cut = key != handle.extent
+    value.is_part = is_cut or handle.is_apart
+    value.is_picked = handle.is_picked or (is_cut and len(handle.layout.shape) == _OF_MATRICES)
     handle.file.is_picked_from = handle.file.is_picked_from or value.is_picked
     return value
 

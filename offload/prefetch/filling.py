@@ -1,4 +1,4 @@
-"""Rows of a file that are picked here and there: all of them brought in beside the picks, where they have room.
+"""Rows of a file, or of a table in one, that are picked here and there: all are brought in, where they have room.
 
 Always true:
 - nothing is brought in before 256 rows, and one in 64 of the bytes, had to be read from the disk row by row
@@ -28,9 +28,16 @@ _GOES_ON = 2.0  # seconds after a row that had to be read
 
 
 class Filling:
-    """What of one file was read row by row, and how far all of it has been brought in."""
+    """What of one file was read row by row, and how far all of it has been brought in.
 
-    def __init__(self) -> None:
+    Args:
+        pool: the budget that it is to have room in.
+        in_huge_pages: whether it may be read in them; not what is written to where it is mapped.
+    """
+
+    def __init__(self, pool: Pool | None = None, *, in_huge_pages: bool = True) -> None:
+        self._pool = pool or POOL
+        self._in_huge_pages = in_huge_pages
         self._rows = self._bytes = 0
         self._one_in = _ONE_IN
         self._until = 0.0
@@ -69,7 +76,8 @@ class Filling:
         coming = mapped()
         if coming is None or not self._has_room(coming.nbytes):
             return False
-        read_in_huge_pages(coming.data_ptr(), coming.nbytes)
+        if self._in_huge_pages:
+            read_in_huge_pages(coming.data_ptr(), coming.nbytes)
         announce(coming.data_ptr(), min(_PART, coming.nbytes))
         self._coming, self._here = coming, None
         _FILLINGS.add(self)
@@ -116,7 +124,8 @@ class Filling:
             elsewhere = {on_device for pool in pools for on_device in pool.on_devices.values()}
             values = sum(pool.nbytes for pool in pools if pool is not POOL and pool not in elsewhere)
             filled = sum(other._filled for other in _FILLINGS if other is not self)
-            return nbytes + values + filled <= POOL.spare()
+            has_own = self._pool is POOL or nbytes <= self._pool.spare()
+            return has_own and nbytes + values + filled <= POOL.spare()
 
 
 _FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # that were begun; under the lock

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -146,6 +146,13 @@ class Value(Range):
         self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
 
 
+class BroughtIn(Protocol):
+    """What brings all rows of a value in."""
+
+    def end(self) -> None:
+        """Bring nothing more in."""
+
+
 class Books:
     """What is known of the bytes of one stored value.
 
@@ -154,15 +161,17 @@ class Books:
         ranges: in memory, by start and length.
         copies: what stays on accelerators, by device.
         calm_until: until when (`time.monotonic`) rows of it are taken to be in memory without asking.
+        filling: what brings all of it in, if rows are picked from it.
     """
 
-    __slots__ = ("calm_until", "copies", "pool", "ranges")
+    __slots__ = ("calm_until", "copies", "filling", "pool", "ranges")
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
         self.ranges: dict[tuple[int, int], Value] = {}
         self.copies: dict[torch.device, Value] = {}
         self.calm_until = 0.0
+        self.filling: BroughtIn | None = None
 
     def begin_anew(self) -> None:
         """The value is in another file now."""
@@ -170,7 +179,14 @@ class Books:
         for value in list(known.values()):
             value.calm_until = 0.0  # who holds on to one asks again
         self.copies = {}
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Of its rows none is taken to be in memory any more, and none is brought in."""
         self.calm_until = 0.0
+        filling, self.filling = self.filling, None
+        if filling is not None:
+            filling.end()
 
 
 def books_of(handle: Handle) -> Books:
@@ -207,7 +223,7 @@ class Pool:
     Attributes:
         max_memory: bytes that may stay resident; None for what there is room for.
         fixed_window: bytes that may be read ahead, as the user said, 0 for none; None for as many as do.
-        rate: bytes a second that the disk has given of late; 0 until it is known.
+        rate: bytes per second that the disk has given of late; 0 until it is known.
         turns: of those who use values lot by lot.
         at_a_time: bytes of each one's lots that stream at most, as far as is known.
         picked: who stays of the values that are picked.

@@ -323,4 +323,4 @@ class Lease:
     def _tell(self, size: int) -> None:
         if not self._has_told:
             self._has_told = True
-            log.info("what is used at a time takes %d bytes, for which there is no room: it is read each time", size)
+            log.info("what is used at once takes %d bytes, for which there is no room: it is read each time", size)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +16,12 @@ import offload
 from bench.page_cache import cached_fraction, make_cold
 from bench.traces import COLUMNS, ROWS, hits_in_hindsight, orders, replayed, stack
 from offload.prefetch import engine as engines
+from offload.prefetch import filling
 from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.picked import _RESCALE, Picked
 from offload.prefetch.residency import Pool, Value, books_of
+from offload.prefetch.tables import has_rows_here, runs_of
+from offload.storage import pages
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest  # noqa: F401
@@ -207,19 +213,88 @@ def test_a_table_is_taken_to_be_in_memory_once_all_of_it_is(tmp_path: Path, pick
 
     for _ in range(2):
         pick(rows, table)
-    assert not engines.has_rows_here(handle_of(table))
+    assert not has_rows_here(handle_of(table))
 
     path.read_bytes()
     pick(rows, table)
-    assert engines.has_rows_here(handle_of(table))
+    assert has_rows_here(handle_of(table))
 
     offload.budget.evict(table)
-    assert not engines.has_rows_here(handle_of(table))
+    assert not has_rows_here(handle_of(table))
+
+
+@needs_page_cache
+@pytest.mark.parametrize("pick", [torch.nn.functional.embedding, lambda rows, table: table.index_select(0, rows)])
+@pytest.mark.parametrize("room", ["64MiB", "8MiB"])
+def test_a_table_that_has_room_is_brought_in_once_many_of_its_rows_were_read(
+    tmp_path: Path, pick: Callable[..., torch.Tensor], room: str
+) -> None:
+    path = tmp_path / "t.safetensors"
+    save_file({"table": torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)}, path)
+    table = offload.load_file(path)["table"]
+    chosen = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:256]
+
+    with offload.set_max_memory(room):
+        for rows in chosen.split(64):
+            make_cold([path])
+            assert torch.equal(pick(rows, table)[:, 0], rows * 1024.0)
+        until_nothing_is_brought_in()
+
+        assert (room == "64MiB") == (cached_fraction([path]) > 0.99)
+        pick(chosen, table)
+        assert (room == "64MiB") == has_rows_here(handle_of(table))
+        offload.budget.evict(table)
+
+    assert cached_fraction([path]) < 0.01
+
+
+def until_nothing_is_brought_in() -> None:
+    while engines._ENGINE.reader._parts:
+        time.sleep(0.001)
+
+
+@needs_page_cache
+def test_a_table_that_is_evicted_is_brought_in_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "t.safetensors"
+    save_file({"table": torch.zeros(4096, 1024)}, path)
+    table = offload.load_file(path)["table"]
+    has_begun, goes_on = threading.Event(), threading.Event()
+
+    def populated(address: int, nbytes: int) -> bool:
+        has_begun.set()
+        return goes_on.wait(10) and pages.populated(address, nbytes)
+
+    monkeypatch.setattr(filling, "populated", populated)
+    monkeypatch.setattr(filling, "_PART", MIB)
+    make_cold([path])
+    torch.nn.functional.embedding(torch.arange(0, 4096, 16), table)
+    assert has_begun.wait(10)
+    offload.budget.evict(table)
+    goes_on.set()
+    until_nothing_is_brought_in()
+
+    assert cached_fraction([path]) < 0.5
+
+
+@needs_page_cache
+def test_of_a_table_that_was_hardly_written_no_more_than_the_rows_is_brought_in(tmp_path: Path):
+    path = tmp_path / "t.safetensors"
+    save_file({"table": torch.zeros(4096, 1024)}, path)
+    size, contents = path.stat().st_size, path.read_bytes()
+    path.write_bytes(contents[: 8 + int.from_bytes(contents[:8], "little")])
+    os.truncate(path, size)
+    table = offload.load_file(path)["table"]
+    make_cold([path])
+
+    torch.nn.functional.embedding(torch.arange(0, 4096, 8), table)
+    until_nothing_is_brought_in()
+
+    assert cached_fraction([path]) < 0.5
 
 
 def test_runs_of_rows_are_within_the_table():
-    assert [(0, 2), (5, 6)] == list(engines.runs_of([-3, 0, 1, 5, 9], 6))
-    assert [(0, 6)] == list(engines.runs_of([0, 1, 5], 6, 3))
+    assert [(0, 2), (5, 6)] == list(runs_of([-3, 0, 1, 5, 9], 6))
+    assert [(0, 6)] == list(runs_of([0, 1, 5], 6, 3))
 
 
 @needs_page_cache
@@ -244,6 +319,23 @@ def test_a_whole_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Pat
 
     assert 1 << 16 == float(whole.sum())
     assert cached_fraction([path]) <= 1.2 / 64
+
+
+@needs_page_cache
+@pytest.mark.parametrize(("columns", "pieces"), [(64, 256), (1024, 4)])
+def test_pieces_of_a_view_are_read_alone_in_a_file_that_is_picked_from(
+    tmp_path: Path, columns: int, pieces: int
+) -> None:
+    """As a rank's columns are, in bytes that a mapping would read with megabytes around each piece."""
+    path = tmp_path / "w.safetensors"
+    values = {f"{number:02}": torch.ones(pieces, 64 * 1024 * 64 // pieces) for number in range(4)}
+    save_file(values, path)
+    share = offload.load_file(path)["02"][:, 128 : 128 + columns]
+    handle_of(share).read_apart()
+    make_cold([path])
+
+    assert pieces * columns == float(share.sum())
+    assert cached_fraction([path]) * path.stat().st_size <= pieces * (columns * 4 + 4096) + 2 * 4096
 
 
 def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

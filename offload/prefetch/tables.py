@@ -1,0 +1,95 @@
+"""Tables that rows are picked from, such as embeddings: which rows are in memory, and which are to come.
+
+Always true:
+- rows that are picked are read without what lies around them, all of them announced before the first is waited for
+- a table that has room beside the values that stay is brought in as a whole, once much of it was read row by row
+- while all of a table is taken to be in memory, a pick costs next to nothing more
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from time import monotonic
+
+import torch
+
+from offload.prefetch.engine import CALM, POOL, span_of
+from offload.prefetch.filling import Filling
+from offload.prefetch.residency import Books, books_of
+from offload.storage.handle import Handle
+from offload.storage.pages import PAGE, announce, are_cached, has_holes
+
+_LOOKED_AT = 8  # rows that are looked at, whether they are in memory
+
+
+def has_rows_here(handle: Handle) -> bool:
+    """Whether all rows of a table are taken to be in memory; asked for at each pick, so it costs next to nothing."""
+    books = handle.books
+    if type(books) is not Books:
+        return False
+    now = monotonic()
+    if books.calm_until >= now:
+        return True
+    whole = books.ranges.get(handle.extent)
+    return whole is not None and whole.calm_until >= now
+
+
+def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
+    """Begin to read rows of a view that are about to be picked, each without what lies around it.
+
+    Args:
+        rows: their numbers, from 0, on the CPU; others than those of rows are passed over.
+    """
+    mapped = handle.file.mapping(shared=handle.owned)
+    if mapped is None or not rows.numel():
+        return
+    start, length = handle.extent
+    first = mapped.data_ptr() + start + int(twin.storage_offset()) * twin.itemsize
+    step, nbytes = twin.stride(0) * twin.itemsize, span_of(twin[0])
+    numbers = rows.flatten()
+    some = [one for one in numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist() if 0 <= one < len(twin)]
+    missing = sum(not are_cached(first + number * step, nbytes) for number in some)
+    books = books_of(handle)
+    if not missing:
+        if type(books.filling) is Filling:
+            books.filling.take()  # its mapping is that of the file
+        if are_cached(mapped.data_ptr() + start, length):
+            books.calm_until = monotonic() + CALM
+        return
+    each = torch.unique(numbers).tolist()
+    for begin, end in runs_of(each, len(twin), PAGE // max(step, 1)):
+        announce(first + begin * step, (end - begin - 1) * step + nbytes)
+    _missed(handle, books, mapped, len(each) * missing // len(some), -(-nbytes // PAGE) * PAGE)
+
+
+def _missed(handle: Handle, books: Books, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
+    """So many rows, each on pages of so many bytes, are read from the disk one by one: it may be time for all."""
+    if type(books.filling) is not Filling:
+        books.filling = Filling(books.pool or POOL, in_huge_pages=not handle.owned)
+    books.filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
+
+
+def _whole(handle: Handle, mapped: torch.UntypedStorage) -> torch.Tensor | None:
+    """The bytes of the table, unless there is little to read."""
+    try:
+        if has_holes(os.stat(handle.file.path)):
+            return None
+    except OSError:  # it was removed, and what is mapped is left
+        return None
+    start, length = handle.extent
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, start, (length,), (1,))
+
+
+def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[int, int]]:
+    """Runs of sorted numbers from 0 to `count`, first and end; what lies between two of a run is not more than that."""
+    begin = end = -1
+    for number in numbers:
+        if not 0 <= number < count:
+            continue
+        if begin >= 0 and number - end > between:
+            yield begin, end
+            begin = -1
+        begin, end = number if begin < 0 else begin, number + 1
+    if begin >= 0:
+        yield begin, end
