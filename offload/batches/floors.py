@@ -41,7 +41,7 @@ def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
         blocks: those modules, or their names; None for each repeated block, and for each module before and after them.
 
     Raises:
-        ValueError: a block is no part of the models.
+        ValueError: a block is not part of the models.
         TypeError: a block is neither a module nor a name.
     """
     models = list(models)
@@ -80,5 +80,5 @@ def _named(models: Sequence[nn.Module], block: object) -> nn.Module:
     if not isinstance(block, nn.Module):
         raise ArgumentTypeError(f"blocks: {block!r} is neither a module nor the name of one")
     if not any(block is module for model in models for module in model.modules()):
-        raise ArgumentError(f"blocks: a {type(block).__name__} is no part of the model")
+        raise ArgumentError(f"blocks: a {type(block).__name__} is not part of the model")
     return block

@@ -25,14 +25,14 @@ import torch
 from torch import nn
 
 from offload.batches.waiting import Parcel, storages_of, tensors_in, waiting_bytes
-from offload.batches.world import Settings, World
+from offload.batches.world import Settings, Thread, World
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
 from offload.torch_api import not_compiled
 
-_MUCH = 8 << 20  # bytes of memory that calls may take, or have freed, until what is free is given back
+_MUCH = 32 << 20  # bytes of memory that calls may take, or have freed, until what is free is given back
 
 
 class Stopped(BaseException):
@@ -40,19 +40,23 @@ class Stopped(BaseException):
 
 
 class Call:
-    """A function of one batch, in a thread that runs when it is told to.
+    """A function of one batch, in a thread of its own meanwhile, that runs when it is told to.
 
     Attributes:
         number: of the batch.
         place: where it waits; None before it has begun, and after it has ended.
         has_ended: whether there is a result, or an error.
+        thread: that it runs in.
         waiting_bytes: how much memory its tensors take where it waits.
         made: the tensors that its last floor has given, and that nobody else knows; if they go to disk.
         taken: the storages that its present floor was given, by their identity, and whether they were such.
     """
 
-    def __init__(self, lift: Lift, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> None:
+    def __init__(
+        self, lift: Lift, number: int, fn: Callable[[], Any], world: World, settings: Settings, thread: Thread
+    ) -> None:
         self.lift = lift
+        self.thread = thread
         self.number = number
         self.place: int | None = None
         self.has_ended = False
@@ -67,8 +71,7 @@ class Call:
         # One call into C each, which an interrupt does not cut in two.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(fn, world), name=f"offload-batch-{number}", daemon=True)
-        self._thread.start()
+        thread.begin(partial(self._run, fn, world), f"offload-batch-{number}")
 
     @property
     def has_drawn(self) -> bool:
@@ -92,12 +95,13 @@ class Call:
     def stop(self) -> None:
         """Have it end, and wait for that."""
         self.leave()
-        self._thread.join()
+        self.thread.join()
 
     def leave(self) -> None:
-        """Have it end; nobody waits for that."""
+        """Have it end, and its thread; nobody waits for that."""
         self._is_stopped = True
         self._turn.put(None)
+        self.thread.end()
 
     def announce(self) -> None:
         """Its turn is soon: what it has on disk is read ahead."""
@@ -140,6 +144,7 @@ class Call:
         finally:
             del fn
             self.made = []
+            self.thread.look()
             self.has_ended = True
             self._back.put(None)
 
@@ -159,6 +164,7 @@ class Lift:
         self._places = 2 * max(len(floors), 1)
         self._at = 0
         self._calls: list[Call] = []
+        self._idle: list[Thread] = []  # of calls that have ended
         self._least = anonymous_bytes()  # since freed memory was given back
         self.lease: Lease
 
@@ -174,7 +180,7 @@ class Lift:
 
     def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> Call:
         """A new call, which has come to its first floor, or to its end."""
-        call = Call(self, number, fn, world, settings)
+        call = Call(self, number, fn, world, settings, self._thread())
         self._calls.append(call)
         self._carry(call)
         return call
@@ -215,7 +221,22 @@ class Lift:
         call.go_on()
         if call.has_ended:
             self._calls.remove(call)
+            self._idle.append(call.thread)
         self._give_back()
+
+    def _thread(self) -> Thread:
+        while self._idle:
+            thread = self._idle.pop()
+            if thread.is_as_new:
+                return thread
+            thread.end()
+        return Thread()
+
+    def _end_idle(self) -> None:
+        for thread in self._idle:
+            thread.end()
+        for thread in self._idle:
+            thread.join()
 
     def _give_back(self) -> None:
         """What calls have freed: glibc keeps it for each thread, and the others take more."""
@@ -244,6 +265,7 @@ class Lift:
                     module.register_forward_hook(after),
                 ):
                     stack.callback(handle.remove)
+            stack.callback(self._end_idle)
             stack.callback(self.stop)  # first: what they do as they end is done here
             yield
 

@@ -49,14 +49,14 @@ def map_batches(
     """Call a function with each batch, so that a model on disk is read once for many of them.
 
     All batches in flight go through a block of the model while it is in memory, then through the next one. `fn` is
-    ordinary code that calls the model, once or many times (`generate`), or not at all. What it gives is what it gives
-    by itself, bit for bit.
+    ordinary code that calls the model, once or many times (`generate`), or not at all. Its results are those of
+    calling it without this, bit for bit.
 
-    Each batch has a thread; one runs at a time, in the world of the caller: gradients, inference mode, autocast,
-    default dtype and device, modes, context variables. Random numbers are a batch's own: they follow from the state of
-    the caller's generator and the number of the batch, however many are in flight. `fn` must not wait for another
+    Each batch has a thread; one runs at a time, in the context of the caller: gradients, inference mode, autocast,
+    default dtype and device, modes, context variables. Each batch has random numbers of its own: they
+    follow from the caller's generator and the batch's number, whatever is in flight. `fn` must not wait for another
     batch, nor call the model while it holds a lock that another batch needs. Python's and numpy's random numbers, and
-    what else a process has one of, are shared.
+    everything else that a process has once, are shared.
 
     With gradients, backward inside `fn` goes down the model in lockstep too, on the CPU; gradients are summed up in the
     order of the batches. On an accelerator each batch's backward runs alone.
@@ -65,7 +65,7 @@ def map_batches(
         fn: called with a batch.
         batches: any iterable; it is read as batches are begun.
         model: what `fn` calls; a list if it calls several.
-        in_flight: how many batches are on their way at a time. Their hidden states, and what else they hold, are in
+        in_flight: how many batches are under way at a time. Their hidden states, and whatever else they hold, are in
             memory together, with some 6 MiB for the thread of each. None: up to 32, as many as a quarter of the
             available memory has room for, at twice the size of what waits. Where gradients are recorded, the first
             batch is done alone then, to see what its graph takes.
@@ -80,9 +80,9 @@ def map_batches(
         An iterator over the results. When it is closed, every batch is stopped.
 
     Raises:
-        TypeError, ValueError: no function, no model, no count.
+        TypeError, ValueError: not a function, not a model, not a count.
         WriteError: what is to be spilled does not fit on the disk.
-        Exception: what `fn` or `batches` raise; batches before it have given their results by then.
+        Exception: what `fn` or `batches` raise; the results of earlier batches have been given by then.
 
     Example:
         >>> import torch
@@ -212,7 +212,7 @@ class _Mapping:
             return
         self._limit = max(1, min(_MOST, room // (size + _A_THREAD)))
         if not self._largest:
-            _log.info("%d batches in flight: one takes %d bytes where it waits", self._limit, size)
+            _log.info("%d batches in flight: one takes %d bytes while it waits", self._limit, size)
             self._lift.restart()
         self._largest = max(size, 1)
 

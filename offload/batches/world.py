@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextvars
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +58,7 @@ class World:
         self._saved = top_saved_tensors_hooks(True)
 
     def run(self, fn: Callable[[], T]) -> T:
-        """Call `fn` in this world, in another thread, which ends then."""
+        """Call `fn` in this world, in another thread; the modes of this world stay on there."""
         return self._context.copy().run(self._inside, fn)
 
     def _inside(self, fn: Callable[[], T]) -> T:
@@ -73,6 +75,46 @@ class World:
             if self._saved is not None:
                 push_saved_tensors_hooks(*self._saved)
             return fn()
+
+
+class Thread:
+    """A thread that does one thing after another: what kernels and glibc keep for each thread is made once for many."""
+
+    def __init__(self) -> None:
+        self._is_bare = True
+        self._kernels = torch.get_num_threads()
+        self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_as_new(self) -> bool:
+        """Whether no mode or hook was left in it, and kernels have as many threads in it as the caller's."""
+        return self._is_bare and torch.get_num_threads() == self._kernels
+
+    def begin(self, act: Callable[[], None], name: str) -> None:
+        """Have it do something, under a name."""
+        self._thread.name = name
+        self._acts.put(act)
+
+    def end(self) -> None:
+        """Have it end after what it does now; nobody waits for that."""
+        self._acts.put(None)
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._thread.join()
+
+    def look(self) -> None:
+        """See what was left in it; called in it."""
+        is_inside = transform_on_top() is not None or top_saved_tensors_hooks(True) is not None
+        self._is_bare = not (is_inside or function_modes() or dispatch_modes())
+        self._kernels = torch.get_num_threads()
+
+    def _run(self) -> None:
+        while (act := self._acts.get()) is not None:
+            act()
+            del act  # with what it has in hand
 
 
 def _device_types() -> list[str]:

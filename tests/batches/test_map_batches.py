@@ -291,6 +291,64 @@ def test_the_callers_random_numbers_move_only_if_a_batch_has_drawn(model):
     assert not torch.equal(state, torch.get_rng_state())
 
 
+@torch.no_grad()
+def test_a_thread_serves_one_batch_after_another(model):
+    """What kernels and glibc keep for each thread is made once for many batches."""
+
+    def fn(batch: torch.Tensor) -> int:
+        model(batch)
+        return threading.get_ident()
+
+    assert len(set(map_batches(fn, tokens(9), model, in_flight=2))) <= 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["function mode", "saved tensors"])
+def test_what_a_batch_leaves_in_its_thread_is_not_there_for_the_next_one(model, what):
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.overrides import TorchFunctionMode
+
+    class Adding(TorchFunctionMode):
+        def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x
+
+    ways: dict[str, Callable[[], object]] = {
+        "function mode": lambda: Adding().__enter__(),
+        "saved tensors": lambda: saved_tensors_hooks(pack, lambda x: x).__enter__(),
+    }
+    seen: list[Any] = []
+
+    def fn(at: int) -> int:
+        with torch.enable_grad():
+            if at == 0:
+                ways[what]()
+            before = len(seen)
+            (torch.ones(2, requires_grad=True) ** 2).sum()
+        return len(seen) - before
+
+    first, *others = map_batches(fn, range(4), model, in_flight=1)
+
+    assert first > 0
+    assert [0, 0, 0] == others
+
+
+@torch.no_grad()
+def test_kernels_of_a_batch_have_as_many_threads_as_the_caller_says_when_it_begins(model):
+    threads = torch.get_num_threads()
+    results = map_batches(lambda _: torch.get_num_threads(), tokens(3), model, in_flight=1)
+    try:
+        assert threads == next(results)
+        torch.set_num_threads(threads + 1)
+        assert [threads + 1] * 2 == list(results)
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Failures
 
 
@@ -330,11 +388,12 @@ def test_an_iterable_that_raises_does_so_after_the_results_before(model):
 
 
 @torch.no_grad()
-def test_a_hook_that_raises_is_an_exception_of_its_batch(model):
+@pytest.mark.parametrize("kind", ["register_forward_pre_hook", "register_forward_hook"])
+def test_a_hook_that_raises_is_an_exception_of_its_batch(model, kind):
     def hook(*_: object) -> None:
         raise Failure
 
-    handle = model.layers[2].register_forward_pre_hook(hook)
+    handle = getattr(model.layers[2], kind)(hook)
     with pytest.raises(Failure):
         list(map_batches(model, tokens(3), model, in_flight=3))
     handle.remove()
@@ -602,7 +661,7 @@ def test_what_somebody_shares_stays_or_comes_back_as_it_was(share):
         (lambda m: map_batches(m, [], m, in_flight=0), ValueError, "in_flight"),
         (lambda m: map_batches(m, [], m, in_flight=1.5), TypeError, "in_flight"),
         (lambda m: map_batches(m, [], m, blocks=["layers.9"]), ValueError, "layers.9"),
-        (lambda m: map_batches(m, [], m, blocks=[nn.Linear(1, 1)]), ValueError, "no part"),
+        (lambda m: map_batches(m, [], m, blocks=[nn.Linear(1, 1)]), ValueError, "not part"),
         (lambda m: map_batches(m, [], m, blocks=[3]), TypeError, "3"),
     ],
 )
