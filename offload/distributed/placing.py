@@ -94,7 +94,7 @@ def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> Of
 def folder_of_rank(outer: Any, offload_dir: PathLike | None, *, of_owner: bool = False) -> Path | None:
     """Where a rank's shares of a DTensor are stored: in a folder of its own, called by its place in the mesh.
 
-    On a mesh that has not all ranks, others have the same place in theirs: then it is called by the rank's number.
+    On a mesh without all ranks, others have the same place in theirs: then it is called by the rank's number.
 
     Args:
         of_owner: the folder of the first rank that has the same share.

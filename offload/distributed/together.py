@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any, TypeVar
 
 from offload.errors import RankError
@@ -19,18 +20,20 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of a group of torch.distributed, or this one alone.
+    """The processes of a group of torch.distributed, or of a mesh; or this one alone.
 
     Attributes:
         rank: the number of this one among them.
         size: how many they are.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        """`group` is a process group; None for this process alone."""
-        self._group = group
-        self.rank: int = 0 if group is None else group.rank()
-        self.size: int = 1 if group is None else group.size()
+    def __init__(self, *groups: Any) -> None:
+        """`groups` are a process group, or those that this one is in of each dimension of a mesh."""
+        self._groups = groups
+        self.size = prod(group.size() for group in groups)
+        self.rank = 0
+        for group in groups:
+            self.rank = self.rank * group.size() + group.rank()
 
     @classmethod
     def of(cls, values: Iterable[object], group: Any = None) -> Ranks:
@@ -39,10 +42,18 @@ class Ranks:
             import torch.distributed
 
             group = torch.distributed.group.WORLD
-        return cls(group)
+        return cls() if group is None else cls(group)
 
-    def all(self, act: Callable[[], T]) -> T:
+    @classmethod
+    def of_mesh(cls, mesh: Any) -> Ranks:
+        """Those that a DTensor's mesh is of."""
+        return cls(*(mesh.get_group(dim) for dim in range(mesh.ndim)))
+
+    def all(self, act: Callable[[], T], here: str = "nothing was done here either") -> T:
         """What `act` gives here, once it has ended well everywhere.
+
+        Args:
+            here: what is to be said where it failed elsewhere.
 
         Raises:
             RankError: it failed on another rank, or that one has gone. Where it failed, its own error.
@@ -57,7 +68,7 @@ class Ranks:
         said: list[str | None] = self.gather(None)
         for rank, text in enumerate(said):
             if text is not None:
-                raise RankError(f"rank {rank} failed, and nothing was done here either: {text}")
+                raise RankError(f"rank {rank} failed, and {here}: {text}")
         return done
 
     def first(self, act: Callable[[], T]) -> T:
@@ -78,9 +89,12 @@ class Ranks:
             return [value]
         import torch.distributed
 
-        said: list[Any] = [None] * self.size
+        said: list[Any] = [value]
         try:
-            torch.distributed.all_gather_object(said, value, group=self._group)
+            for group in reversed(self._groups):
+                parts: list[Any] = [None] * group.size()
+                torch.distributed.all_gather_object(parts, said, group=group)
+                said = [one for part in parts for one in part]
         except RuntimeError as error:
-            raise RankError(f"another rank has gone, and nothing was done here either: {error}") from error
+            raise RankError(f"another rank has exited, and nothing was done here either: {error}") from error
         return said

@@ -97,7 +97,9 @@ def read_metadata(folder: Path) -> dict[str, Sharded]:
     except (CheckpointError, CorruptFileError) as error:
         raise type(error)(f"{path} {error}") from (error.__cause__ or error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptFileError(f"{path} is damaged ({type(error).__name__}: {short(error)}): get it again") from error
+        raise CorruptFileError(
+            f"{path} is damaged ({type(error).__name__}: {short(error)}): download or copy it again"
+        ) from error
     if not values:
         raise CheckpointError(f"{path} names no tensors")
     left = [*others, *(tensors.keys() - set(names.values()))]
@@ -132,7 +134,7 @@ def _fields(noted: Any, kind: type = Noted) -> dict[Any, Any]:
     """The fields of a noted dataclass, or a dictionary itself."""
     fields = noted.state if kind is Noted and isinstance(noted, Noted) else noted
     if not isinstance(noted, kind) or not isinstance(fields, dict):
-        raise CorruptFileError(f"has a {type(noted).__name__} in place of a {kind.__name__}: get it again")
+        raise CorruptFileError(f"has a {type(noted).__name__} in place of a {kind.__name__}: download or copy it again")
     return fields
 
 
@@ -140,7 +142,7 @@ def _sizes(noted: Any) -> Sizes:
     """A `torch.Size`."""
     sizes = list(noted.args[0]) if isinstance(noted, Noted) and len(noted.args) == 1 else None
     if sizes is None or not are_counts(sizes):
-        raise CorruptFileError(f"has a malformed size, {short(sizes)}: get it again")
+        raise CorruptFileError(f"has a malformed size, {short(sizes)}: download or copy it again")
     return tuple(sizes)
 
 
@@ -168,7 +170,7 @@ def _names(tensors: Mapping[str, Any], paths: Any) -> dict[str, str]:
 def _sharded(name: Any, key: Any, noted: Mapping[str, Any], places: Mapping[Any, Mapping[str, Any]]) -> Sharded:
     shape, dtype = _sizes(noted["size"]), noted["properties"].state[0]
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype) or not is_countable(shape, dtype.itemsize):
-        raise CorruptFileError(f"gives {short(name)!r} a malformed dtype or shape: get it again")
+        raise CorruptFileError(f"gives {short(name)!r} a malformed dtype or shape: download or copy it again")
     parts: dict[Sizes, Shard] = {}
     for chunk in noted["chunks"]:
         fields = _fields(chunk)
@@ -193,7 +195,7 @@ def _shard(name: str, start: Sizes, sides: Sizes, shape: Sizes, place: Mapping[s
     if not isinstance(file, str) or not is_file_name(file):
         raise CheckpointError(f"places {name!r} in {short(file)!r}, outside its folder: refused")
     if not are_counts([begin, nbytes]):
-        raise CorruptFileError(f"places {name!r} at a malformed byte: get it again")
+        raise CorruptFileError(f"places {name!r} at a malformed byte: download or copy it again")
     sections = ", ".join(f"{low}:{low + side}" for low, side in zip(start, sides, strict=True))
     return Shard(file, name if sides == shape else f"{name}[{sections}]", begin, nbytes, start, sides)
 

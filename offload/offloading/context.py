@@ -50,7 +50,7 @@ from offload.torch_api import (
 def offloading(
     offload_dir: str | os.PathLike[str] | None = None, *, min_bytes: int | float | str = "1MiB"
 ) -> Iterator[None]:
-    """A context in which large results are on disk: of factories, of ops, of what is loaded.
+    """A context in which large results go to disk: those of factories and ops, and what is loaded.
 
     Inside, in this thread, what `torch.empty`, `randn`, `x @ y`, `w.float()`, `torch.load(path)`,
     `safetensors.torch.load_file`... give is an `OffloadedTensor` if it takes at least `min_bytes`. The values are those
@@ -59,24 +59,27 @@ def offloading(
 
     - Factories, elementwise ops, casts, copies and products of matrices are computed straight into their file. The
       result of another op is in memory for a moment.
-    - Views, in-place ops and `out=` give what they always give: a view shares memory, and so does an argument.
+    - Views, in-place ops and `out=` behave as always: they share the memory of their argument.
     - A tensor of a safetensors file, or of a zip file of torch.save, is referenced in its file, and nothing is written;
       at its first write it goes to a private file. `torch.load` reads one record at a time, or none with `mmap=True`.
-      This is seen on the CPU. What is loaded from an open file object, from a file in the form of before
-      torch 1.6, or by other threads, stays in memory: transformers' `from_pretrained` has some, so use that of offload.
+      This works on the CPU. What is loaded from an open file object, from a file older than
+      torch 1.6, or by other threads stays in memory. transformers' `from_pretrained` uses threads: use that of offload.
     - A parameter of a tensor subclass that offload can store, such as a weight that torchao has quantized, goes to
       disk when it is set on a module.
-    - Fake and meta tensors are left alone, and so is what is traced. Compiled functions run eagerly, and what has to
+    - Fake and meta tensors are left alone, and so are traced functions. Compiled functions run eagerly, and what has to
       be compiled (flex_attention) does not run, as in any dispatch mode of torch's. There `matmul` sums a product with
       a batch of one in another order, too (torch 2.13).
     - Tensors on an accelerator go to disk too, and compute there.
 
-    A context inside another counts alone. Leave `offload_dir` out where results are only passing through: each file
-    then goes with its tensor. In a folder of yours each of them stays.
+    A context inside another replaces it. Leave `offload_dir` out for temporary results: each file is then
+    removed with its tensor. In a folder that you name, all of them stay.
 
     Args:
         offload_dir: the folder for the files, which stay; None for a private one.
         min_bytes: the least size, in bytes or as "1MiB"; a float is a fraction of the memory that is free.
+
+    Returns:
+        A context manager.
 
     Raises:
         WriteError: the folder can't be used; inside: there is no room for a result.

@@ -23,7 +23,9 @@ from offload.errors import RankError
 from offload.models import saving
 from offload.models.pretrained import let_save
 from offload.tensor.locals import local_of
+from offload.testing.checkpoints import tiny_checkpoint
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_ranks import TINY, by_both, by_fsdp, by_replicas, by_tensor, empty_model, locals_of
 
 WHOLE = {
     "rows": torch.arange(60.0).reshape(10, 6),
@@ -183,7 +185,7 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others_and_nothing_is_left(tmp
 
     run_ranks(2, act, ends={1: signal.SIGKILL})
 
-    assert "has gone" in (tmp_path / "said").read_text()
+    assert "has exited" in (tmp_path / "said").read_text()
     assert ["model.safetensors"] == [path.name for path in (tmp_path / "model").iterdir()]
     assert ["old"] == list(load_file(tmp_path / "model/model.safetensors"))
 
@@ -276,3 +278,43 @@ def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama
         for name, value in saved.items():
             expected = source[name] * times if name.startswith("model.layers.0.") else source[name]
             assert torch.equal(expected, value), (folder, name)
+
+
+@pytest.mark.parametrize(
+    ("world", "shard"), [(1, by_fsdp), (3, by_fsdp), (4, by_replicas), (4, by_both), (4, by_tensor), (2, by_tensor)]
+)
+def test_what_a_number_of_ranks_saves_another_number_loads(tmp_path, world, shard):
+    """Rows that the ranks do not divide, replicas of shards, and two ways of sharding at once; loaded by 2 and 1."""
+    tiny_checkpoint(tmp_path / "source", **TINY)
+    ways = ("own", "pretrained", "dcp")
+
+    def saved(_: int) -> None:
+        model = sharded(tmp_path / "source", shard)
+        save_checkpoint(model, tmp_path / "own", 40_000)
+        model.save_pretrained(tmp_path / "pretrained")
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+
+    def loaded(_: int) -> list[str]:
+        expected = dict(locals_of(sharded(tmp_path / "source", by_tensor)))
+        return [
+            f"{way}: {name}"
+            for way in ways
+            for name, local in locals_of(sharded(tmp_path / way, by_tensor, of=tmp_path / "source")).items()
+            if not torch.equal(expected[name].to("cpu"), local.to("cpu")) or not offload.is_offloaded(local)
+        ]
+
+    run_ranks(world, saved)
+
+    assert [[], []] == run_ranks(2, loaded)
+    source = load_file(tmp_path / "source/model.safetensors")
+    for way in ways:
+        alone = dict(offload.load_file(tmp_path / way))
+        assert source.keys() == alone.keys()
+        assert [] == [name for name, value in source.items() if not torch.equal(value, alone[name])]
+
+
+def sharded(folder: Path, shard: Callable[[Any], None], *, of: Path | None = None) -> Any:
+    """A model that torch has sharded, from disk; its configuration may lie elsewhere."""
+    model = empty_model(of or folder)
+    shard(model)
+    return offload.load_checkpoint_and_dispatch(model, folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,21 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import offload
-from offload.budget import evict, keep_resident
-from offload.errors import CheckpointError, ShapeMismatchError, UnsupportedOpError
+from bench.page_cache import cached_fraction, make_cold
+from offload.budget import evict, keep_resident, memory_summary
+from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError
+from offload.prefetch.residency import books_of
+from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
 from offload.tensor.locals import local_of
+from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of
 from offload.testing.checkpoints import tiny_checkpoint
 from tests.distributed.ranks import run_ranks
@@ -132,6 +139,30 @@ def test_experts_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path) ->
     run_ranks(2, act)
 
 
+@pytest.mark.parametrize("load", ["by_plan", "fully_sharded"])
+def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refused(tmp_path: Path, load: str) -> None:
+    """The way out that the error names is one."""
+    ways: dict[str, Callable[[Path], Any]] = {"by_plan": by_plan, "fully_sharded": fully_sharded}
+    packed = FORMS["ct-w4a16"]
+    packed.write(tmp_path / "packed")
+    dense = packed.plain(tmp_path / "packed")
+    FORMS["torchao-int8"].write(tmp_path / "torchao")
+
+    def act(_: int) -> list[str]:
+        with pytest.raises(UnsupportedOpError, match=r"'model.layers.0.*weight' is stored in a class of torchao's"):
+            ways[load](tmp_path / "torchao")
+        model = ways[load](tmp_path / "packed")
+        assert all(offload.is_offloaded(one) for one in model.parameters())
+        model(IDS)
+        wholes = {
+            name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.named_parameters()
+        }
+        expected = {name: one.to(model.dtype) for name, one in dense.named_parameters() if name in wholes}
+        return [name for name, value in expected.items() if not torch.equal(value, wholes[name])]
+
+    assert [[], []] == run_ranks(2, act)
+
+
 def test_whole_experts_are_views_of_the_checkpoint(tmp_path: Path) -> None:
     """Expert parallelism: a rank has all of some experts."""
     from transformers.distributed import DistributedConfig
@@ -156,7 +187,8 @@ def test_whole_experts_are_views_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def by_tensor(model: nn.Module) -> None:
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {name: style() for name, style in PLAN.items()})
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {name: style() for name, style in PLAN.items()})
 
 
 def by_fsdp(model: Any, mesh: Any = None) -> None:
@@ -238,29 +270,97 @@ def test_adapters_train_over_a_base_that_fsdp_has_sharded(tmp_path: Path) -> Non
 # Bytes
 
 
+LARGE = {"hidden_size": 256, "intermediate_size": 2048, "moe_intermediate_size": 512, "vocab_size": 4096}
+
+
+def by_experts(folder: Path, **options: Any) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=dist.get_world_size(), ep_size=dist.get_world_size())
+    return offload.from_pretrained(folder, distributed_config=config, **options)
+
+
+def by_plan(folder: Path, **options: Any) -> Any:
+    return offload.from_pretrained(folder, tp_plan="auto", **options)
+
+
+def fully_sharded(folder: Path, **options: Any) -> Any:
+    model = empty_model(folder)
+    by_fsdp(model)
+    return offload.load_checkpoint_and_dispatch(model, folder, **options)
+
+
 @needs_page_cache
-def test_loading_reads_headers_only_and_a_second_pass_nothing(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path / "0", **{**TINY, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 4096})
-    for name in ("1", "warm"):
+@pytest.mark.parametrize(
+    ("kind", "world", "load"),
+    [
+        ("llama", 2, by_plan),
+        ("llama", 4, by_plan),
+        ("phi3", 2, by_plan),
+        ("qwen3_moe", 2, by_plan),
+        ("qwen3_moe", 2, by_experts),
+        ("llama", 2, fully_sharded),
+    ],
+)
+def test_a_rank_reads_its_share_once_and_for_columns_what_the_report_says(
+    tmp_path: Path, kind: str, world: int, load: Callable[..., Any]
+) -> None:
+    """Loading reads headers; the first pass at most 1.05 times the share and 64 KiB a tensor; the second one nothing.
+
+    Columns are first cut at each read, from the whole rows that the report says, and then cut once.
+    """
+    tiny_checkpoint(tmp_path / "0", kind, **{**TINY, **KINDS[kind], **LARGE})
+    for name in (*map(str, range(1, world)), "warm"):
         shutil.copytree(tmp_path / "0", tmp_path / name)
 
-    def act(rank: int) -> None:
-        plain_parallel(tmp_path / "warm")(IDS)  # what is imported on the way is read now
-        drop(tmp_path / str(rank) / "model.safetensors")
-        before = read_bytes()
-        model = offload.from_pretrained(tmp_path / str(rank), tp_plan="auto")
-        loaded = read_bytes()
+    def act(rank: int) -> list[str]:
+        folder, cut = tmp_path / str(rank), tmp_path / f"cut-{rank}"
         with torch.no_grad():
-            model(IDS)
-            first = read_bytes()
-            model(IDS)
-        second = read_bytes()
+            load(tmp_path / "warm")(IDS)  # what is imported on the way is read now
+        wrong = too_much(lambda: load(folder), [folder], needed=stored_bytes)
+        load(folder, offload_dir=cut, store=True)
+        again = too_much(lambda: load(folder, offload_dir=cut, store=True), [folder, cut], needed=share_bytes)
+        return wrong + again
 
-        assert loaded - before <= 4 * 65536
-        assert first > loaded
-        assert second == first
+    assert [[]] * world == run_ranks(world, act)
 
-    run_ranks(2, act)
+
+def too_much(load: Callable[[], Any], folders: list[Path], *, needed: Callable[[Any], int]) -> list[str]:
+    """What a model reads that it does not need, from folders that are cold first."""
+    files = [path for folder in folders for path in own_files(folder)]
+    make_cold(files)
+    resident = resident_bytes(files)
+    counted = [read_bytes()]
+    model = load()
+    counted.append(read_bytes())
+    tables = [] if isinstance(model, FSDPModule) else [model.get_input_embeddings().weight]  # of which rows are read
+    values = [local_of(one) for one in model.parameters() if all(one is not table for table in tables)]
+    most = 1.05 * needed(values) + 65536 * len(list(model.parameters()))
+    with torch.no_grad():
+        for _ in range(2):
+            model(IDS)
+            counted.append(read_bytes())
+    first_read, first, second = (after - before for before, after in pairwise(counted))
+    found = {
+        "headers": (first_read, 65536 * len(files)),
+        "the first pass": (first, most),
+        "in memory": (resident_bytes(files) - resident, most + 65536 * len(files)),
+        "the second pass": (second, 0),
+    }
+    assert first > 0.5 * share_bytes(values) - resident
+    return [f"{what}: {read} of {allowed}" for what, (read, allowed) in found.items() if read > allowed]
+
+
+def share_bytes(values: list[torch.Tensor]) -> int:
+    return sum(value.nbytes for value in values)
+
+
+def stored_bytes(values: list[torch.Tensor]) -> int:
+    return sum(handle.extent[1] for handle in stored_in(handle_of(value) for value in values))
+
+
+def resident_bytes(files: list[Path]) -> int:
+    return round(sum(cached_fraction([path]) * path.stat().st_size for path in files))
 
 
 def read_bytes() -> int:
@@ -269,44 +369,100 @@ def read_bytes() -> int:
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
+def test_shares_are_read_ahead_in_the_order_of_the_layers(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, **TINY)
+
+    def act(_: int) -> list[str]:
+        model = by_plan(tmp_path)
+        share = local_of(model.model.layers[0].mlp.gate_proj.weight)
+        [value], order = values_of(share), []
+        assert value.is_part
+        assert not value.is_picked  # else it would be in no order
+        of_values = {id(value): name for name, one in locals_of(model).items() for value in values_of(one)}
+        while value is not None:
+            order.append(of_values[id(value)])
+            value = value.follower(None)
+        return order
+
+    first, second = run_ranks(2, act)
+
+    assert first == second
+    assert ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"] == first[:2]
+    assert "lm_head.weight" == first[-1]
+
+
+def values_of(tensor: torch.Tensor) -> list[Any]:
+    return [value for handle in stored_in([handle_of(tensor)]) for value in books_of(handle).ranges.values()]
+
+
+class Stage(nn.Module):
+    """Some successive layers of a Llama, under the names that they have there, with what is before or behind them."""
+
+    def __init__(self, whole: Any, rank: int) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleDict({str(at): whole.model.layers[at] for at in range(2 * rank, 2 * rank + 2)})
+        self.model.rotary_emb = whole.model.rotary_emb
+        if rank:
+            self.model.norm, self.lm_head = whole.model.norm, whole.lm_head
+        else:
+            self.model.embed_tokens = whole.model.embed_tokens
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden if hasattr(self, "lm_head") else self.model.embed_tokens(hidden)
+        positions = self.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        for layer in self.model.layers.values():
+            hidden = layer(hidden, position_embeddings=positions)
+        return self.lm_head(self.model.norm(hidden)) if hasattr(self, "lm_head") else hidden
+
+
 @needs_page_cache
-def test_a_stage_of_a_pipeline_reads_no_layer_of_its_neighbour(tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path, **{**TINY, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4})
-    stages: list[Any] = []
-    for rank in range(2):
-        model = empty_model(tmp_path).model
-        model.layers = nn.ModuleDict({str(at): model.layers[at] for at in range(2 * rank, 2 * rank + 2)})
-        stages.append(model)
-        whole = nn.ModuleDict({"model": model})
-        offload.load_checkpoint_and_dispatch(whole, tmp_path)
-    names = [set(dict(stage.named_parameters())) for stage in stages]
-    shared = names[0] & names[1]
+def test_stages_of_a_pipeline_load_and_read_their_own_layers(tmp_path: Path) -> None:
+    """With torch's schedule and two microbatches."""
+    tiny_checkpoint(tmp_path / "0", **{**TINY, **LARGE, "num_hidden_layers": 4})
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    shutil.copytree(tmp_path / "0", tmp_path / "warm")
+    ids = torch.arange(8).view(2, 4)
 
-    assert {"norm.weight", "embed_tokens.weight"} == shared
-    assert all(offload.is_offloaded(one) for stage in stages for one in stage.layers.parameters())
-    evict(*stages)
-    drop(tmp_path / "model.safetensors")
-    with torch.no_grad():
-        for _ in range(2):
-            for one in stages[0].layers.parameters():
-                one.sum()
-    in_memory = [
-        sum(
-            Range(handle.file, *handle.extent, shared=False).cached_bytes()
-            for handle in map(handle_of, stage.layers.parameters())
-        )
-        for stage in stages
-    ]
-    share = sum(one.nbytes for one in stages[0].layers.parameters())
-    assert in_memory[0] > 0.9 * share
-    assert in_memory[1] < 0.05 * share
+    def act(rank: int) -> list[str]:
+        def loaded(folder: Path) -> tuple[Stage, Any]:
+            stage = Stage(empty_model(folder), rank)
+            report = offload.load_checkpoint_in_model(stage, folder)
+            assert not report.missing_keys
+            pipe = PipelineStage(stage, rank, 2, torch.device("cpu"))
+            return stage, ScheduleGPipe(pipe, n_microbatches=2)
 
+        def step(schedule: Any) -> torch.Tensor | None:
+            with torch.no_grad():
+                return schedule.step(*(() if rank else (ids,)))
 
-def drop(path: Path) -> None:
-    """Have a file read from the disk again."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        step(loaded(tmp_path / "warm")[1])
+        path = tmp_path / str(rank) / "model.safetensors"
+        make_cold([path])
+        before = read_bytes()
+        stage, schedule = loaded(tmp_path / str(rank))
+        assert all(offload.is_offloaded(one) for one in stage.parameters())
+        logits = step(schedule)
+        first = read_bytes() - before
+        assert read_bytes() - before == first
+        values = [one for name, one in stage.named_parameters() if "embed_tokens" not in name]
+        assert 0.9 * share_bytes(values) < first <= 1.05 * share_bytes(values) + 65536 * len(values)
+        file = TensorFile.open(path)
+        own = dict(stage.named_parameters())
+        others = [
+            Range(file, entry.start, entry.layout.nbytes, shared=False)
+            for key, entry in file.entries.items()
+            if key not in own
+        ]
+        assert len(others) == len(file.entries) - len(own) > 18
+        assert sum(one.cached_bytes() for one in others) < 65536
+        if logits is not None:
+            with torch.no_grad():
+                expected = [full_model(tmp_path / "warm")(one[None]).logits for one in ids]
+            assert torch.equal(torch.cat(expected), logits)
+        return ["logits"] if logits is not None else []
+
+    assert [[], ["logits"]] == run_ranks(2, act)
 
 
 # Shares that are cut once
@@ -425,6 +581,7 @@ def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
 
     def act(rank: int) -> None:
         mine = value[32 * rank : 32 * rank + 32]
+        before = memory_summary()
         model = loaded()
         parameter = model.weight
         assert isinstance(parameter, DTensor)
@@ -436,6 +593,10 @@ def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
         keep_resident(model)
         assert [True] == [one.pinned for one in handle_of(local_of(parameter)).books.ranges.values()]
         assert mine.nbytes == sum(one.nbytes for one in handle_of(local_of(parameter)).books.ranges.values())
+        summary = memory_summary()
+        assert mine.nbytes == summary.values - before.values
+        assert mine.nbytes == summary.kept - before.kept
+        assert mine.nbytes <= summary.resident - before.resident + 2 * 4096
         evict(model)
 
         def double(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -473,6 +634,99 @@ def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
     assert torch.equal(value, offload.load_file(tmp_path / "w.safetensors")["weight"])
 
 
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_a_function_of_whole_values_is_given_them_on_all_ranks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Rows that three ranks do not divide, and columns of shares of rows; what it makes of a row needs all of it."""
+    values = {name: torch.randn(10, 6, dtype=torch.float64) for name in ("rows", "columns", "all", "plain")}
+    values["few"] = torch.randn(2, 6, dtype=torch.float64)  # of three ranks one has nothing
+    save_file(values, tmp_path / "w.safetensors")
+
+    def act(_: int) -> list[str]:
+        mesh = init_device_mesh("cpu", shape)
+        placed = {
+            "rows": [Shard(0)] * len(shape),
+            "columns": [Shard(0), Shard(1)][-len(shape) :],
+            "all": [Replicate()] * len(shape),
+            "few": [Shard(0)] * len(shape),
+        }
+        model = nn.Module()
+        for name, value in values.items():
+            empty: torch.Tensor = torch.empty_like(value, device="meta")
+            if name in placed:
+                empty = distribute_tensor(empty, mesh, placed[name], src_data_rank=None)
+            model.register_parameter(name, nn.Parameter(empty))
+        offload.load_checkpoint_in_model(model, tmp_path / "w.safetensors")
+        parameters = dict(model.named_parameters())
+        seen = {}
+
+        def softmax(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            seen[name] = tuple(tensor.shape)
+            return tensor if name == "rows" else tensor.softmax(0).softmax(1).float()
+
+        report = offload.map_values(softmax, model, whole=True, strict_dtype=False, progress=False)
+        assert ("columns", "all", "plain", "few") == report.replaced
+        assert {name: tuple(value.shape) for name, value in values.items()} == seen
+        wrong = []
+        for name, value in values.items():
+            assert model.get_parameter(name) is parameters[name]
+            expected = value if name == "rows" else value.softmax(0).softmax(1).float()
+            if name in placed:
+                plain = distribute_tensor(expected, mesh, placed[name], src_data_rank=None)
+                assert expected.dtype == model.get_parameter(name).dtype
+                expected = local_of(plain)
+            found = local_of(model.get_parameter(name))
+            assert offload.is_offloaded(found) or not found.numel()
+            assert found.nbytes == expected.nbytes
+            wrong += [name] if not torch.equal(expected, found) else []
+        return wrong
+
+    assert [[]] * math.prod(shape) == run_ranks(math.prod(shape), act)
+
+
+def test_a_function_of_whole_values_fails_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4, 4)}, tmp_path / "w.safetensors")
+
+    def act(rank: int) -> list[str]:
+        empty = distribute_tensor(
+            torch.empty(4, 4, device="meta"), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
+        tensors = nn.Module()
+        tensors.register_parameter("w", nn.Parameter(empty))
+        offload.load_checkpoint_in_model(tensors, tmp_path / "w.safetensors")
+
+        def said(fn: Callable[[str, torch.Tensor], torch.Tensor], **options: Any) -> str:
+            with pytest.raises(OffloadError) as raised:
+                offload.map_values(fn, tensors, whole=True, progress=False, **options)
+            return f"{type(raised.value).__name__}: {raised.value}"
+
+        def fails(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            if rank:
+                raise ValueError("no")
+            return tensor + 1
+
+        found = [
+            said(fails),
+            said(lambda _, tensor: tensor + 1 if rank else tensor),
+            said(lambda _, tensor: tensor[1:] + 1, strict_shape=False),
+            said(lambda _, tensor: tensor + 1, workers=2),
+            said(lambda _, tensor: tensor + 1, resume="pass"),
+        ]
+        assert torch.equal(torch.ones(2, 4), local_of(tensors.w))
+        return found
+
+    first, second = run_ranks(2, act)
+
+    assert first[0].startswith("RankError: rank 1 failed, and 'w' is as it was: MapError: fn failed at 'w'")
+    assert second[0].startswith("MapError: fn failed at 'w' (ValueError: no)")
+    assert (
+        first[1]
+        == second[1]
+        == ("MapError: fn does not give the same for 'w' on all ranks: 0 of 1 values were replaced and stay so")
+    )
+    assert ["ShapeMismatchError", "ArgumentError", "JournalError"] == [text.partition(":")[0] for text in first[2:]]
+    assert first[2:] == second[2:]
+
+
 def test_what_can_not_be_sharded_says_why_and_in_which_order_it_can(tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
 
@@ -501,7 +755,7 @@ def test_what_can_not_be_sharded_says_why_and_in_which_order_it_can(tmp_path: Pa
         sharded = empty_model(tmp_path)
         by_tensor(sharded)
         offload.load_checkpoint_and_dispatch(sharded, tmp_path)
-        with pytest.raises(UnsupportedOpError, match="quantize the model in one process"):
+        with pytest.raises(UnsupportedOpError, match="quantize the model for one process, or load the ranks from"):
             offload.quantize_(sharded, Int8WeightOnlyConfig())
 
     run_ranks(2, act)

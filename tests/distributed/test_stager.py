@@ -168,9 +168,10 @@ def test_a_state_of_four_times_the_memory_is_saved_staged_and_loaded_in_that_of_
     except OSError as error:
         pytest.skip(str(error))
 
-    said = json.loads(run_script(MEMORY, tmp_path, limit))
+    # else glibc keeps what torch's reader has freed, and sometimes more than at other times
+    said = json.loads(run_script(MEMORY, tmp_path, limit, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}))
 
     assert said["right"]
-    assert {} == {name: most for name, most in said["found"].items() if most > 2 * (8 << 20) + (16 << 20)}
+    assert {} == {name: most for name, most in said["found"].items() if most > 2 * (8 << 20) + (1 << 20)}
     assert said["max_usage_in_bytes"] <= limit
     assert said["failcnt"] > 0  # else all of it fitted
