@@ -19,6 +19,7 @@ Always true:
 | `pretrained` `hooks` | what transformers and accelerate have a say in: names, forms, and where weights are held |
 | `values` `journal` | many values, replaced one at a time: `map_values`, and what is noted of its runs |
 | `saving` `conversion` | a checkpoint written: `save_checkpoint`, and another one in another form |
+| `companions` | what lies beside the weights of a transformers model: configuration, tokenizer, code |
 | `verify` | whether a checkpoint is whole |
 """
 

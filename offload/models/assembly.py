@@ -8,14 +8,15 @@ Always true:
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from offload.storage.handle import Handle
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.write import layout_of
-from offload.tensor.guests import CPU, copied, sent_to
+from offload.tensor.guests import CPU, copied, metadata_of, sent_to
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass
@@ -34,14 +35,12 @@ class Part:
     start: tuple[int, ...]
 
     def moved(self, dim: int, by: int) -> Part:
-        start = list(self.start)
-        start[dim] += by
-        return replace(self, start=tuple(start))
+        return Part(self.source, (*self.start[:dim], self.start[dim] + by, *self.start[dim + 1 :]))
 
 
 def as_parts(source: OffloadedTensor) -> tuple[Part, ...]:
     """A tensor as the only part of itself."""
-    return (Part(source, (0,) * source.dim()),)
+    return (Part(source, (0,) * len(current_twin(source).shape)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,12 @@ class Assembly:
     def recipe(self) -> Joined:
         """How it is put together at each read."""
         with no_functions(), no_modes():
-            pieces = [Piece(handle_of(part.source), current_twin(part.source)) for part in self.parts]
+            twins: dict[Any, torch.Tensor] = {}  # thousands of experts are cut alike
+            pieces = []
+            for part in self.parts:
+                twin = current_twin(part.source)
+                alike = twins.setdefault((metadata_of(twin), twin.untyped_storage().nbytes()), twin)
+                pieces.append(Piece(handle_of(part.source), alike))
             return Joined(layout_of(self.twin), pieces, [part.start for part in self.parts])
 
     def in_file(self, name: str, offload_dir: str | os.PathLike[str] | None, device: torch.device) -> OffloadedTensor:

@@ -280,7 +280,9 @@ def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]
         return TensorFile.of_archives(folder / name, places)
     except MissingFileError as error:
         holds = next(iter(places))
-        raise MissingFileError(f"{folder / name}, which holds {holds!r}, is missing: get that file again") from error
+        raise MissingFileError(
+            f"{folder / name}, which holds {holds!r}, is missing: download or copy that file again"
+        ) from error
 
 
 def _value_in(files: Mapping[str, TensorFile], value: Sharded) -> Value:
@@ -356,7 +358,9 @@ def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
     try:
         return _values_of(TensorFile.open(folder / shard))
     except MissingFileError as error:
-        raise MissingFileError(f"{folder / shard}, which holds {name!r}, is missing: get that shard again") from error
+        raise MissingFileError(
+            f"{folder / shard}, which holds {name!r}, is missing: download or copy that shard again"
+        ) from error
 
 
 def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
@@ -378,7 +382,7 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
             "name an index, a file of tensors, or the folder"
         )
     if not places:
-        raise CheckpointError(f"{path} names no tensors: get the index again")
+        raise CheckpointError(f"{path} names no tensors: download or copy the index again")
     metadata = index.get("metadata")
     for name, shard in places.items():
         if not is_file_name(shard):

@@ -59,7 +59,7 @@ def convert_checkpoint(
         source: see `open_checkpoint`.
         target: the new folder; it may be there if it is empty.
         dtype, max_shard_size: see `save_checkpoint`.
-        to_offload_folder: one file a name, which can be written to in place, instead of a checkpoint.
+        to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
         dequantize: of a quantized checkpoint, or a GGUF file, write the dense one that transformers makes of it in
             memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration.
 
@@ -194,7 +194,7 @@ def _read_config(path: Path) -> Any:
     try:
         return read_json(path, "a model's configuration")
     except CorruptFileError as error:
-        raise CheckpointError(f"{error}: get it again, or move it away") from error
+        raise CheckpointError(f"{error}: download or copy it again, or move it away") from error
 
 
 def _text_of(config: Any) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -21,10 +21,11 @@ import torch
 from offload.errors import UnsupportedOpError
 from offload.models.assembly import Assembly, Part, as_parts
 from offload.storage.handle import Handle
+from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
-from offload.tensor.guests import CPU
+from offload.tensor.guests import CPU, whole_twin
 from offload.tensor.recipes import Decode, Decoded, Piece
 from offload.tensor.rules import written_arguments
 from offload.tensor.wrapper import (
@@ -218,11 +219,23 @@ def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredT
     Args:
         keeps_dtype: whether it stays as it is where a loader casts what it reads; one of a subclass does so, always.
     """
-    with no_functions(), no_modes():
-        twin = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    with no_functions():
+        twin = whole_twin(Layout(source.dtype, tuple(source.shape), source.stride()))
     made = _made(as_parts(source), twin)
     made._body.is_fixed = keeps_dtype or handle_of(source).is_subclass
     return made
+
+
+def refuse_to_share(tensor: torch.Tensor, name: str) -> None:
+    """Raises `UnsupportedOpError` for a value of a tensor subclass, as torchao's: ranks can't have shares of it."""
+    sources: list[torch.Tensor] = (
+        [part.source for part in tensor._body.parts] if isinstance(tensor, DeferredTensor) else [tensor]
+    )
+    if any(is_offloaded(source) and handle_of(source).is_subclass for source in sources):
+        raise UnsupportedOpError(
+            f"{name!r} is stored in a class of torchao's, of which ranks can't have shares: load them from a dense "
+            "checkpoint, or from one of FP8, compressed-tensors, GPTQ..., whose weights are decoded as they are read"
+        )
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -294,23 +307,47 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
-    rank = func([tensor._twin for tensor in tensors], dim).dim()
-    raised = [_cut(_aten.unsqueeze.default, (tensor, dim % rank), {}) for tensor in tensors]
-    return _cat(_aten.cat.default, (raised, dim % rank), {})
+    layouts = _layouts(tensors)
+    twin = _twin_of_many(func, layouts, dim)
+    if len({layout.dtype for layout in layouts}) > 1:
+        return _compute(func, args, kwargs)
+    dim %= len(twin.shape)
+    parts = []
+    for at, tensor in enumerate(tensors):
+        for part in tensor._copied():
+            raised = _aten.unsqueeze.default(part.source, dim)
+            parts.append(Part(raised, (*part.start[:dim], at, *part.start[dim:])))
+    return _made(parts, twin)
 
 
 def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
-    if len({tensor.dtype for tensor in tensors}) > 1 or any(tensor.dim() == 0 for tensor in tensors):
+    layouts = _layouts(tensors)
+    if len({layout.dtype for layout in layouts}) > 1 or any(not layout.shape for layout in layouts):
         return _compute(func, args, kwargs)
-    twin = func([tensor._twin for tensor in tensors], dim)
+    twin = _twin_of_many(func, layouts, dim)
+    rank = len(twin.shape)
+    dim %= rank
     parts: list[Part] = []
     at = 0
-    for tensor in tensors:
-        if tensor.dim() == twin.dim():  # torch leaves out tensors of shape (0,)
+    for tensor, layout in zip(tensors, layouts, strict=True):
+        if len(layout.shape) == rank:  # torch leaves out tensors of shape (0,)
             parts.extend(part.moved(dim, at) for part in tensor._copied())
-            at += tensor.shape[dim]
+            at += layout.shape[dim]
     return _made(parts, twin)
+
+
+def _layouts(tensors: Sequence[DeferredTensor]) -> tuple[Layout, ...]:
+    with no_functions():
+        return tuple(Layout(twin.dtype, tuple(twin.shape), twin.stride()) for twin in (one._twin for one in tensors))
+
+
+@lru_cache(maxsize=32)
+def _twin_of_many(func: Any, layouts: tuple[Layout, ...], dim: int) -> torch.Tensor:
+    """What becomes of tensors that lie so: the same for each layer of a model. It is not to be changed."""
+    with no_functions(), no_modes():
+        twin: torch.Tensor = func([whole_twin(layout) for layout in layouts], dim)
+        return twin
 
 
 def _deferred(tensor: torch.Tensor) -> DeferredTensor:

@@ -159,7 +159,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
     strangers = [f"{name!r}{_meant(name, known)}" for name in device_map if name and name not in known]
     if strangers:
         warnings.warn(
-            f"the device map names what this model has not, which places nothing: {', '.join(strangers)}",
+            f"the device map names modules that this model does not have, and they are ignored: {', '.join(strangers)}",
             stacklevel=4,
         )
 
@@ -173,7 +173,9 @@ def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
     shares: dict[int | str, int] = {}
     for device, amount in max_memory.items():
         if device not in ("cpu", "mps", ON_DISK) and (not isinstance(device, int) or isinstance(device, bool)):
-            raise DeviceMapError(f"max_memory: {device!r} is no device here: use 'cpu', or 0, 1... for accelerators")
+            raise DeviceMapError(
+                f"max_memory: {device!r} is not a device of this machine: use 'cpu', or 0, 1... for accelerators"
+            )
         try:
             if isinstance(amount, float):
                 raise ValueError(f"{amount!r} is a fraction, and here bytes are needed: use 4096 or '8GiB'")

@@ -276,7 +276,8 @@ def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
         raise explained(path, error) from error
     if found != nbytes:
         raise CorruptFileError(
-            f"{path} has {found} bytes, and {name!r} takes {nbytes} ({dtype}, {shape}): it is another's file"
+            f"{path} has {found} bytes, and {name!r} takes {nbytes} ({dtype}, {shape}): the file belongs to "
+            "another tensor"
         )
     return torch.empty(0, dtype=dtype).set_(mapped_alone(path, 0, nbytes), 0, shape, contiguous_stride(shape))
 
@@ -284,7 +285,7 @@ def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
 def _dtype(word: str) -> torch.dtype:
     dtype = getattr(torch, word, None)
     if not isinstance(dtype, torch.dtype):
-        raise CorruptFileError(f"accelerate's index gives {word!r} as a dtype, which is none of torch's")
+        raise CorruptFileError(f"accelerate's index gives {word!r} as a dtype, which torch does not have")
     return dtype
 
 

@@ -221,5 +221,5 @@ def _checked(raw: Mapping[str, Any]) -> Run:
     if not all(isinstance(text, str) for text in texts) or holders != [dict, list, list, bool]:
         raise ValueError("a run is malformed")
     if not all(isinstance(source, str | None) for source in run.sources.values()):
-        raise ValueError("a run has a source that is no file")
+        raise ValueError("a run has a source that is not a file")
     return run

@@ -25,7 +25,8 @@ from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, De
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.deferred import DeferredTensor, as_dtype, deferred
+from offload.models.companions import is_of_transformers, quantization_of
+from offload.models.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.models.device_map import (
     AUTOMATIC,
     ON_DISK,
@@ -37,7 +38,7 @@ from offload.models.device_map import (
     warn_of_strangers,
 )
 from offload.models.hooks import filled_slots, held_for, held_values, move_activations, release, retied_slots
-from offload.models.pretrained import Fitted, as_in, is_of_transformers, let_save, quantization_of
+from offload.models.pretrained import Fitted, as_in, let_save
 from offload.models.slots import (
     Slot,
     at_place,
@@ -93,12 +94,19 @@ class LoadReport:
     """What did not match between a model and a checkpoint, and how the model's values are held.
 
     Attributes:
-        missing_keys: tensors of the model that the checkpoint has not.
-        unexpected_keys: tensors of the checkpoint that the model has not.
+        missing_keys: tensors of the model that the checkpoint does not have.
+        unexpected_keys: tensors of the checkpoint that the model does not have.
         mismatched_keys: name, shape in the checkpoint, shape in the model.
         forms: how many values are "referenced" in the checkpoint, "stored" from recipes in the `offload_dir`, in files
             "of their own", "in memory", and recipes, by what is done when they are read: "cast", "joined",
             "decoded from fp8, joined"...
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> save_file({"weight": torch.ones(1, 2)}, "layer.safetensors")
+        >>> report = load_checkpoint_in_model(nn.Linear(2, 1, device="meta"), "layer.safetensors", strict=False)
+        >>> report.missing_keys, report.differs
+        (['bias'], True)
     """
 
     missing_keys: list[str] = field(default_factory=list)
@@ -240,6 +248,7 @@ def load_checkpoint_in_model(
     )
     refuse_other_meshes((slot.outer for slot in slots if slot.outer is not None), offload_dir)
     _stored_once(slots, store=store)
+    _read_apart(stored_in(handle_of(slot.tensor) for slot in slots if is_offloaded(slot.tensor)))
     return replace(report, forms=_forms(slots))
 
 
@@ -250,11 +259,11 @@ def disk_offload(
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
 ) -> Model:
-    """Move the parameters of a model to disk, one by one: from memory, or from where accelerate offloaded them to.
+    """Move the parameters of a model to disk, one by one: from memory, or from where accelerate has offloaded them.
 
-    Of a model that accelerate dispatched, the values are those that its hooks hold: in memory, in its offload folder,
-    or in a safetensors checkpoint, which is referenced. The hooks go; those that you added stay. Where modules run on
-    an accelerator, the hooks that bring their inputs there stay too.
+    If accelerate dispatched the model, the values are those that its hooks hold: in memory, in its offload folder,
+    or in a safetensors checkpoint, which is referenced. Its hooks are removed; those that you added stay. Where modules
+    run on an accelerator, the hooks that bring their inputs there stay too.
 
     Args:
         model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow.
@@ -269,7 +278,7 @@ def disk_offload(
 
     Raises:
         MetaTensorError: some parameters have no data.
-        UnknownSubclassError: a parameter is of a class of its own that can't be stored; nothing is changed.
+        UnknownSubclassError: a parameter is of a subclass that can't be stored; nothing is changed.
         UnsupportedOpError: another library keeps the parameters, as compressed-tensors does; nothing is changed.
         WriteError, ForeignFileError, NameInUseError
         MissingFileError, CorruptFileError, ReadError, ShapeMismatchError: of what accelerate's hooks hold.
@@ -307,6 +316,9 @@ def load_file(
         path: see `open_checkpoint`; it is never written to.
         device: where ops run.
         offload_dir: where a tensor goes at its first write; None for a private folder.
+
+    Returns:
+        The tensors by their names in the file.
 
     Raises:
         MissingFileError, CorruptFileError, ReadError, CheckpointError
@@ -362,7 +374,7 @@ def _fill(
         raise CheckpointError(f"{source.path} does not fit this {type(model).__name__}: {report}")
     if keyed and all(key is None for _, key in keyed):
         raise CheckpointError(
-            f"{source.path} is of another model than this {type(model).__name__}: no name matches ({report})"
+            f"{source.path} belongs to another model than this {type(model).__name__}: no name matches ({report})"
         )
     skipped = {name for name, _, _ in report.mismatched_keys}
     wanted = {
@@ -379,6 +391,7 @@ def _fill(
         if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
         if slot.outer is not None:
+            refuse_to_share(tensor, key)
             tensor = share_of(deferred(tensor) if is_offloaded(tensor) else tensor, slot.outer, key)
         slot.fill(at_place(tensor, slot, place, folder_of(slot, offload_dir), name=key))
     if fitted is not None and fitted.note is not None:

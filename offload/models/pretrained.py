@@ -16,10 +16,9 @@ import inspect
 import json
 import os
 import re
-import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -30,53 +29,78 @@ from torch import nn
 
 from offload.distributed.together import Ranks
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
+from offload.memory import uncollected
 from offload.models import log
 from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.deferred import DeferredTensor, deferred
+from offload.models.companions import is_of_transformers, quantization_of
+from offload.models.deferred import DeferredTensor, deferred, refuse_to_share
 from offload.models.forms.decoding import keeps_dtypes, unpacked
 from offload.models.forms.gguf import as_saved
 from offload.models.forms.packing import Packed, left_beside, packed_state
 from offload.models.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.models.saving import save_checkpoint
+from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
 from offload.storage.state_file import read_json
-from offload.tensor.locals import local_of
+from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value
 from offload.torch_api import is_of_a_module
 
 # The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
+_SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options by which transformers gives ranks shares
 _WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
 
 
-def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers', whose checkpoints may have other names than it has."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+class Waiting:
+    """A tensor of a checkpoint, as a loader has those of a file: `[...]` takes it once it is needed, deferred.
+
+    A large mixture of experts has tens of thousands, and those of one layer are needed at a time.
+    """
+
+    __slots__ = ("_keeps_dtype", "_tensor")
+
+    def __init__(self, tensor: OffloadedTensor, *, keeps_dtype: bool = False) -> None:
+        self._tensor = tensor
+        self._keeps_dtype = keeps_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return deferred(self._tensor, keeps_dtype=self._keeps_dtype)[index]
 
 
+@uncollected()
 def filled(
-    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, **options: Any
+    model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor | Waiting], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """A model whose tensors are deferred, and transformers' report.
 
     Args:
         model_class: a class of transformers, not one of its `Auto` classes.
         config: its configuration; it is changed as transformers does.
-        tensors: those of the checkpoint, on disk or deferred.
+        tensors: those of the checkpoint, on disk, deferred or waiting.
         dtype: of the floating-point ones.
         options: for the class's own `from_pretrained`.
 
     Raises:
         CheckpointError: the tensors can't be brought into the form that the model has.
     """
-    state = {name: deferred(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()}
+    state: dict[str, Any] = {
+        name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
+    }
+    is_shared = any(options.get(name) is not None for name in _SHARDING)
+    looked_at = is_shared or quantization_of(config) is not None  # by others, before they are taken
+    if looked_at:
+        state = {name: one[...] if isinstance(one, Waiting) else one for name, one in state.items()}
+    if is_shared:
+        for name, tensor in state.items():
+            refuse_to_share(tensor, name)
     options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
     # Parameters of inference mode can't be views of files, and transformers follows the default device, also to "meta".
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    in_turn = nullcontext() if looked_at else _one_by_one()
+    with in_turn, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         try:
             model, report = model_class.from_pretrained(None, config=config, **options)
         except OffloadError:
@@ -86,6 +110,31 @@ def filled(
                 f"transformers does not make a {model_class.__name__} of this checkpoint: {error} (its log tells more)"
             ) from error
     return model, report
+
+
+_SERIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+_LOCK = fork_safe_lock()
+_LOADINGS: list[str | None] = []  # that are under way: what the environment said before each
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """transformers converts a tensor when it comes to it, and not all of them ahead, in threads of its own.
+
+    Threads are there to read; here nothing is read, and of a large mixture of experts tens of thousands would wait.
+    """
+    with _LOCK:
+        _LOADINGS.append(os.environ.get(_SERIAL))
+        os.environ[_SERIAL] = "1"
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _LOADINGS.pop()  # of the first, once the last one ends
+            if not _LOADINGS and before is None:
+                os.environ.pop(_SERIAL, None)
+            elif not _LOADINGS:
+                os.environ[_SERIAL] = str(before)
 
 
 @dataclass(frozen=True)
@@ -103,16 +152,17 @@ class Dense:
     beside: Mapping[str, OffloadedTensor]
 
     @classmethod
+    @uncollected()
     def of(cls, tensors: Mapping[str, OffloadedTensor], quantization: Mapping[str, Any]) -> Dense | None:
         """None if the weights are to stay as they are packed. Raises: as `unpacked`."""
         dense = unpacked(tensors, quantization)
         return None if dense is None else cls(dense, quantization, left_beside(tensors, dense))
 
-    def for_loading(self) -> dict[str, torch.Tensor]:
+    def for_loading(self) -> dict[str, Waiting]:
         """The tensors as transformers takes them: those that it would not cast keep their dtype."""
         keeps = keeps_dtypes(self.quantization)
         return {
-            name: deferred(tensor, keeps_dtype=keeps and name.endswith(".weight") and not handle_of(tensor).composed)
+            name: Waiting(tensor, keeps_dtype=keeps and name.endswith(".weight") and not handle_of(tensor).composed)
             for name, tensor in self.tensors.items()
         }
 
@@ -120,14 +170,6 @@ class Dense:
         """Have a model that was filled from these save itself as quantized."""
         without_quantization(model.config)
         model.packed_as = Packed.of(model, self.quantization, self.beside)
-
-
-def quantization_of(config: Any) -> Any:
-    """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
-    found: Any = getattr(config, "quantization_config", None)
-    if found is None:
-        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    return found.to_dict() if hasattr(found, "to_dict") else found
 
 
 def without_quantization(config: Any) -> Any:
@@ -177,6 +219,7 @@ def as_in(
         dense, metadata = Dense.of(tensors, quantization), source.metadata
         if dense is not None:
             values, note = dense.tensors, dense.note
+            del tensors  # tens of thousands of pieces, which the recipes have
         elif PARTS_NOTE in metadata:
             values, note = rebuilt(tensors, metadata), partial(_note_quantized, quantization=quantization)
         else:
@@ -273,7 +316,7 @@ class _Looking:
 
         ranks.all(looked)
         log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
-        if ranks.size > 1 and not saves_adapter and not options.get("distributed_checkpoint"):
+        if any(map(is_dtensor, named.values())) and not saves_adapter and not options.get("distributed_checkpoint"):
             state = options.get("state_dict") or model.state_dict()
             return _save_shared(model, state, ranks, absolute(folder), partial(save, model, *args, **options))
         packed = getattr(model, "packed_as", None)

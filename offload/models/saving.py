@@ -6,6 +6,7 @@ Always true:
   the last renaming, of the index or of the one file, makes the new checkpoint the one that readers find
 - whatever happens, a reader finds the checkpoint that was there, whole, or the new one
 - what is replaced or removed is an earlier checkpoint of ours; a file that a live tensor refers to is not
+- beside the weights of a transformers model lies what `from_pretrained` needs, put there when the weights stand
 - any safetensors reader gives the values back as they are
 - where ranks share the values, each writes its own ranges of the same files, and no value travels
 """
@@ -42,6 +43,14 @@ from offload.errors import (
 from offload.memory import as_bytes
 from offload.models import log
 from offload.models.checkpoint import Checkpoint
+from offload.models.companions import (
+    NOTE,
+    Companions,
+    companions_in,
+    companions_of,
+    is_of_transformers,
+    quantization_of,
+)
 from offload.models.forms.packing import packed_state
 from offload.models.forms.torchao import in_torchaos_form, prefixes_of_quantized
 from offload.progress import progress_in_bytes
@@ -65,7 +74,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
 _LARGEST_STEP = 64  # bytes to which values are aligned where their sizes allow it
-_OWN_METADATA = ("format", MARK)
+_OWN_METADATA = ("format", MARK, NOTE)
 _KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"version": VERSION})}})
 
 
@@ -79,6 +88,9 @@ def save_checkpoint(
 ) -> list[Path]:
     """Write `model.safetensors`, or shards with an index, as `save_pretrained` does, in bounded memory.
 
+    Beside the weights of a transformers model go its configuration, its settings for generation, its own code if it
+    has any, and its tokenizer if the folder that it was loaded from is there: `from_pretrained(folder)` loads it again.
+
     Tied weights are written once. Quantized weights of torchao are written in torchao's own form. What was loaded from
     packed weights, and has not been changed, is written as it was packed, under the names that it had there.
 
@@ -91,7 +103,7 @@ def save_checkpoint(
 
     Args:
         model_or_state_dict: a module, of which its `state_dict()` is saved; tensors by name; or an opened checkpoint.
-        folder: is made if need be. An earlier checkpoint in it is replaced if this function wrote it.
+        folder: created if needed. An earlier checkpoint in it is replaced if this function wrote it.
         max_shard_size: bytes of the values in a file: "5GB", "500MiB", 4096. A value that is larger has its own file.
         dtype: to convert floating-point values to, piece by piece, by itself or by its name; those of 8 bits and less
             stay as they are.
@@ -99,15 +111,16 @@ def save_checkpoint(
             alone. Give one where ranks have stages of a model, and no DTensors.
 
     Returns:
-        The files, the index last.
+        The files with the weights, the index last.
 
     Raises:
-        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that live tensors refer to.
-        UnsupportedOpError: a value has no form in a safetensors file.
-        UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
+        ForeignFileError: `folder` has a checkpoint that offload did not write, or one that live tensors refer to; or
+            the configuration of another model, which offload did not write.
+        UnsupportedOpError: a value can't be stored in a safetensors file.
+        UnknownSubclassError: a value is of a tensor subclass that torchao can't store.
         WriteError: the disk is full, the folder is read-only...
-        RankError: another rank has met one of these, or has gone.
-        ValueError: `dtype` is no floating-point one, or `max_shard_size` no amount.
+        RankError: one of these happened on another rank, or that rank has exited.
+        ValueError: `dtype` is not a floating-point one, or `max_shard_size` not an amount.
 
     Example:
         >>> [path.name for path in save_checkpoint({"w": torch.ones(2)}, "saved")]
@@ -133,6 +146,14 @@ def save_checkpoint(
         return earlier
 
     earlier = ranks.all(looked)
+    beside = None
+
+    def noted() -> Mapping[str, str]:
+        nonlocal beside
+        beside = _beside(model_or_state_dict, own, folder, earlier)
+        return beside.note
+
+    plan = replace(plan, metadata={**plan.metadata, **ranks.first(noted)})
     files = ranks.first(lambda: _with_free_names(folder, files))
     targets = [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else [])
     with ExitStack() as stack:
@@ -146,6 +167,7 @@ def save_checkpoint(
         if ranks.size > 1:
             ranks.all(lambda: _fill_all(plan, files, temporaries, mine, shown=ranks.rank == 0))
         ranks.first(stack.close)
+    ranks.first(lambda: None if beside is None else beside.put(folder))
     ranks.first(lambda: _remove_all(path for path in earlier if path not in targets))
     log.info("saved %d values, %d bytes, in %d files in %s", len(plan.parts), plan.nbytes, len(files), folder)
     return targets
@@ -179,6 +201,8 @@ class _Plan:
         sources: the files that values come from, by name.
         metadata: what every file says.
         parameters: how many numbers each of them has, for the index.
+        dtype: that floating-point values are converted to, if they are.
+        quantization: how the values are packed, as the configuration of a transformers model has to say.
     """
 
     parts: dict[str, _Part]
@@ -186,6 +210,8 @@ class _Plan:
     sources: dict[str, list[Path]]
     metadata: dict[str, str]
     parameters: dict[str, int]
+    dtype: torch.dtype | None = None
+    quantization: Mapping[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +222,7 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     metadata: dict[str, str] = {}
     discarded: Iterable[str] = ()
     noted: Mapping[str, str] = {}
+    quantization: Mapping[str, Any] | None = None
     if isinstance(source, Checkpoint):
         tensors: dict[str, Any] = dict(source.tensors())
         metadata = _metadata_of(source)
@@ -205,7 +232,8 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
         packed: Any = getattr(source, "packed_as", None)
         if dtype is None and packed is not None and not any(map(is_dtensor, tensors.values())):
             pieces, others = packed_state(tensors)
-            tensors = tensors if pieces.keys() & others.keys() else {**others, **pieces, **packed.still_beside(others)}
+            if pieces.keys().isdisjoint(others):
+                tensors, quantization = {**others, **pieces, **packed.still_beside(others)}, packed.now(others)
         discarded = _discarded_names(source)
     elif isinstance(source, Mapping):
         tensors = dict(source)
@@ -223,7 +251,22 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
     named = source.named_parameters() if isinstance(source, nn.Module) else _wholes(parts)
     sources = {name: files_of(tensor) for name, tensor in tensors.items()}
     numbers = {name: tensor.numel() for name, tensor in named}
-    return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, numbers)
+    if isinstance(source, nn.Module) and is_of_transformers(source) and (more or not _is_by_torchao(source)):
+        quantization = quantization or quantization_of(source.config)
+    return _Plan(parts, {**noted, **ties}, sources, {**metadata, **more}, numbers, dtype, quantization)
+
+
+def _is_by_torchao(model: Any) -> bool:
+    """Whether a model was quantized by torchao: its values may be plain again."""
+    return getattr(model, "quantization_method", None) == "torchao"
+
+
+def _beside(source: Any, plan: _Plan, folder: Path, earlier: Iterable[Path]) -> Companions:
+    """The files beside the weights that a folder needs, or has of an earlier checkpoint and does not need."""
+    files = companions_of(source, plan.dtype, plan.quantization) if isinstance(source, nn.Module) else {}
+    opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
+    noted = {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
+    return companions_in(folder, files, noted)
 
 
 def _metadata_of(source: Checkpoint) -> dict[str, str]:
@@ -290,7 +333,7 @@ def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Part:
     layout = contiguous(dtype if dtype is not None and converts else tensor.dtype, tuple(tensor.shape))
     if not is_standard(layout):
         raise UnsupportedOpError(
-            f"{name!r} is of {layout.dtype}, which safetensors has no word for: convert it first, "
+            f"{name!r} is of {layout.dtype}, which safetensors does not support: convert it first, "
             "or keep it in an offload folder (OffloadedTensor.from_original_tensor, offload.disk_offload)"
         )
     return _Part(tensor.detach(), layout, (_whole(layout.shape),))
@@ -515,7 +558,7 @@ def _refuse_foreign(paths: Iterable[Path]) -> None:
     for path in sorted(paths):
         if is_there(path) and not _is_ours(path):
             raise ForeignFileError(
-                f"{path} exists and is not of a checkpoint that offload saved: it is left as it is. "
+                f"{path} exists and is not part of a checkpoint that offload saved: it is left as it is. "
                 "Save to another folder, or move it away first."
             )
 

@@ -3,6 +3,7 @@
 Always true:
 - a distinct value is seen once, whatever its names; what was tied stays tied
 - never more than `workers` values are in memory
+- where ranks share values, the function sees this rank's share of each, or the whole on all ranks at once
 - what was done stays done, whatever happens to the next one
 - a run that is resumed gives each value to the function once: that it was replaced stands in its own file
 """
@@ -23,7 +24,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from offload.errors import ArgumentError, ArgumentTypeError, JournalError, MapError, MetaTensorError
+from offload.distributed.placing import runs_of, share_of
+from offload.distributed.together import Ranks
+from offload.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    JournalError,
+    MapError,
+    MetaTensorError,
+    UnsupportedOpError,
+)
 from offload.memory import count_freed, return_freed
 from offload.models import log
 from offload.models.journal import RUNS, Journal, marks_of, words_of
@@ -35,7 +45,7 @@ from offload.storage.folders import file_name, named_folder
 from offload.storage.handle import Handle, Notes
 from offload.storage.reasons import some
 from offload.storage.regular import is_there
-from offload.storage.subclasses import refuse_lossy
+from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
 from offload.tensor.guests import twin_of
@@ -72,7 +82,13 @@ class MapReport:
     Attributes:
         replaced: those that have a new value.
         kept: those that the function gave back as they were.
-        before: those that an earlier, interrupted, call had done.
+        before: those that an earlier call had done before it was interrupted.
+
+    Example:
+        >>> model = nn.Linear(2, 3)
+        >>> report = map_values(lambda name, value: value * 2 if name == "bias" else value, model)
+        >>> report.replaced, report.kept
+        (('bias',), ('weight',))
     """
 
     replaced: tuple[str, ...]
@@ -86,34 +102,38 @@ def map_values(
     *,
     select: Select = None,
     workers: int = 1,
+    whole: bool = False,
     resume: bool | str = False,
     progress: bool = True,
     strict_shape: bool = True,
     strict_dtype: bool = True,
 ) -> MapReport:
-    """Replace values by what a function makes of them, one at a time.
+    """Replace values with what a function makes of them, one at a time.
 
     A value on disk is replaced as `OffloadedTensor.update_values` does, and stays on disk; one in memory is replaced
-    where it stands. Tied weights are one value, and stay tied.
+    in memory. Tied weights are one value, and stay tied.
 
-    Where the values have an `offload_dir`, a small journal there says what is done. A run that was interrupted, or
-    killed, goes on when the same lines are run again with `resume=True`, also in another process that loads the
+    Where the values have an `offload_dir`, a small journal there records what is done. A run that was interrupted or
+    killed continues when the same lines are run again with `resume=True`, also in another process that loads the
     checkpoint anew: values that were replaced are taken from the folder, and none goes through `fn` twice. Those that
-    loading writes or reads anew (in another dtype, in memory) are as in the checkpoint, and are done again.
+    are loaded anew (in another dtype, or into memory) are as in the checkpoint, and are computed again.
 
     Args:
         fn: called with a name, as in the state dict, and the tensor, which is on disk if it was: ops on it read what
             they need. What it returns becomes the value: a tensor, plain or offloaded, or a tensor subclass; the very
             tensor that it was given leaves the value alone. It runs without gradients. Of a DTensor it is given what
-            this rank has, on which `placements` and `device_mesh` say what that is a share of, and returns that share.
-            To be resumed it must not write to the tensor in place.
+            this rank has, on which `placements` and `device_mesh` say what that is a share of, and returns that share;
+            see `whole`. To be resumed it must not write to the tensor in place.
         model_or_tensors: a module, of which parameters and persistent buffers are taken, or a dictionary of tensors. Of
             a model give the model: through its `state_dict`, another shape or dtype does not reach it.
         select: which values: patterns of names (`"*.mlp.*"`), classes of the modules that hold them (`nn.Linear`),
             several of these, or a function of name and tensor. Of a tied value one name is enough. None for all.
         workers: threads; each holds the working set of one value.
-        resume: go on with the run of this name; True for that of the function. If there is none it begins, and one that
-            is finished is not done again.
+        whole: of DTensors the function is given the whole value, gathered from all ranks into the memory of each, one
+            value at a time, and returns the whole, of the same shape; each rank then stores its share of that. All
+            ranks call this together, with the same values and a function that gives the same everywhere.
+        resume: continue the run of this name; True for that of the function. If there is none it starts, and one that
+            is finished is not repeated.
         progress: show a bar, on a terminal.
         strict_shape, strict_dtype: refuse a value of another shape or dtype.
 
@@ -122,6 +142,7 @@ def map_values(
 
     Raises:
         MapError: `fn` failed; the message names the tensor. Those before it are done.
+        RankError: with `whole`, that or another error was on another rank.
         ArgumentTypeError: `fn` did not return a tensor; likewise.
         JournalError: the journal is of another run, or there is no folder for one.
         ShapeMismatchError, DtypeMismatchError: of what `fn` returned; those before it are done.
@@ -137,12 +158,20 @@ def map_values(
     refuse_uncalled(fn, "what maps values")
     refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
     values = _selected(values_of(model_or_tensors), select, model_or_tensors)
+    if whole:
+        _refuse_apart(values, workers, resume=bool(resume))
     journal = journal_for(values, _name_of_run(fn, resume), resume=bool(resume))
     before = [value.name for value in values if is_done(value, journal)]
     todo = [value for value in values if not is_done(value, journal)]
     with journal.kept_up(), progress_in_bytes(sum(value.nbytes for value in todo), "values", shown=progress) as advance:
         walk = _Walk(
-            fn, journal, len(before), len(values), advance, {"strict_shape": strict_shape, "strict_dtype": strict_dtype}
+            fn,
+            journal,
+            len(before),
+            len(values),
+            advance,
+            {"strict_shape": strict_shape, "strict_dtype": strict_dtype},
+            whole,
         )
         _for_each(todo, walk.see, workers)
     log.info("%d values replaced, %d kept, %d done before", len(walk.replaced), len(walk.kept), len(before))
@@ -152,7 +181,7 @@ def map_values(
 def offloaded_like(
     fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor, suffix: str, *, exist_ok: bool = False
 ) -> Any:
-    """What a function makes of a tensor: on disk if the tensor is, beside it, as `name.suffix`.
+    """The result of a function of a tensor: on disk if the tensor is, beside it, as `name.suffix`.
 
     Args:
         fn: called with the tensor; of one on disk, without gradients.
@@ -224,9 +253,10 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
         _follow(slot, wrap_handle(handle, target_of(tensor)))
         return
     new, tensors = _own(new), [tensor, *slot.others]
-    if slot.outer is not None and new.dtype == tensor.dtype:
+    if slot.outer is not None and type(new) is type(tensor) is torch.Tensor:
         for one in tensors:
             one.data = new
+        slot.follow_dtype()
     elif all(isinstance(one, nn.Parameter) and _can_hold(one, new) for one in tensors):
         for one in tensors:  # they stay the objects that an optimizer knows
             one.data = new
@@ -408,6 +438,20 @@ def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
     return [value for value in values if id(value) in found]
 
 
+def _refuse_apart(values: Iterable[Slot], workers: int, *, resume: bool) -> None:
+    """Whole values of ranks are seen by all of these at once, one after the other."""
+    name = next((value.name for value in values if value.outer is not None), None)
+    if name is None:
+        return
+    if workers > 1:
+        raise ArgumentError(f"whole=True takes one value at a time, in the same order on all ranks: workers={workers}")
+    if resume:
+        raise JournalError(
+            f"whole=True can't be resumed where ranks share values, as {name!r}: after a kill some ranks may have "
+            "their share of a new value, and others that of the old one. Load the checkpoint again, and begin anew."
+        )
+
+
 def _is_meant(value: Slot, wanted: str | type[nn.Module], source: Any) -> bool:
     if isinstance(wanted, str):
         return any(fnmatchcase(name, wanted) for name in value.names)
@@ -478,6 +522,7 @@ class _Walk:
     most: int
     advance: Callable[[int], object]
     strict: Mapping[str, bool]
+    whole: bool
     replaced: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
@@ -486,20 +531,62 @@ class _Walk:
     @torch.no_grad()
     def see(self, value: Slot) -> None:
         """Do one value, and note it."""
-        nbytes, given = value.nbytes, value.tensor.detach()
-        if (outer := value.outer) is not None:
-            vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]
-        version = version_of(given)
-        new = self._called(value.name, given)
-        is_new = new is not given or version_of(given) != version
+        nbytes = value.nbytes
+        if self.whole and value.outer is not None:
+            is_new = self._see_whole(value, value.outer)
+        else:
+            is_new = self._see_own(value)
         log.debug("%s: %s", value.name, "replaced" if is_new else "kept")
-        if is_new:
-            replace(value, new, (*marks_on(value.tensor), *self.journal.key), self.strict)
         with self.lock:
             (self.replaced if is_new else self.kept).append(value.name)
             self.journal.note(value.name, replaced=is_new)
             self.advance(nbytes)
         count_freed(nbytes * _TEMPORARIES)
+
+    def _see_own(self, value: Slot) -> bool:
+        """A value, or this rank's share of it; whether it has a new one."""
+        given = value.tensor.detach()
+        if (outer := value.outer) is not None:
+            vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]
+        new, is_new = self._new_of(value.name, given)
+        if is_new:
+            replace(value, new, (*marks_on(value.tensor), *self.journal.key), self.strict)
+        return is_new
+
+    def _see_whole(self, value: Slot, outer: Any) -> bool:
+        """A value that ranks share, with all of them; each stores its share of what becomes of the whole."""
+        name, ranks = value.name, Ranks.of_mesh(outer.device_mesh)
+        runs_of(outer, name)  # refuses what has no shares
+        names = ranks.gather(name)
+        if len(set(names)) > 1:
+            raise MapError(f"the ranks are at several values, {some(sorted(set(names)))}: {self._so_far()}")
+        given = outer.detach().full_tensor()
+        strict = {**self.strict, "strict_shape": True}
+
+        def made() -> tuple[torch.Tensor, bool]:
+            new, is_new = self._new_of(name, given)
+            if is_new:
+                refuse_other_kind(given, checked_dense(new, name), name, **strict)
+                if is_subclass_value(new):
+                    raise UnsupportedOpError(
+                        f"fn gave a {type(new).__name__} for {name!r}, which can't be cut into the shares of ranks: "
+                        "replace it in one process, save it, and load the ranks from that"
+                    )
+            return new, is_new
+
+        new, is_new = ranks.all(made, f"{name!r} is as it was")
+        if len({*ranks.gather((is_new, new.dtype))}) > 1:
+            raise MapError(f"fn does not give the same for {name!r} on all ranks: {self._so_far()}")
+        if is_new:
+            share = share_of(new, outer, name)
+            ranks.all(lambda: replace(value, share, self.journal.key, strict), f"{name!r} has its new value here")
+        return is_new
+
+    def _new_of(self, name: str, given: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """What the function makes of a tensor, and whether that is another value."""
+        version = version_of(given)
+        new = self._called(name, given)
+        return new, new is not given or version_of(given) != version
 
     def _called(self, name: str, given: torch.Tensor) -> torch.Tensor:
         try:
@@ -518,7 +605,7 @@ class _Walk:
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
         way_on = f"; resume={self.journal.name!r} goes on from there" if self.journal.name else ""
-        return f"{done} of {self.most} values are done, and stay{way_on}"
+        return f"{done} of {self.most} values were replaced and stay so{way_on}"
 
 
 def _for_each(values: list[Slot], see: Callable[[Slot], None], workers: int) -> None:

@@ -214,7 +214,7 @@ def test_a_missing_shard_of_torch_save_is_named(pickled: Path) -> None:
     (pickled / "pytorch_model-00002-of-00002.bin").unlink()
 
     with pytest.raises(
-        MissingFileError, match=r"00002-of-00002\.bin, which holds 'b', is missing: get that shard again"
+        MissingFileError, match=r"00002-of-00002\.bin, which holds 'b', is missing: download or copy that shard again"
     ):
         open_checkpoint(pickled)
 
@@ -280,5 +280,5 @@ def test_an_empty_folder_and_no_folder_say_what_was_expected(tmp_path: Path) -> 
         open_checkpoint(tmp_path)
     with pytest.raises(MissingFileError, match="nowhere is not there: name a file, an index or a folder"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ArgumentError, match="is no path: it holds a NUL"):
+    with pytest.raises(ArgumentError, match="is not a path: it holds a NUL"):
         open_checkpoint(tmp_path / "no\0where")

@@ -214,7 +214,7 @@ def test_names_that_the_model_has_not_are_told_with_what_is_near() -> None:
     device_map = {"": "cpu", "model.layer.0": "disk", "model.drop": "cpu", "model.w": "disk", "zzz": "cpu"}
 
     with pytest.warns(
-        UserWarning, match=r"places nothing: 'model\.layer\.0', did you mean 'model\.layers\.0'\?, 'zzz'$"
+        UserWarning, match=r"they are ignored: 'model\.layer\.0', did you mean 'model\.layers\.0'\?, 'zzz'$"
     ):
         warn_of_strangers(device_map, ["", "model", "model.layers", "model.layers.0", "model.drop"], ["model.w"])
 
@@ -280,9 +280,9 @@ def test_the_dtype_once_loaded_decides_what_fits() -> None:
         ("8GiB", r"device_map='auto' needs max_memory by device, as \{'cpu': '8GiB'\}, not '8GiB'"),
         (0.5, "needs max_memory by device"),
         ({}, "needs max_memory by device"),
-        ({"gpu": "1GiB"}, "max_memory: 'gpu' is no device here"),
-        ({"cuda:0": "1GiB"}, "max_memory: 'cuda:0' is no device here: use 'cpu', or 0, 1"),
-        ({True: 5}, "max_memory: True is no device"),
+        ({"gpu": "1GiB"}, "max_memory: 'gpu' is not a device of this machine"),
+        ({"cuda:0": "1GiB"}, "max_memory: 'cuda:0' is not a device of this machine: use 'cpu', or 0, 1"),
+        ({True: 5}, "max_memory: True is not a device"),
         ({"cpu": "much"}, "max_memory for 'cpu': 'much' is not an amount of memory"),
         ({"cpu": -1}, "max_memory for 'cpu': -1 is not an amount"),
         ({"cpu": None}, "max_memory for 'cpu': None is not an amount"),

@@ -170,5 +170,5 @@ def test_what_is_no_shape_is_said_to_be_none(make, sizes, error):
 
 
 def test_what_is_no_dtype_is_said_to_be_none():
-    with pytest.raises(ArgumentTypeError, match="dtype='float32' is none of torch's"):
+    with pytest.raises(ArgumentTypeError, match="dtype='float32' is not a dtype of torch"):
         OffloadedTensor.empty(2, dtype="float32", name="w")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.models import fp8_experts, toy_fp8_experts
 from tests.processes import run_script
 
 LAYERS, WIDTH = 32, 4096  # float32: 2 GiB
@@ -169,3 +170,32 @@ def as_safetensors(folder: Path, path: Path) -> Path:
         weights.update(torch.load(shard, weights_only=True, mmap=True))
     save_file(weights, path)
     return path
+
+
+EXPERTS = """
+    import json, sys, offload
+    from tests.peak import Peak
+
+    def written():
+        with open("/proc/self/io") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+    offload.from_pretrained(sys.argv[1])  # imports, first calls
+    before = written()
+    with Peak() as peak:
+        model = offload.from_pretrained(sys.argv[2])
+    recipes = sum(offload.is_offloaded(value) for value in model.parameters() if value.dim() == 3)
+    print(json.dumps(dict(peak=peak.nbytes, written=written() - before, recipes=recipes)))
+"""
+
+
+def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_without_writing(tmp_path: Path) -> None:
+    """20 GB: 12,288 matrices of 32 layers, each with its scales. The progress bar is written, and no more."""
+    large = fp8_experts(tmp_path / "large", 20, is_hollow=True)
+    small = toy_fp8_experts(tmp_path / "small", 0, is_hollow=True)
+
+    said = json.loads(run_script(EXPERTS, small, large))
+
+    assert 64 == said["recipes"]
+    assert said["written"] < 1 << 16
+    assert said["peak"] < 96e6

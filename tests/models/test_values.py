@@ -245,7 +245,9 @@ def test_another_shape_or_dtype_without_leave_is_refused_and_the_value_stands(tm
 
 
 def test_what_is_no_tensor_is_refused_by_name(tmp_path):
-    with pytest.raises(TypeError, match=r"fn gave None for 'w': .*the very tensor .*0 of 1 values are done") as caught:
+    with pytest.raises(
+        TypeError, match=r"fn gave None for 'w': .*the very tensor .*0 of 1 values were replaced"
+    ) as caught:
         map_values(lambda name, tensor: None, {"w": torch.ones(2)})
     assert isinstance(caught.value, OffloadError)
     with pytest.raises(TypeError, match="a module or a dictionary of tensors is needed, not list"):
@@ -326,7 +328,7 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
 
     with pytest.raises(
         (MapError, KeyboardInterrupt),
-        match=r"at 'layer.bias'.*: 3 of 4 values are done, and stay; resume='double' goes on",
+        match=r"at 'layer.bias'.*: 3 of 4 values were replaced and stay so; resume='double' goes on",
     ) as caught:
         map_values(call, model, resume="double")
 

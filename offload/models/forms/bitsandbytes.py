@@ -70,7 +70,7 @@ def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Offlo
 def _refuse_other(quantization: Mapping[str, Any], key: str, weight: OffloadedTensor) -> None:
     if quantization.get(key) or quantization.get(f"_{key}"):
         raise CheckpointError(
-            f"{_told(weight)}: the quantization_config says {key}, which it is not. Get the checkpoint again, its "
+            f"{_told(weight)}: the quantization_config says {key}, which it is not. Download the checkpoint again, its "
             "config.json too."
         )
 
@@ -122,7 +122,8 @@ class _State:
             return found
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{_told(piece)} and can't be understood ({type(error).__name__}: {error}). Get the checkpoint again."
+                f"{_told(piece)} and can't be understood ({type(error).__name__}: {error}). Download the "
+                "checkpoint again."
             ) from error
 
 
@@ -146,7 +147,7 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
         wrong = pieces[fits.index(False)] if not all(fits) else weight
         raise CheckpointError(
             f"{_told(wrong)}: that does not make a weight of {list(state.shape)} in blocks of {state.block}, as "
-            f"{handle_of(piece).name!r} says. Get the checkpoint again."
+            f"{handle_of(piece).name!r} says. Download the checkpoint again."
         )
     unit = math.lcm(*(each for each in counts if each is not None))
     granule = min(unit // math.gcd(unit, state.shape[1]), state.shape[0])
@@ -199,7 +200,7 @@ def _of_8_bits(
     name: str, weight: OffloadedTensor, scales: OffloadedTensor, order: OffloadedTensor | None
 ) -> OffloadedTensor:
     if weight.dim() != 2 or scales.dtype != torch.float32 or tuple(scales.shape) != (len(weight),):
-        raise CheckpointError(f"{_told(weight)}, and {_told(scales)}: they do not fit. Get the checkpoint again.")
+        raise CheckpointError(f"{_told(weight)}, and {_told(scales)}: they do not fit. Download the checkpoint again.")
     if order is not None:
         with no_functions(), no_modes():
             is_by_rows = handle_of(order).base().tolist() in (0, [0])

@@ -128,7 +128,7 @@ class _Groups:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The quantization_config of the checkpoint of {path} can't be understood ({type(error).__name__}: "
-                f"{error}). Get the checkpoint again, its config.json too."
+                f"{error}). Download the checkpoint again, with its config.json."
             ) from error
         known = ("pack-quantized", *_SMALLEST, *_BYTES, None)
         unknown = [form for form in (scheme.form for scheme in schemes) if form not in known]
@@ -149,7 +149,7 @@ class _Groups:
         if found is None:
             raise CheckpointError(
                 f"{name!r} in the checkpoint of {self.path} is packed, and no group of the quantization_config says "
-                "how. Get the checkpoint again, its config.json too."
+                "how. Download the checkpoint again, with its config.json."
             )
         return found
 
@@ -298,7 +298,8 @@ class _Packed:
             f"{self._of(piece)} is {self.pieces[piece].dtype} {list(self.pieces[piece].shape)}{more}, beside "
             f"{', '.join(f'{key} {list(one.shape)}' for key, one in self.pieces.items() if key != piece)}: that does "
             f"not fit the quantization_config ({scheme.form or 'no format'}, {scheme.bits} bits, {scheme.strategy}"
-            f"{size}{'' if scheme.symmetric else ', with zero points'}). Get the checkpoint again, its config.json too."
+            f"{size}{'' if scheme.symmetric else ', with zero points'}). Download the checkpoint again, "
+            "with its config.json."
         )
 
     def _of(self, piece: str) -> str:

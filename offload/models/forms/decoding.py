@@ -98,7 +98,7 @@ def decoded(
         dtype: of it, where `decode` leaves the last rounding to a copy.
 
     Raises:
-        CheckpointError: the pieces have not as many rows as that takes, or can't be decoded.
+        CheckpointError: the pieces have fewer rows than that takes, or can't be decoded.
     """
     rows, *row = shape[1:] if stacked else shape
     granules = -(-rows // granule)

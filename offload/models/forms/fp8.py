@@ -70,7 +70,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
     if not fits or scales.dim() != weight.dim():
         raise CheckpointError(
             f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
-            f"{list(scales.shape)}: they do not cover it. Get the checkpoint again."
+            f"{list(scales.shape)}: they do not cover it. Download the checkpoint again."
         )
     decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
     if weight.dim() == 3:

@@ -35,7 +35,7 @@ class Packed:
     Attributes:
         quantization: what its configuration said.
         names: of the model's values that were packed.
-        beside: what the checkpoint has for kernels that quantize activations, and the model has not.
+        beside: what the checkpoint has for kernels that quantize activations, and the model does not have.
     """
 
     quantization: Mapping[str, Any]

@@ -70,7 +70,8 @@ def _names(metadata: Mapping[str, str]) -> list[str]:
 
 def _malformed(error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, and does not ({error}): get it again"
+        f"the checkpoint's metadata should list tensors under {PARTS_NOTE}, and does not ({error}): download "
+        "or copy it again"
     )
 
 

@@ -1,0 +1,209 @@
+"""What lies beside the weights of a transformers model: configuration, tokenizer, and code of its own.
+
+Always true:
+- the model is not changed: what is written comes from a copy of its configuration
+- a configuration says that weights are quantized only if those beside it are
+- a file that offload did not write is never replaced or removed, nor one of ours that was edited: the checkpoint notes
+  a hash of what it wrote
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import CorruptFileError, ForeignFileError
+from offload.models import log
+from offload.storage.layout import dtype_name
+from offload.storage.reasons import reading
+from offload.storage.regular import is_folder, is_there, read_regular
+from offload.storage.replacing import put_file
+from offload.storage.state_file import MOST_JSON, parse_json
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+NOTE = "offload.companions"  # in the metadata of a safetensors file
+_OF_TOKENIZERS = (
+    *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
+    *("*processor_config.json", "normalizer.json"),
+)
+_SAID_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', whose checkpoints may have other names than it has."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def quantization_of(config: Any) -> Any:
+    """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def companions_of(
+    model: Any, dtype: torch.dtype | None = None, quantization: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """The files that `from_pretrained` needs beside a transformers model's weights, by name; none for other models.
+
+    Args:
+        model: one to which adapters were added has no such files: its weights have names of their own.
+        dtype: that the weights are saved in; None for the model's.
+        quantization: how the saved weights are quantized; None if they are dense.
+    """
+    if not is_of_transformers(model) or getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype_name(dtype or model.dtype)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    code = _code_of(model, config)
+    said = json.loads(config.to_json_string(use_diff=True))
+    for key in ("quantization_config", "transformers_weights"):
+        said.pop(key, None)
+    if quantization is not None:
+        said["quantization_config"] = quantization
+    found = {CONFIG: (json.dumps(said, indent=2, sort_keys=True) + "\n").encode()}
+    if model.can_generate() and model.generation_config is not None:
+        found[GENERATION] = model.generation_config.to_json_string(use_diff=True).encode()
+    return {**_tokenizer_of(model), **code, **found}
+
+
+def _code_of(model: Any, config: Any) -> dict[str, bytes]:
+    """The modules of a model that is not in transformers itself; `config` says then which class is in which."""
+    if not model.is_remote_code() and config._auto_class is None:
+        return {}
+    from transformers.dynamic_module_utils import custom_object_save
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if model.is_remote_code():
+            custom_object_save(model, scratch, config=config)
+        if config._auto_class is not None:
+            custom_object_save(config, scratch, config=config)
+        return {path.name: path.read_bytes() for path in Path(scratch).glob("*.py")}
+
+
+def _tokenizer_of(model: Any) -> dict[str, bytes]:
+    """The tokenizer's and processor's files of the folder that a model was loaded from, if that is known and there."""
+    folder = getattr(model, "loaded_from", None) or Path(model.name_or_path or "")
+    if folder == Path() or not is_folder(folder):
+        return {}
+    with reading(folder):
+        return {
+            path.name: path.read_bytes()
+            for path in sorted(folder.iterdir())
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TOKENIZERS) and path.is_file()
+        }
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Files to be put beside weights.
+
+    Attributes:
+        new: what is to be written, by name.
+        note: for the metadata of the weights' files, so that a later save knows which files are ours; empty for none.
+        old: files of ours from an earlier save that the new checkpoint does not have.
+    """
+
+    new: Mapping[str, bytes]
+    note: Mapping[str, str]
+    old: tuple[Path, ...]
+
+    def put(self, folder: Path) -> None:
+        """Write them, each whole, and remove the old ones.
+
+        Raises:
+            WriteError
+        """
+        for name, data in self.new.items():
+            put_file(folder / name, data)
+        for path in self.old:
+            path.unlink(missing_ok=True)
+
+
+def companions_in(folder: Path, files: Mapping[str, bytes], noted: Mapping[str, str]) -> Companions:
+    """What has to be done for these files to lie in a folder.
+
+    A tokenizer, or settings for generation, that somebody else put there stay, with a warning.
+
+    Args:
+        folder: where a checkpoint is to be.
+        files: by name.
+        noted: the metadata of the checkpoint that stands there.
+
+    Raises:
+        ForeignFileError: a configuration, or code, stands there that offload did not write, and says something else.
+        ReadError
+    """
+    known = _hashes(noted)
+    there = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
+    ours = {name for name, data in there.items() if _hash(data) in known.get(name, ())}
+    new = {name: data for name, data in files.items() if name not in there or (name in ours and there[name] != data)}
+    for name in sorted(files.keys() & there.keys() - ours):
+        if there[name] == files[name] or (name == CONFIG and _says_the_same(there[name], files[name])):
+            continue
+        if name == CONFIG or name.endswith(".py"):
+            raise ForeignFileError(
+                f"{folder / name} is not from offload, or was edited, and describes another model than the one to be "
+                "saved: it is left as it is. Save to another folder, or move it away first."
+            )
+        log.warning("%s is not from offload, or was edited: it is left as it is", folder / name)
+    hashes = {name: sorted({_hash(files[name]), *map(_hash, _there(there, name))}) for name in {*new} | ours & {*files}}
+    return Companions(
+        new=new,
+        note={NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {},
+        old=tuple(folder / name for name in sorted(ours - files.keys())),
+    )
+
+
+def _there(there: Mapping[str, bytes], name: str) -> tuple[bytes, ...]:
+    """Also that of the old content: a process that is killed may leave it beside the new weights."""
+    return (there[name],) if name in there else ()
+
+
+def _hashes(metadata: Mapping[str, str]) -> dict[str, list[str]]:
+    try:
+        found = parse_json(metadata.get(NOTE, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    plain = isinstance(found, dict) and all(isinstance(one, list) and "/" not in name for name, one in found.items())
+    return found if plain else {}
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _content(path: Path) -> bytes | None:
+    """None if nothing is there."""
+    if not is_there(path):
+        return None
+    try:
+        return read_regular(path, MOST_JSON)
+    except CorruptFileError:  # a folder, a device, or larger than any of ours
+        return b""
+
+
+def _says_the_same(one: bytes, other: bytes) -> bool:
+    """Whether two configurations are of one model, saved in one way."""
+    try:
+        first, second = parse_json(one), parse_json(other)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(first, dict):
+        return False
+    keys = (first.keys() | second.keys()) - _SAID_BY_SAVING
+    return all(first.get(key) == second.get(key) for key in keys)
