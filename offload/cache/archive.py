@@ -79,7 +79,7 @@ def notes_in(file: TensorFile) -> Mapping[str, Any] | None:
         except KeyError:  # there is no such record
             return None
         except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RecursionError) as error:
-            raise CorruptFileError(f"{file.path}: what it says of its rows can't be read ({error})") from error
+            raise CorruptFileError(f"{file.path}: its description of the rows can't be read ({error})") from error
     return found if isinstance(found, dict) else None
 
 

@@ -1,8 +1,8 @@
 """The columns of a folder: rows of one size, and rows that have none of their own (tokens, text, JSON, bytes).
 
 Rows of one size have a safetensors file, (room, *row_shape). Other values stand in `NAME.values` (rows of tensors, as
-bytes), `NAME.jsonl` (a line a row) or `NAME.bytes`, and where they are in `NAME%2findex.safetensors`, int64 (room, 2):
-first byte, and how many (elements of the first dimension, or bytes).
+bytes), `NAME.jsonl` (a line per row) or `NAME.bytes`, and where they are in `NAME%2findex.safetensors`, int64
+(room, 2): first byte, and how many (elements of the first dimension, or bytes).
 
 Always true:
 - what a header says follows from the column and its room: one that a crash has torn is written again
@@ -120,7 +120,7 @@ class FixedColumn:
         if found[:rows] != wanted[:rows] or (expected and said and expected[1] != said[1]):
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} does not hold rows of {self.column.shape_text} "
-                f"{self.column.dtype}, and is left as it is. Get the folder again, whole."
+                f"{self.column.dtype}, and is left as it is. Copy the complete folder again."
             )
         return False
 
@@ -132,7 +132,7 @@ class FixedColumn:
         if self._is_blank and next(filled, None) is not None:
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} has filled rows, and no header: it was overwritten. "
-                "Get the folder again, whole."
+                "Copy the complete folder again."
             )
 
     def check(self, room: int) -> None:
@@ -145,7 +145,7 @@ class FixedColumn:
             raise CorruptFileError(
                 f"column {self.column.name!r}: {self.path} has {found} bytes, and {room} rows of "
                 f"{self.column.shape_text} {self.column.dtype} take {expected}: it was cut. "
-                "Get the folder again, whole."
+                "Copy the complete folder again."
             )
 
     def refuse_cut(self, room: int) -> None:
@@ -233,7 +233,7 @@ class FixedColumn:
         checked_dense(out, f"out[{self.column.name!r}]")
         if tuple(out.shape) != shape or out.dtype != self.column.dtype or not out.is_contiguous() or _is_elsewhere(out):
             raise ShapeMismatchError(
-                f"column {self.column.name!r}: `out` is to be contiguous, on the CPU, {shape} {self.column.dtype}, "
+                f"column {self.column.name!r}: `out` must be contiguous, on the CPU, {shape} {self.column.dtype}, "
                 f"and is {tuple(out.shape)} {out.dtype}"
             )
 
@@ -501,7 +501,7 @@ class HeapColumn:
     def _cut(self, found: int, expected: int | None) -> CorruptFileError:
         return CorruptFileError(
             f"column {self.column.name!r}: {self.path} has {found} bytes, and its rows take "
-            f"{'more' if expected is None else expected}: it was cut. Get the folder again, whole."
+            f"{'more' if expected is None else expected}: it was cut. Copy the complete folder again."
         )
 
     def nbytes(self, num_rows: int) -> int:
@@ -541,9 +541,7 @@ class HeapColumn:
         try:
             return json.dumps(_checked(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise DtypeMismatchError(
-                f"{what} holds what JSON can say, and a value can't be said in it: {error}"
-            ) from error
+            raise DtypeMismatchError(f"{what} holds JSON, and a value can't be written as JSON: {error}") from error
 
     def _decoded(self, part: bytes) -> Any:
         if self.column.kind == BYTES:
@@ -552,7 +550,7 @@ class HeapColumn:
             return json.loads(part) if part else None
         except (ValueError, RecursionError) as error:
             raise CorruptFileError(
-                f"{self.path} holds a row that is not JSON: {error}. Get it again, whole."
+                f"{self.path} holds a row that is not JSON: {error}. Download or copy all of it again."
             ) from error
 
 

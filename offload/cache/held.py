@@ -158,7 +158,8 @@ class HeldStore:
         if len(set(lengths.values())) != 1:
             told = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
             raise CacheError(
-                f"the tensors are not of one length ({told or 'there are none'}): a cache has a value a row and column"
+                f"the tensors differ in length ({told or 'there are none'}): all columns must have the same number of "
+                "rows"
             )
         self.schema = schema_of({name: (held.tensor.dtype, held.tensor.shape[1:]) for name, held in columns.items()})
         [self.num_rows] = set(lengths.values())
@@ -310,7 +311,7 @@ def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
     checked_dense(out, f"out[{name!r}]")
     if (out.shape, out.dtype) != (value.shape, value.dtype):
         raise ShapeMismatchError(
-            f"column {name!r}: `out` is to be {tuple(value.shape)} {value.dtype}, and is {tuple(out.shape)} {out.dtype}"
+            f"column {name!r}: `out` must be {tuple(value.shape)} {value.dtype}, and is {tuple(out.shape)} {out.dtype}"
         )
     return out.copy_(value)
 
@@ -329,7 +330,7 @@ def read_file(path: Path) -> HeldStore:
     said = {} if file is None else file.notes.get(_NOTE) or notes_in(file) or {}
     names, metadata = said.get("columns", list(tensors)), said.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(names, list) or set(names) != set(tensors):
-        raise CorruptFileError(f"{path} says of itself what its tensors are not: get the file again")
+        raise CorruptFileError(f"{path} has metadata that contradict its tensors: download or copy the file again")
     store = HeldStore({name: tensors[name] for name in names}, metadata, path)
     store.keep()
     return store

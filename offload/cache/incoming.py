@@ -35,7 +35,7 @@ _MOST_ROWS = 1024  # in a batch of records
 _MOST_BYTES = 4 << 20  # of tensors in a batch of records; four times that is in memory
 _PLAIN = (bool, int, float, complex)
 _TENSORS = (torch.Tensor, np.ndarray)
-Batch: TypeAlias = "dict[str, Any]"  # by column: a tensor of all rows, or a list of one tensor or JSON value a row
+Batch: TypeAlias = "dict[str, Any]"  # by column: a tensor of all rows, or a list of one tensor or JSON value per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def _items(record: Any) -> Iterable[tuple[str, Any]]:
         return zip(record._fields, record, strict=True)
     if hasattr(record, "keys"):
         return [(str(name), record[name]) for name in record.keys()]  # noqa: SIM118  tensordict's iterates over rows
-    raise CacheError(f"{type(record).__name__} is no record: give dataclasses, NamedTuples, dicts or tensorclasses")
+    raise CacheError(f"{type(record).__name__} is not a record: give dataclasses, NamedTuples, dicts or tensorclasses")
 
 
 def _is_record(value: Any) -> bool:
@@ -322,7 +322,8 @@ def _refuse_strangers(fields: Mapping[str, Field], row: Mapping[str, Any], numbe
     for name in row.keys() - fields.keys():
         if row[name] is not None or not any(other.startswith(f"{name}.") for other in fields):
             raise CacheError(
-                f"record {number} has a field {name!r} that the first ones had not: give schema=, with all the fields"
+                f"record {number} has a field {name!r} that the first ones did not have: give schema=, with all "
+                "the fields"
             )
 
 

@@ -127,7 +127,7 @@ def _number(index: Any) -> int:
             return operator.index(index)
         except (TypeError, OverflowError):
             pass
-    raise RowIndexError(f"{_short(index)} ({type(index).__name__}) names no rows: give {_FORMS}")
+    raise RowIndexError(f"{_short(index)} ({type(index).__name__}) does not select rows: give {_FORMS}")
 
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
@@ -146,7 +146,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
     if array.ndim == 1 and array.dtype == bool:
         return array
     if array.ndim > 1 or array.dtype.kind not in "iu" or array.dtype == np.uint8:  # torch takes uint8 for a mask
-        raise RowIndexError(f"{_short(index)} (shape {array.shape}, {array.dtype}) names no rows: give {_FORMS}")
+        raise RowIndexError(f"{_short(index)} (shape {array.shape}, {array.dtype}) does not select rows: give {_FORMS}")
     return array
 
 

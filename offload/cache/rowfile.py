@@ -25,7 +25,7 @@ from offload.errors import CorruptFileError, ForeignFileError, MissingFileError,
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
 from offload.storage.mapping import mapped
-from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes
+from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
 from offload.storage.reasons import explained, reading
 from offload.storage.regular import closed_on_error, open_regular
 from offload.storage.replacing import write_all
@@ -279,7 +279,7 @@ class RowFile:
         return rows if rows is not None and _is_in_memory(rows) else None
 
     def _to_be_filled(self) -> torch.Tensor | None:
-        return None if has_holes(self.fd) else self._all_mapped()
+        return None if has_holes(os.fstat(self.fd)) else self._all_mapped()
 
     def _all_mapped(self) -> torch.Tensor | None:
         size = os.fstat(self.fd).st_size
@@ -319,12 +319,6 @@ def look_at(fd: int, places: Iterable[int]) -> None:
     for place in places:
         if not os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT):
             raise OSError(errno.ENODATA, "the file ends before its rows")
-
-
-def has_holes(fd: int) -> bool:
-    """Whether most of a file was never written."""
-    status = os.fstat(fd)
-    return status.st_blocks * 512 < status.st_size // 2
 
 
 def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:

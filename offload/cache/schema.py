@@ -134,7 +134,7 @@ def _column(name: str, said: Any) -> Column:
             ragged = len(shape) > 0 and shape[0] is None
             return Column(name, RAGGED if ragged else TENSOR, dtype, _sizes(name, shape[1:] if ragged else shape))
     raise CacheError(
-        f"column {name!r}: {said!r} is no column. Give (dtype, row_shape), as (torch.float32, (16,)); "
+        f"column {name!r}: {said!r} is not a column. Give (dtype, row_shape), as (torch.float32, (16,)); "
         '(dtype, (None, 16)) for rows of different lengths; or "json" or "bytes"'
     )
 

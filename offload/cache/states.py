@@ -300,7 +300,7 @@ class States:
         if size < self._mapped_bytes:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and had {self._mapped_bytes}: it was "
-                "cut, and nothing is known of its rows any more. Get the folder again, whole."
+                "cut, and which rows are valid is no longer known. Copy the complete folder again."
             )
 
     def _all(self) -> Bytes:
@@ -342,18 +342,20 @@ class States:
 
     def _check(self, size: int, version: int, columns: int, rows: int, room: int) -> None:
         if version not in (1, VERSION):
-            raise CacheError(f"{self.path} is of version {version}, and this offload reads version {VERSION}")
+            raise CacheError(
+                f"{self.path} is of version {version}, and this release of offload reads version {VERSION}"
+            )
         expected = PAGE + room * columns
         if columns != self._columns or rows > room or size < expected:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and {columns} columns, where "
                 f"{rows} rows of {self._columns} columns, with room for {room}, take {expected}: it was cut, or is of "
-                "another cache. Get the folder again, whole."
+                "another cache. Copy the complete folder again."
             )
         if rows < self._least_rows:
             raise CorruptFileError(
                 f"{self.path} speaks of {rows} rows, and the manifest beside it of {self._least_rows}: one of them is "
-                "older, or of another cache. Get the folder again, whole."
+                "older, or of another cache. Copy the complete folder again."
             )
 
     def _reserve(self, rows: Numbers) -> None:

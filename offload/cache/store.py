@@ -253,7 +253,8 @@ class Store:
         self.places([name])
         if self.schema[name].kind != TENSOR:
             raise UnsupportedOpError(
-                f"column {name!r} of {self.folder} has rows of different lengths, which are no tensor: read rows of it"
+                f"column {name!r} of {self.folder} has rows of different lengths, which do not form a tensor: read "
+                "rows of it"
             )
         column = self._files[name]
         assert isinstance(column, FixedColumn)

@@ -61,7 +61,7 @@ class TensorCache:
     """Columns of rows in a folder: written by index in any order, by one process or many, and read in batches.
 
     Make one with `create`, open it again with `open`. A row counts as filled once it is on the disk; after a crash
-    every filled row is right, and `missing_rows()` names the others.
+    every filled row is right, and `missing_rows()` lists the others.
 
     Example:
         >>> import tempfile
@@ -88,7 +88,7 @@ class TensorCache:
             metadata: what the rows are of, in words of JSON.
 
         Raises:
-            CacheError: there are no tensors, or they are not of one length.
+            CacheError: there are no tensors, or they differ in length.
 
         Example:
             >>> cache = TensorCache(tensors={"chosen_logps": torch.tensor([0.5, 1.5, 2.5])})
@@ -125,15 +125,18 @@ class TensorCache:
         Args:
             folder: where its files go; made if it is not there.
             schema: by column `(dtype, row_shape)`, with None as the first size where it differs from row to row;
-                `"json"` (or `str`, `dict`, `list`) for text and what JSON can say; `"bytes"`. Or another cache's.
+                `"json"` (or `str`, `dict`, `list`) for text and JSON values; `"bytes"`. Or another cache's.
             num_rows: how many rows there are at first; `append` adds more.
-            exist_ok: open the cache that the folder is already, to write, if its columns and rows are these (with
-                `num_rows=0` there may be any), and its metadata.
-            metadata: what the rows are of, in words of JSON; `open(expect=...)` compares it.
+            exist_ok: if the folder is a cache already, open it to write, provided that its columns, rows (any, with
+                `num_rows=0`) and metadata are these.
+            metadata: what the rows belong to, as plain JSON values; `open(expect=...)` compares it.
             device: where batches land.
 
+        Returns:
+            The cache, open to be written.
+
         Raises:
-            CacheError: the folder is a cache already, or another one than this; a column is described wrongly.
+            CacheError: the folder is a cache already, or a different one; a column is described wrongly.
             ForeignFileError, WriteError
         """
         wanted = Manifest(schema_of(schema), checked_count(num_rows, "num_rows", least=0), as_json(metadata))
@@ -149,7 +152,7 @@ class TensorCache:
         expect: Mapping[str, Any] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
-        """A cache that is there.
+        """Open a cache that exists.
 
         Args:
             folder: what `create` was given.
@@ -157,11 +160,14 @@ class TensorCache:
             expect: metadata that it must have; others may be there too.
             device: where batches land.
 
+        Returns:
+            The cache, as it is now; rows that other processes flush later are seen, too.
+
         Raises:
             MissingFileError: there is none, or a file of it is missing.
-            CorruptFileError: a file of it was cut, or is something else.
-            CacheError: it is of another version, or its metadata are others.
-            WriteError: it is to be written to, and can't be.
+            CorruptFileError: one of its files was truncated, or is something else.
+            CacheError: it is of another version, or its metadata differs.
+            WriteError: `mode` is "r+", and it can't be written to.
         """
         if mode not in ("r", "r+"):
             raise CacheError(f"mode {mode!r} is not known: 'r' reads, 'r+' writes as well")
@@ -184,9 +190,12 @@ class TensorCache:
             device: where batches land; None is the CPU.
             expect: metadata that it must have.
 
+        Returns:
+            A cache to read from.
+
         Raises:
             MissingFileError, CorruptFileError, CheckpointError (a pickle with code in it)
-            CacheError: the tensors are not of one length, or the metadata are others.
+            CacheError: the tensors differ in length, or the metadata differs.
         """
         path, where = absolute(path), checked_device("cpu" if device is None else device)
         if is_folder(path):
@@ -206,7 +215,7 @@ class TensorCache:
         metadata: Mapping[str, Any] | None = None,
         device: torch.device | str | int = "cpu",
     ) -> TensorCache:
-        """A cache with a row a record; records are taken one by one, and a batch of them is in memory.
+        """A cache with one row per record; records are taken one by one, and one batch of them is in memory.
 
         Tensors, arrays and numbers become columns of tensors, floats of torch's default dtype; text, lists and plain
         dicts become JSON; bytes stay bytes. Records in records become columns `outer.inner`. Tensors whose first size
@@ -222,8 +231,11 @@ class TensorCache:
             optional: fields that may be None though the first records are not, and no annotation says so.
             metadata, device: as for `create`.
 
+        Returns:
+            The cache, with all rows filled.
+
         Raises:
-            CacheError: a record does not fit, nothing is left in `folder`; else as `create`.
+            CacheError: a record does not fit; nothing is left in `folder`. Else as `create`.
 
         Example:
             >>> rows = [{"id": "a", "reward": 0.5}, {"id": "b", "reward": None}]
@@ -255,6 +267,7 @@ class TensorCache:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
+        """What was given to `create`."""
         return self._store.manifest.metadata
 
     def __len__(self) -> int:
@@ -266,7 +279,14 @@ class TensorCache:
         return self._open().nbytes
 
     def missing_rows(self, columns: Iterable[str] | None = None) -> torch.Tensor:
-        """The rows, in order, that are not filled in all columns, or in all of `columns`: int64."""
+        """The rows that still have to be computed.
+
+        Args:
+            columns: those that count; all if None.
+
+        Returns:
+            The numbers of rows that lack one of the columns, in order, int64.
+        """
         return torch.from_numpy(self._open().missing(columns))
 
     @property
@@ -275,7 +295,11 @@ class TensorCache:
         return self._open().count(None)
 
     def require_complete(self, columns: Iterable[str] | None = None) -> None:
-        """
+        """Check that all rows are filled.
+
+        Args:
+            columns: those that count; all if None.
+
         Raises:
             MissingRowsError: rows are missing; names the first.
         """
@@ -327,7 +351,7 @@ class TensorCache:
             pin_memory: read into pinned memory.
             ragged: how rows of different lengths come: "list", "padded" (rows, longest, ...), or "jagged" (a nested
                 tensor, `layout=torch.jagged`).
-            padding: what stands behind the shorter ones of "padded".
+            padding: the number that fills up the shorter rows of "padded".
 
         Returns:
             By column, (rows, *row_shape); a list for text, JSON and bytes.
@@ -354,7 +378,14 @@ class TensorCache:
         return {name: value[0] for name, value in found.items()} if wanted.is_one else found
 
     def lengths(self, column: str, rows: Any = slice(None)) -> torch.Tensor:
-        """How many values rows of different lengths have, without reading these: int64.
+        """How many values rows of different lengths have, without reading the values.
+
+        Args:
+            column: a column whose rows differ in length.
+            rows: as for `get`.
+
+        Returns:
+            A length for each row, int64.
 
         Raises:
             ColumnError, RowIndexError
@@ -382,6 +413,9 @@ class TensorCache:
             columns, pin_memory, device, ragged, padding: as for `get`.
             prefetch: how many batches are read ahead; 0 for no thread.
 
+        Returns:
+            An iterator over batches, as `get` gives them.
+
         Raises:
             CacheError: a batch of no rows. The rest as `get`, where the batch would have come.
 
@@ -398,11 +432,17 @@ class TensorCache:
         return read_ahead(rows_of_each(sampler, len(self)), partial(self.get, columns=names, **form), prefetch)
 
     def as_dataset(self, columns: Iterable[str] | None = None) -> RowDataset:
-        """A map-style dataset of torch: a dict a row; a `DataLoader` reads the rows of a batch together.
+        """A map-style dataset of torch: one dict per row; a `DataLoader` reads the rows of a batch together.
 
         What was written is flushed, as worker processes see no other rows; rows written later, when they are flushed.
         With `DataLoader(dataset, batch_size=None, sampler=BatchSampler(...))` batches come as they are read, without
         being taken apart and collated again.
+
+        Args:
+            columns: those to read; all if None.
+
+        Returns:
+            A dataset, which may be pickled: it holds the path, not the rows.
 
         Example:
             >>> from offload import TensorCache
@@ -431,7 +471,13 @@ class TensorCache:
             store.write(rows_of(rows, store.num_rows), given)
 
     def append(self, values: Mapping[str, Any]) -> range:
-        """Add rows at the end; their numbers. Several processes may append at once.
+        """Add rows at the end. Several processes may append at once.
+
+        Args:
+            values: by column, the rows, as for `cache[rows] = values`.
+
+        Returns:
+            The numbers of the new rows.
 
         Raises: as `cache[rows] = values`.
         """
@@ -451,11 +497,11 @@ class TensorCache:
         in_flight: int | None = None,
         progress: bool = True,
     ) -> None:
-        """Compute the rows that are missing, batch by batch, and write them. A job that was stopped goes on with it.
+        """Compute the rows that are missing, batch by batch, and write them, so that a stopped job can continue.
 
-        What has been computed is kept whatever stops it: an error, an interrupt; of a process that is killed, all but
-        the work of the last seconds. Several processes may call this on one folder: each row is computed by one of
-        them, and this comes back when all rows are filled.
+        Whatever stops it, finished rows are kept: after an error or an interrupt all of them, after a kill all but
+        those of the last seconds. Several processes may call this on one folder: each row is computed by one of
+        them, and this returns when all rows are filled.
 
         Args:
             fn: makes rows, a dict as for `cache[rows] = ...`, of the inputs of a batch.
@@ -469,7 +515,7 @@ class TensorCache:
             progress: whether a bar shows how far it is, on a terminal.
 
         Raises:
-            ShapeMismatchError: there is not an input for each row. The rest as `cache[rows] = values`, and `fn`.
+            ShapeMismatchError: there is not one input per row. The rest as `cache[rows] = values`, and `fn`.
 
         Example:
             >>> import tempfile
@@ -541,8 +587,11 @@ class TensorCache:
     def column(self, name: str) -> torch.Tensor:
         """A column as one tensor on disk, (rows, *row_shape), filled or not; in memory, if it is there.
 
-        Ops on it read what they need; in-place ops write the file, and say nothing of which rows are filled. It has the
+        Ops on it read what they need; in-place ops write the file, and do not mark rows as filled. It has the
         rows that there are now: after `append`, ask for it again.
+
+        Returns:
+            An `OffloadedTensor`; a plain tensor where the cache is in memory.
 
         Raises:
             ColumnError
@@ -556,7 +605,7 @@ class TensorCache:
         return Tensors({name: self.column(name) for name in self.schema}, self.put_column)
 
     def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Have a tensor as a column, or none of that name, as `cache.tensors[name] = tensor` and `del` do.
+        """Set a tensor as a column, or remove that column, as `cache.tensors[name] = tensor` and `del` do.
 
         For tensors in memory, or from one file, which stays as it is until `to_disk`.
 

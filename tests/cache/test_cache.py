@@ -136,15 +136,15 @@ def test_of_rows_that_are_written_twice_at_once_the_last_stays(filled):
         ([(1 << 64) - 1], "row 18446744073709551615 is out of range"),
         (np.array([(1 << 64) - 1], dtype=np.uint64), "row 18446744073709551615 is out of range"),
         (torch.ones(9, dtype=torch.bool), "the mask has 9 elements, and the cache 10 rows"),
-        (1.5, r"1.5 \(float\) names no rows: give an int, a slice"),
-        (True, r"True \(bool\) names no rows"),
-        (None, "None .* names no rows"),
-        (..., "Ellipsis .* names no rows"),
-        ((1, 2), r"\(1, 2\) \(tuple\) names no rows"),
-        ([[1, 2], [3, 4]], r"shape \(2, 2\), int64\) names no rows"),
-        ([[1], [2, 3]], "names no rows"),
-        (torch.tensor([1.5]), "float32.* names no rows"),
-        (torch.tensor([1], dtype=torch.uint8), "uint8.* names no rows"),
+        (1.5, r"1.5 \(float\) does not select rows: give an int, a slice"),
+        (True, r"True \(bool\) does not select rows"),
+        (None, "None .* does not select rows"),
+        (..., "Ellipsis .* does not select rows"),
+        ((1, 2), r"\(1, 2\) \(tuple\) does not select rows"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\), int64\) does not select rows"),
+        ([[1], [2, 3]], "does not select rows"),
+        (torch.tensor([1.5]), "float32.* does not select rows"),
+        (torch.tensor([1], dtype=torch.uint8), "uint8.* does not select rows"),
     ],
 )
 def test_what_names_no_rows_is_an_error_that_tells_index_and_size(filled, index, said):
@@ -253,7 +253,7 @@ def test_batches_read_into_what_is_given(filled):
 
     assert found.data_ptr() == out.data_ptr()
     assert torch.equal(values[[5, 1, 2]], out)
-    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` is to be contiguous, on the CPU, \(2, 3\)"):
+    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` must be contiguous, on the CPU, \(2, 3\)"):
         cache.get([5, 1], out={"x": out})
 
 
@@ -444,7 +444,7 @@ def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
     cache = cache_of(tmp_path, {"t": (torch.int32, (None,)), "x": (torch.int32, (2,))}, 1)
 
     with pytest.raises(
-        UnsupportedOpError, match=r"column 't' of .* has rows of different lengths, which are no tensor"
+        UnsupportedOpError, match=r"column 't' of .* has rows of different lengths, which do not form a tensor"
     ):
         cache["t"]
     with pytest.raises(UnsupportedOpError, match=r"column 'x' of .* has rows of one shape: \(2,\)"):
@@ -457,7 +457,7 @@ def test_a_column_of_different_lengths_is_no_tensor(tmp_path):
     ("columns", "said"),
     [
         ({}, "a cache needs at least one column"),
-        ({"x": torch.float32}, r"column 'x': torch.float32 is no column. Give \(dtype, row_shape\)"),
+        ({"x": torch.float32}, r"column 'x': torch.float32 is not a column. Give \(dtype, row_shape\)"),
         ({"x": (torch.float32, (2, None))}, "only the first size may be None"),
         ({"x": (torch.float32, (-1,))}, r"no row has the shape \(-1,\)"),
         ({"x": (torch.qint8, ())}, "means nothing without its scale"),
@@ -504,7 +504,7 @@ def test_what_numpy_can_not_have_names_no_rows(tmp_path, index):
     cache[:] = {"x": [0, 1, 2], "t": [torch.arange(2)] * 3}
 
     for act in (cache.get, lambda rows: cache.lengths("t", rows)):
-        with pytest.raises(RowIndexError, match="names no rows"):
+        with pytest.raises(RowIndexError, match="does not select rows"):
             act(index)
 
 
@@ -521,5 +521,5 @@ def test_memory_that_is_elsewhere_is_not_read_into(tmp_path, out, error):
     cache[:] = {"x": torch.ones(3, 2, dtype=torch.complex64)}
     made = torch.empty(2, 2, dtype=torch.complex64, device="meta" if out == "meta" else "cpu")
 
-    with pytest.raises(error, match=r"`out` is to be contiguous, on the CPU|'x'.* is on the meta device"):
+    with pytest.raises(error, match=r"`out` must be contiguous, on the CPU|'x'.* is on the meta device"):
         cache.get([0, 1], out={"x": made.conj() if out == "conj" else made})

@@ -206,7 +206,7 @@ def test_dtypes_that_a_format_has_not_and_rows_that_are_missing_are_told(tmp_pat
     with TensorCache.open(tmp_path / "cache", "r+") as cache:
         cache[1] = {"x": torch.tensor(1.0, dtype=torch.bfloat16)}
     assert 1 == cli.main([*command, str(tmp_path / "x.parquet")])
-    assert "'x' is of torch.bfloat16, which Arrow has not: export to safetensors" in capsys.readouterr().err
+    assert "'x' is of torch.bfloat16, which Arrow does not have: export to safetensors" in capsys.readouterr().err
     assert 1 == cli.main([*command, str(tmp_path / "x"), "--to", "npy"])
-    assert "'x' is of torch.bfloat16, which NumPy has not: export to safetensors" in capsys.readouterr().err
+    assert "'x' is of torch.bfloat16, which NumPy does not have: export to safetensors" in capsys.readouterr().err
     assert ["cache"] == os.listdir(tmp_path)

@@ -122,7 +122,7 @@ def broken(name, act, kind, said):
             "another version",
             lambda f: edited(f, version=2),
             CacheError,
-            "is of version 2, and this offload reads version 1",
+            "is of version 2, and this release of offload reads version 1",
         ),
         broken(
             "odd column",

@@ -338,7 +338,7 @@ def test_a_column_is_added_replaced_and_removed_by_its_name() -> None:
 def test_what_can_t_be_a_column_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     cache = TensorCache(tensors={"a": torch.arange(3), "b": torch.arange(3)})
 
-    with pytest.raises(CacheError, match=r"the tensors are not of one length \('a' has 3, 'b' has 3, 'c' has 4\)"):
+    with pytest.raises(CacheError, match=r"the tensors differ in length \('a' has 3, 'b' has 3, 'c' has 4\)"):
         cache.tensors["c"] = torch.ones(4)
     with pytest.raises(CacheError, match="is a single value"):
         cache.tensors["a"] = torch.tensor(1)
@@ -501,8 +501,8 @@ def test_a_pickle_that_holds_code_is_refused_and_not_run(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({}, "the tensors are not of one length (there are none)"),
-        ({"a": torch.ones(3), "b": torch.ones(2)}, "the tensors are not of one length ('a' has 3, 'b' has 2)"),
+        ({}, "the tensors differ in length (there are none)"),
+        ({"a": torch.ones(3), "b": torch.ones(2)}, "the tensors differ in length ('a' has 3, 'b' has 2)"),
         ({"a": torch.tensor(1.0)}, "column 'a' is a single value, and a column has rows"),
     ],
 )
@@ -622,7 +622,7 @@ def test_a_file_is_not_written_among_those_of_a_cache(tmp_path):
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 5), torch.zeros(5, dtype=torch.float64)], ids=["shape", "dtype"])
 def test_what_is_read_into_has_to_fit(out):
-    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` is to be \(5,\) torch.float32, and is"):
+    with pytest.raises(ShapeMismatchError, match=r"column 'x': `out` must be \(5,\) torch.float32, and is"):
         TensorCache(tensors={"x": torch.ones(5)}).get(slice(None), out={"x": out})
 
 

@@ -146,8 +146,8 @@ def test_what_is_wrong_is_told_as_else(folder):
     for index, words in [
         (torch.tensor([1, 40]), "row 40 is out of range for a cache of 40 rows"),
         (torch.tensor([-41]), "row -41 is out of range for a cache of 40 rows"),
-        (torch.tensor([1.5]), "names no rows"),
-        (torch.tensor([[1]]), "names no rows"),
+        (torch.tensor([1.5]), "does not select rows"),
+        (torch.tensor([[1]]), "does not select rows"),
     ]:
         with pytest.raises(RowIndexError, match=words):
             cache[index]

@@ -197,7 +197,7 @@ SIXTY_FOUR = [{"x": 1, "t": torch.ones(2), "s": "a"}] * 64
     ("records", "words"),
     [
         ([], "there are no records, and so no columns: give schema="),
-        ([3], "int is no record: give dataclasses"),
+        ([3], "int is not a record: give dataclasses"),
         ([{"x": None}], "'x' is None in all of the first records: say what it is, as in schema={'x'"),
         ([{"x": torch.ones(2)}, {"x": "a"}], "'x' is a tensor in some records and of str in others"),
         (
