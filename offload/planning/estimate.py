@@ -18,21 +18,22 @@ import torch
 from offload.errors import ArgumentError
 from offload.memory import as_budget, as_bytes, available_bytes
 from offload.planning.machine import Computing, computing_rates, diagnose, reading_rate
-from offload.planning.sizes import ModelSizes, sizes_of
+from offload.planning.sizes import DENSE, ModelSizes, sizes_of
 from offload.prefetch.residency import Pool
 from offload.tensor.arguments import checked_count, computing_device
 from offload.tensor.wrapper import PathLike
 
 IN_FLIGHT = 32  # batches that share a reading, where that is a way to go
 _BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # a number, with its share of the scales
-_DENSE = ("bfloat16", "float16", "float32")
-# Times as long as casting a number that decoding one takes; measured on 4096 x 4096 to bfloat16, with 2 threads.
+# Times as long as casting a number that decoding one takes, in a pass: for FP8 and int4 as `bench --only plan` shows,
+# for the others in relation to these as decoders by themselves.
 _DECODING = {
-    **dict.fromkeys(("fp8", "float-quantized"), 1.5),
-    **dict.fromkeys(("int8", "int4", "pack-quantized", "bitsandbytes", "gptq", "awq"), 1.3),
-    "mxfp4": 3.4,
+    **dict.fromkeys(("fp8", "float-quantized"), 3.3),
+    **dict.fromkeys(("int8", "int4", "pack-quantized", "bitsandbytes", "gptq", "awq"), 3.5),
+    "mxfp4": 7.0,
 }
-_OTHER = 2.0  # of forms that are not in there
+_OTHER = 5.0  # of forms that are not in there
+_ON_META = 2.0  # times as long as calling kernels of a processor that calling those of the meta device takes
 _SHOWN = 3
 
 
@@ -47,6 +48,7 @@ class Way:
         reads: bytes that a pass reads.
         tokens: that come of a pass.
         pass_seconds: that a pass takes.
+        first_seconds: that the first pass takes, of which nothing is in memory yet.
         is_read_bound: whether reading takes longer than computing.
         commands: lines for a shell that do it.
     """
@@ -57,6 +59,7 @@ class Way:
     reads: int
     tokens: int
     pass_seconds: float
+    first_seconds: float
     is_read_bound: bool
     commands: tuple[str, ...]
 
@@ -68,7 +71,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Plan:
-    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes a second.
+    """Whether a model runs on this machine, and how fast. Sizes in bytes, rates in bytes per second.
 
     Attributes:
         model: what it holds.
@@ -77,7 +80,7 @@ class Plan:
         computing: of the device.
         context_bytes: what keys and values take, for all of a batch.
         fits: whether all of the model stays in memory.
-        as_it_is: one pass a token, of the model as it is stored.
+        as_it_is: one pass per token, of the model as it is stored.
         ways: the best of the others, the quickest first.
     """
 
@@ -106,7 +109,8 @@ class Plan:
             bound = "reading" if one.is_read_bound else "computing"
             lines += [
                 "",
-                f"{one.what}: {_in_words(one.token_seconds)} per token, bound by {bound}",
+                f"{one.what}: {_in_words(one.token_seconds)} per token, bound by {bound}"
+                + (f"; the first pass takes {_in_words(one.first_seconds)}" if one is way else ""),
                 f"  {decimal(one.stays)} of {decimal(one.stored)} stay, a pass reads {decimal(one.reads)}"
                 + (f" for {one.tokens} tokens" if one.tokens > 1 else ""),
                 *(f"  {command}" for command in one.commands),
@@ -128,23 +132,27 @@ def plan(
     disk_rate: int | str | None = None,
     **hub_options: Any,
 ) -> Plan:
-    """Whether a model runs on this machine, how fast, and in which way it would run faster.
+    """Tell whether a model runs on this machine, how fast, and what would make it faster.
 
-    It looks at the configuration and the headers of the files, of a model on the hub by requests of some kilobytes, and
-    measures the disk and a product of matrices. Nothing is loaded.
+    It reads the configuration and the headers of the files (from the hub, by requests of some kilobytes), and
+    measures the disk and a matrix product. Nothing is loaded.
 
     Args:
         model: a folder with a checkpoint, a GGUF file, or a model on the hub.
         max_memory: what may stay in memory, as in `set_max_memory`; None for what there is room for.
-        device: that computes; None for the accelerator if there is one.
+        device: where ops run; None for the accelerator if there is one.
         batch: sequences that are generated at a time.
         context: tokens of each, whose keys and values are kept.
-        disk_rate: bytes a second, as 2_000_000_000 or "2GB"; None to measure it where the model is.
+        disk_rate: bytes per second, as 2_000_000_000 or "2GB"; None to measure it where the model is.
         hub_options: revision, token.
+
+    Returns:
+        What the model takes, what stays in memory, what a token reads and how long it takes, for the model as it is and
+        for other forms; prints as the command `offload plan` does.
 
     Raises:
         CheckpointError: no such model, or none that transformers knows.
-        ValueError: an amount that is none; a disk that could not be measured.
+        ValueError: an invalid amount, or a disk that could not be measured.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -162,8 +170,8 @@ def plan(
     budget = _budget(max_memory)
     left = max(0, budget - (context_bytes or 0))
     measured = rate or _rate_of_disk(sizes.file)
-    estimate = _Estimate(sizes, left, measured, computing, batch)
-    fits = sizes.stored <= left and sizes.form in _DENSE
+    estimate = Estimate(sizes, left, measured, computing, batch)
+    fits = sizes.stored <= left and sizes.form in DENSE
     return Plan(
         model=sizes,
         budget=budget,
@@ -179,7 +187,7 @@ def plan(
 def _positive(disk_rate: int | str) -> int:
     rate = as_bytes(disk_rate, 0)
     if not rate:
-        raise ArgumentError(f"disk_rate is in bytes a second, as '2GB', and more than 0: not {disk_rate!r}")
+        raise ArgumentError(f"disk_rate must be in bytes per second and more than 0, as '2GB', not {disk_rate!r}")
     return rate
 
 
@@ -204,7 +212,7 @@ def _rate_of_disk(file: Path | None) -> float:
 
 
 @dataclass(frozen=True)
-class _Estimate:
+class Estimate:
     """How long passes take on a machine."""
 
     sizes: ModelSizes
@@ -220,23 +228,36 @@ class _Estimate:
         stays = min(self.budget, sizes.stored - sizes.rows)
         reads = int(needed * (1 - stays / max(sizes.stored - sizes.rows, 1)))
         reading, computing = reads / self.disk_rate, self._computing(sizes, tokens, in_flight)
-        return Way(what, sizes.stored, stays, reads, tokens, max(reading, computing), reading > computing, commands)
+        return Way(
+            what=what,
+            stored=sizes.stored,
+            stays=stays,
+            reads=reads,
+            tokens=tokens,
+            pass_seconds=max(reading, computing),
+            first_seconds=max(needed / self.disk_rate, computing),
+            is_read_bound=reading > computing,
+            commands=commands,
+        )
 
     def _computing(self, sizes: ModelSizes, tokens: int, in_flight: int) -> float:
-        """Seconds of a pass: weights go through the processor for each batch, decoded before where they are packed."""
-        gone_through = in_flight * _numbers(sizes, self.batch)
+        """Seconds of a pass: weights go through the processor for each batch, decoded before where they are packed.
+
+        Calling the kernels takes time of its own, which is what counts where a model is small.
+        """
+        gone_through = in_flight * sizes.multiplied(self.batch)
         multiplied = max(
-            2 * gone_through / self.computing.streams, 2 * tokens * _numbers(sizes, 1) / self.computing.multiplies
+            2 * gone_through / self.computing.streams, 2 * tokens * sizes.multiplied(1) / self.computing.multiplies
         )
-        if sizes.form in _DENSE:
-            return multiplied
-        return multiplied + gone_through * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
+        decoded = in_flight * sizes.decoded(self.batch)
+        called = in_flight * sizes.dispatch / _ON_META
+        return multiplied + called + decoded * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
 
     def others(self) -> Iterator[Way]:
         """The best of the ways to go on from the model as it is."""
         sizes, name = self.sizes, self.sizes.name
         found = [self._together(f"{IN_FLIGHT} requests in flight", sizes, name)]
-        for form in _BITS if sizes.form in _DENSE else ():
+        for form in _BITS if sizes.form in DENSE else ():
             packed, target = self._packed(form), f"{Path(name).name}-{form}"
             first = f"offload quantize {name} {target} --{form}"
             found.append(self.of(form, packed, 1, (first, f'offload generate {target} --prompt "..."')))
@@ -254,8 +275,3 @@ class _Estimate:
         saved = int(sizes.linear * (sizes.stored / sizes.parameters - _BITS[form] / 8))
         shrunk = 1 - saved / max(sizes.stored - sizes.rows, 1)
         return replace(sizes, form=form, stored=sizes.stored - saved, experts=int(sizes.experts * shrunk))
-
-
-def _numbers(sizes: ModelSizes, tokens: int) -> float:
-    """How many numbers of the weights a pass multiplies with."""
-    return sizes.parameters * sizes.needed(tokens) / sizes.stored

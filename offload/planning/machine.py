@@ -38,7 +38,7 @@ _LEAST = 16 << 20  # bytes to measure with; less says nothing
 
 @dataclass(frozen=True)
 class Disk:
-    """What was measured of the disk that a folder is on. Rates in bytes a second.
+    """What was measured of the disk that a folder is on. Rates in bytes per second.
 
     Attributes:
         folder: the folder.
@@ -119,9 +119,9 @@ class Computing:
     """What was measured of a device that computes, in the dtype of a model.
 
     Attributes:
-        streams: bytes of weights a second in a product with one row, which is as fast as memory gives them.
-        multiplies: floating-point operations a second in a product with many rows.
-        casts: numbers a second that are brought from another dtype into this one, as a decoder does at its fastest.
+        streams: bytes of weights per second in a product with one row, which is as fast as memory gives them.
+        multiplies: floating-point operations per second in a product with many rows.
+        casts: numbers per second that are brought from another dtype into this one, as a decoder does at its fastest.
     """
 
     streams: float
@@ -164,7 +164,7 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
 
 
 def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
-    """Bytes a second of reading a file past the page cache; None where that is not possible, or it is too small.
+    """Bytes per second of reading a file past the page cache; None where that is not possible, or it is too small.
 
     Raises:
         ReadError

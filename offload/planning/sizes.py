@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from offload.integrations.hub import headers_of
 from offload.integrations.transformers import class_of, model_on_meta
 from offload.models.checkpoint import open_checkpoint
-from offload.models.pretrained import quantization_of
+from offload.models.companions import quantization_of
 from offload.storage.regular import is_folder, is_there, text_of
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import parameters_of
@@ -26,6 +27,9 @@ from offload.torch_api import parameters_of
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 _GGUF_TABLE, _GGUF_HEAD = "token_embd.weight", "output.weight"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+DENSE = ("bfloat16", "float16", "float32")
 
 
 class Entry(NamedTuple):
@@ -44,11 +48,14 @@ class ModelSizes:
         form: of most of its bytes: "bfloat16", "fp8"...
         parameters: numbers in its weights.
         linear: those in linear layers and experts, which a quantization would pack.
+        looked_up: those in tables of which a token needs a row.
+        routed: those in routed experts.
         stored: all its files hold.
         rows: what is stored of tables of which a token needs a row.
         experts: what is stored of routed experts.
         share: of the experts that a token is routed to.
         kv_per_token: keys and values of a token of context; None where that could not be told.
+        dispatch: seconds that a pass of one token takes here without any values; 0 where that could not be told.
         file: the largest of its files, if they are here.
     """
 
@@ -56,16 +63,28 @@ class ModelSizes:
     form: str
     parameters: int
     linear: int
+    looked_up: int
+    routed: int
     stored: int
     rows: int
     experts: int
     share: float
     kv_per_token: int | None
+    dispatch: float
     file: Path | None
 
     def needed(self, tokens: int) -> int:
         """Bytes that a pass over so many tokens needs, if each is routed by chance."""
         return int(self.stored - self.rows - self.experts * (1 - self.touched(tokens)))
+
+    def multiplied(self, tokens: int) -> float:
+        """How many numbers of the weights such a pass multiplies with."""
+        return self.parameters - self.looked_up - self.routed * (1 - self.touched(tokens))
+
+    def decoded(self, tokens: int) -> float:
+        """How many of these are packed; MXFP4 is a form of experts alone."""
+        others = 0 if self.form == "mxfp4" else self.linear - self.routed
+        return 0 if self.form in DENSE else others + self.routed * self.touched(tokens)
 
     def touched(self, tokens: int) -> float:
         """The part of the experts that so many tokens are routed to."""
@@ -89,9 +108,9 @@ def sizes_of(name_or_path: PathLike, **hub_options: Any) -> ModelSizes:
         entries = {key: Entry(_dtype_of(value), value.nbytes) for key, value in opened.items()}
         files = {file.path: file.identity.size for value in opened.values() for file in value.files}
         largest = max(files, key=lambda path: files[path], default=None)
-        return _sizes(name, place, entries, largest)
+        return sizes_from(name, place, entries, largest)
     folder, headers = headers_of(name, **hub_options)
-    return _sizes(name, folder, {key: Entry(*found) for key, found in headers.items()}, None)
+    return sizes_from(name, folder, {key: Entry(*found) for key, found in headers.items()})
 
 
 def _dtype_of(value: Any) -> str:
@@ -100,21 +119,36 @@ def _dtype_of(value: Any) -> str:
     return "" if value.layout is None else str(value.layout.dtype).removeprefix("torch.")
 
 
-def _sizes(name: str, folder: Path, entries: Mapping[str, Entry], largest: Path | None) -> ModelSizes:
+def sizes_from(
+    name: str, folder: Path, entries: Mapping[str, Entry], largest: Path | None = None, *, form: str | None = None
+) -> ModelSizes:
+    """What a model holds, of which a folder has the configuration, and files the entries.
+
+    Args:
+        name: of the model.
+        folder: with the configuration.
+        entries: what is stored, by name.
+        largest: of its files, if they are here.
+        form: None for that of the configuration and the entries.
+    """
     model, config, _ = model_on_meta(folder, class_of(folder) if is_folder(folder) else None)
     text = config.get_text_config(decoder=True)
-    tables = _tables(model, entries)
+    tables = _tables(model)
+    kv_per_token, dispatch = _empty_passes(model)
     experts = sum(entry.nbytes for key, entry in entries.items() if _is_expert(key))
     return ModelSizes(
         name=name,
-        form=_form(config, entries),
+        form=form or _form(config, entries),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         linear=sum(_linear_in(model)),
+        looked_up=sum(model.get_parameter(name).numel() for name in tables),
+        routed=sum(value.numel() for name, value in model.named_parameters() if _is_expert(name)),
         stored=sum(entry.nbytes for entry in entries.values()),
-        rows=sum(entries[key].nbytes for key in tables),
+        rows=sum(entry.nbytes for key, entry in entries.items() if key in tables or _is_table(key, entries)),
         experts=experts,
         share=_first(text, _ROUTED, 1) / max(_first(text, _EXPERTS, 1), 1) if experts else 1.0,
-        kv_per_token=_kv_per_token(model),
+        kv_per_token=kv_per_token,
+        dispatch=dispatch,
         file=largest,
     )
 
@@ -127,12 +161,16 @@ def _first(config: Any, names: tuple[str, ...], otherwise: int) -> int:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), otherwise)
 
 
-def _tables(model: nn.Module, entries: Mapping[str, Entry]) -> list[str]:
-    """The stored embeddings, but for one that is the output layer too."""
+def _tables(model: nn.Module) -> set[str]:
+    """The embeddings, but for one that is the output layer too."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
     found = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    tied = {key for key in found if head is not None and model.get_parameter(key) is head}
-    return [key for key in entries if key in found - tied or (key == _GGUF_TABLE and _GGUF_HEAD in entries)]
+    return {key for key in found if head is None or model.get_parameter(key) is not head}
+
+
+def _is_table(key: str, entries: Mapping[str, Entry]) -> bool:
+    """Whether an entry of a GGUF file is the embedding, and not the output layer too."""
+    return key == _GGUF_TABLE and _GGUF_HEAD in entries
 
 
 def _linear_in(model: nn.Module) -> list[int]:
@@ -161,15 +199,17 @@ def _form(config: Any, entries: Mapping[str, Entry]) -> str:
     return max(by_dtype, key=lambda dtype: by_dtype[dtype])
 
 
-def _kv_per_token(model: Any) -> int | None:
-    """What a pass over two tokens has more of than one over one, as the model itself lays it out."""
+def _empty_passes(model: Any) -> tuple[int | None, float]:
+    """What a pass over two tokens keeps more than one over one, as the model itself lays it out; and seconds of one."""
     try:
         model = model.to(model.config.dtype or torch.bfloat16)
         with torch.no_grad(), torch.device("meta"):
             held = [_held(model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True)) for tokens in (1, 2)]
+            started = time.perf_counter()
+            model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
+            return held[1] - held[0], time.perf_counter() - started
     except Exception:  # it takes other inputs, or looks at values
-        return None
-    return held[1] - held[0]
+        return None, 0.0
 
 
 def _held(output: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, Lla
 import offload
 from offload import cli
 from offload.errors import ArgumentError, CheckpointError
-from offload.planning.machine import Computing
-from offload.planning.sizes import sizes_of
+from offload.planning.estimate import Estimate
+from offload.planning.machine import Computing, Disk
+from offload.planning.sizes import ModelSizes, sizes_of
 from tests.models.forms import FORMS
 
 SIZES: dict[str, Any] = {
@@ -144,7 +146,25 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any)
     assert reads == pytest.approx(slow.reads, rel=1e-6) == quick.reads
     assert (True, False) == (slow.is_read_bound, quick.is_read_bound)
     assert slow.reads / 1000 == pytest.approx(slow.token_seconds)
-    assert whole / MB == pytest.approx(quick.token_seconds)
+    assert whole / MB == pytest.approx(quick.token_seconds, rel=0.01)  # and the calls of kernels
+    assert sizes.dispatch > 0
+    assert slow.first_seconds == pytest.approx(whole / 1000)
+
+
+def test_calling_kernels_and_decoding_take_time_for_each_batch_in_flight(saved: Any) -> None:
+    """With a processor that multiplies at once, nothing else is left."""
+    sizes = sizes_of(saved(LlamaConfig(**SIZES)))
+    at_once = Computing(streams=1e30, multiplies=1e30, casts=1e30)
+
+    def seconds(sizes: ModelSizes, in_flight: int, computing: Computing = at_once) -> float:
+        return Estimate(sizes, 10 * MB, 1e30, computing, batch=1).of("", sizes, in_flight, ()).pass_seconds
+
+    assert seconds(replace(sizes, dispatch=2.0), 1) > 0.1
+    assert seconds(replace(sizes, dispatch=2.0), 3) == pytest.approx(3 * seconds(replace(sizes, dispatch=2.0), 1))
+    assert seconds(replace(sizes, dispatch=2.0), 1) == pytest.approx(2 * seconds(replace(sizes, dispatch=1.0), 1))
+    packed, slow = replace(sizes, form="fp8", dispatch=0.0), replace(at_once, casts=1.0)
+    assert seconds(packed, 1, slow) > sizes.linear
+    assert seconds(replace(packed, form="bfloat16"), 1, slow) < 1
 
 
 @pytest.mark.usefixtures("machine")
@@ -197,3 +217,25 @@ def test_a_model_without_a_cache_of_keys_has_none(tmp_path: Path) -> None:
     BertModel(BertConfig(**small)).save_pretrained(tmp_path)
 
     assert sizes_of(tmp_path).kv_per_token is None
+
+
+def test_where_the_disk_can_not_be_measured_its_rate_is_asked_for(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No direct reads, and no room to write something to read."""
+    folder = saved(LlamaConfig(**SIZES))
+    unknown = Disk(folder, free=0, writes=None, reads=None, reads_direct=None)
+    monkeypatch.setattr("offload.planning.estimate.reading_rate", lambda _file: None)
+    monkeypatch.setattr("offload.planning.machine._measured", lambda _folder, _nbytes: unknown)
+
+    with pytest.raises(ArgumentError, match="the disk could not be measured here: give disk_rate, as '2GB'"):
+        offload.plan(folder)
+    assert offload.plan(folder, disk_rate="2GB").disk_rate == 2e9
+
+
+def test_where_nothing_can_stay_a_token_reads_all(saved: Any) -> None:
+    """As on a machine whose memory is taken: the plan says so, and what would be quicker."""
+    found = offload.plan(saved(LlamaConfig(**SIZES)), max_memory=0, disk_rate=1000)
+
+    assert (0, False) == (found.as_it_is.stays, found.fits)
+    assert found.model.needed(1) == found.as_it_is.reads
+    assert "0 bytes may stay in memory" in str(found)
+    assert "requests in flight" in str(found)

@@ -1,0 +1,49 @@
+"""The tables on the pages: of well-known models, and of what was planned and measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import planned
+from bench.model_sizes import MODELS, sizes_of, table
+from bench.picture import RESULTS
+from tests.processes import ROOT
+
+# As their publishers count them, in billions.
+PARAMETERS = {
+    "Llama 3.1 8B": 8.03,
+    "gpt-oss 20B": 20.9,
+    "Gemma 3 27B": 27.0,
+    "Qwen3 30B-A3B": 30.5,
+    "Qwen3 32B": 32.8,
+    "Mixtral 8x7B": 46.7,
+    "Llama 3.1 70B": 70.6,
+    "gpt-oss 120B": 116.8,
+    "Qwen3 235B-A22B": 235.1,
+    "DeepSeek-V3 671B": 671.0,
+    "Llama 3.1 405B": 405.9,
+}
+
+
+def test_the_page_has_the_table():
+    assert table() in (ROOT / "tutorials/index.md").read_text(encoding="utf-8")
+
+
+def test_the_page_on_the_plan_has_what_was_measured():
+    page = (ROOT / "tutorials/how-to/plan.md").read_text(encoding="utf-8")
+
+    assert planned.table(RESULTS / "2026-11-23-plan.json") in page
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_parameters_that_it_is_known_for(name):
+    assert PARAMETERS[name] == pytest.approx(sizes_of(name).parameters / 1e9, rel=0.005)
+
+
+@pytest.mark.parametrize(("name", "active", "share"), [("gpt-oss 20B", 3.61, 4 / 32), ("gpt-oss 120B", 5.13, 4 / 128)])
+def test_active_parameters_are_those_that_a_token_is_multiplied_with(name, active, share):
+    """As published, without the table of which a token takes a row; of these the experts are decoded."""
+    sizes = sizes_of(name)
+
+    assert active == pytest.approx(sizes.multiplied(1) / 1e9, abs=0.005)
+    assert sizes.routed * share == pytest.approx(sizes.decoded(1))
