@@ -13,6 +13,12 @@ from typing import Any
 def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[Any]:
     """accelerate's context: a model that is built inside has parameters on the meta device, which take no memory.
 
+    Args:
+        include_buffers: whether buffers are on the meta device, too.
+
+    Returns:
+        A context manager.
+
     Example:
         >>> from torch import nn
         >>> with init_empty_weights():

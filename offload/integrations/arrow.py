@@ -40,7 +40,7 @@ def rows_of_parquet(paths: Collection[Path], columns: Collection[str] | None) ->
         try:
             files.append(pq.ParquetFile(path, memory_map=True, buffer_size=_BUFFER, pre_buffer=False))
         except pa.ArrowException as error:
-            raise CacheError(f"{path} can't be read as Parquet ({error}): get the file again") from error
+            raise CacheError(f"{path} can't be read as Parquet ({error}): download or copy the file again") from error
     schema, place = files[0].schema_arrow, str(next(iter(paths)))
     for file, path in zip(files, paths, strict=True):
         if not file.schema_arrow.equals(schema):
@@ -71,7 +71,7 @@ def rows_of_ipc(path: Path, columns: Collection[str] | None) -> Incoming:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
     except pa.ArrowException as error:
-        raise CacheError(f"{path} can't be read as Arrow ({error}): get the file again") from error
+        raise CacheError(f"{path} can't be read as Arrow ({error}): download or copy the file again") from error
     return rows_of_table(table, columns, str(path))
 
 
@@ -129,7 +129,7 @@ def _refuse_malformed(data: Any, place: str, *, full: bool = False) -> None:
     try:
         data.validate(full=full)
     except pa.ArrowException as error:
-        raise CacheError(f"{place} is not Arrow's ({error}): get it again, whole") from error
+        raise CacheError(f"{place} is not Arrow's ({error}): download or copy all of it again") from error
 
 
 def _rows_at_once(nbytes: int) -> int:

@@ -28,7 +28,7 @@ _GUESS = 1024  # bytes of a value of any length
 
 
 def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] | None = None) -> None:
-    """Write the rows of a cache as a safetensors or Parquet file, or as a folder of `.npy` files, one a column.
+    """Write the rows of a cache as a safetensors or Parquet file, or as a folder of `.npy` files, one per column.
 
     What is no plain letter or digit in the name of a column is `%xx` in that of its `.npy` file, as in a cache.
 
@@ -89,6 +89,6 @@ def _numpy_dtype(column: Column) -> np.dtype[Any]:
         found: np.dtype[Any] = torch.empty(0, dtype=column.dtype).numpy().dtype
     except TypeError as error:
         raise CacheError(
-            f"column {column.name!r} is of {column.dtype}, which NumPy has not: export to safetensors"
+            f"column {column.name!r} is of {column.dtype}, which NumPy does not have: export to safetensors"
         ) from error
     return found

@@ -38,7 +38,7 @@ def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
     except OSError as error:
         if error.errno is not None:  # of the system; what is wrong with the file has none
             raise explained(path, error) from error
-        raise CacheError(f"{path} can't be opened as HDF5 ({error}): get the file again") from error
+        raise CacheError(f"{path} can't be opened as HDF5 ({error}): download or copy the file again") from error
     return rows_of_group(file, columns)
 
 
@@ -101,7 +101,7 @@ def _length(parts: Mapping[str, tuple[Any, str | None]], place: str) -> int:
     lengths = {name: len(dataset) if dataset.shape else None for name, (dataset, _) in parts.items()}
     if None in lengths.values() or len(set(lengths.values())) > 1:
         told = ", ".join(f"{name!r}: {'a single value' if n is None else n}" for name, n in lengths.items())
-        raise CacheError(f"the datasets in {place} are not of one length ({told}): choose with columns=")
+        raise CacheError(f"the datasets in {place} differ in length ({told}): choose with columns=")
     return next(iter(lengths.values())) or 0
 
 

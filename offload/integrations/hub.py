@@ -113,5 +113,5 @@ def is_gguf(path: Path) -> bool:
 
 def _gguf(path: Path) -> Path:
     if not is_gguf(path):
-        raise CheckpointError(f"{path} is no GGUF file: leave gguf_file out for a checkpoint of another form")
+        raise CheckpointError(f"{path} is not a GGUF file: leave gguf_file out for a checkpoint of another form")
     return path

@@ -41,11 +41,11 @@ def kv_cache(
     """A cache of keys and values on disk for transformers' models: `model.generate(past_key_values=kv_cache(model))`.
 
     It is transformers' `DynamicCache`, and gives the same numbers: it grows, crops, follows beams and assistants, is
-    reset, deep-copied (to a private folder), and goes on from one call to the next. Full and sliding-window attention
+    reset, deep-copied (to a private folder), and continues from one call to the next. Full and sliding-window attention
     is on disk; the small states of linear attention and convolutions, and what a model keeps in layers of its own
     kind, stay in memory.
 
-    What it gave for one step is a view: valid until the next, as the rows are written in place.
+    What it returns for one step is a view, valid until the next step, since rows are written in place.
 
     Args:
         config_or_model: the model that it is for, or its configuration.
@@ -59,7 +59,7 @@ def kv_cache(
 
     Raises:
         ForeignFileError: `offload_dir` is not empty.
-        ValueError, TypeError: `max_length` is no number of tokens.
+        ValueError, TypeError: `max_length` is not a number of tokens.
         UnsupportedOpError: when it is used while gradients are recorded; keys and values on disk carry none.
 
     Example:

@@ -27,7 +27,7 @@ def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Bat
 
     Raises:
         ForeignFileError: something stands there.
-        CacheError: a column of a dtype that Arrow has not.
+        CacheError: a column of a dtype that Arrow does not have.
         WriteError
     """
     import pyarrow as pa
@@ -51,7 +51,7 @@ def _field(name: str, field: Field) -> Any:
         kind = pa.from_numpy_dtype(torch.empty(0, dtype=field.dtype).numpy().dtype)
     except (TypeError, NotImplementedError, pa.ArrowException) as error:
         raise CacheError(
-            f"column {name!r} is of {field.dtype}, which Arrow has not: export to safetensors, or leave it out"
+            f"column {name!r} is of {field.dtype}, which Arrow does not have: export to safetensors, or leave it out"
         ) from error
     for size in reversed(field.row_shape):
         kind = pa.list_(kind) if size is None else pa.list_(kind, size)

@@ -48,22 +48,22 @@ def merge_lora(model: nn.Module, adapter: PathLike, *, resume: bool | str = Fals
 
     The values are those of `PeftModel.from_pretrained(model, adapter).merge_and_unload()`, bit for bit, for every kind
     of adapter that peft merges: LoRA in all its forms, IA3, LoHa, OFT..., also with `modules_to_save`, trainable tokens
-    and adapted experts. In memory is what peft needs for one layer, and the adapter.
+    and adapted experts. Only what peft needs for one layer, and the adapter, is in memory.
 
-    Where the values have an `offload_dir`, a journal there says which layers are done, and the same lines with `resume`
-    go on after a kill, as with `map_values`.
+    Where the values have an `offload_dir`, a journal there records which layers are done, and the same lines with
+    `resume` continue after a kill, as with `map_values`.
 
     Args:
         model: the base, on disk, in memory, or both; each value stays where it is.
         adapter: a folder that peft saved, or a name on the hub.
-        resume: go on with the run of this name; True for that of this adapter, by its content.
+        resume: continue the run of this name; True for that of this adapter, by its content.
         progress: show a bar, on a terminal.
 
     Returns:
         What was done, by the names of the base's values.
 
     Raises:
-        CheckpointError: no adapter there, or one of another model.
+        CheckpointError: there is no adapter, or it belongs to another model.
         UnsupportedOpError: peft does not merge adapters of this kind, or the base is quantized. Nothing is changed.
         MapError: peft failed on a layer; the message names it. Those before it are done.
         JournalError: the journal is of another run, or there is no folder for one.
@@ -280,7 +280,7 @@ def _with_adapter(
     except OffloadError:
         raise
     except (ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
-        raise CheckpointError(f"{adapter} is no adapter for this {type(model).__name__}: {error}") from error
+        raise CheckpointError(f"{adapter} is not an adapter for this {type(model).__name__}: {error}") from error
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
     changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may hold whole biases
     if is_resumed and changed is not None:

@@ -49,8 +49,8 @@ def cache_from(
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
     | `tensordict.TensorDict`, a tensorclass, a folder of `TensorDict.memmap` | its leaves, nested ones `outer.inner` |
 
-    A file is told by what is in it. Text, structs and objects become JSON columns. A value that is null is missing, as
-    in `TensorCache.from_records`: `<column>.present` is False there.
+    The kind of a file is recognized by its content. Text, structs and objects become JSON columns. A null is missing,
+    as in `TensorCache.from_records`: `<column>.present` is False there.
 
     Args:
         source: see above.
@@ -58,9 +58,12 @@ def cache_from(
         columns: those to take; all if None.
         metadata, device: as for `TensorCache.create`.
 
+    Returns:
+        The cache, with one filled row per row of the source.
+
     Raises:
         MissingFileError, CorruptFileError, ReadError
-        UnknownSubclassError: a tensor's class is more than its numbers.
+        UnknownSubclassError: a tensor is of a subclass that can't be stored.
         CacheError: a file that is not whole, columns of several lengths, or one that can't be kept, as pickled objects.
         CheckpointError: a pickle with code in it.
 
@@ -142,10 +145,12 @@ def _as_read(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno is None:  # neighbours raise such errors of what is in the file
-            raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
+            raise CorruptFileError(
+                f"{path} can't be read ({error}): is it complete? Download or copy it again."
+            ) from error
         raise explained(path, error) from error
     except Exception as error:
-        raise CorruptFileError(f"{path} can't be read ({error}): is it whole? Get it again.") from error
+        raise CorruptFileError(f"{path} can't be read ({error}): is it complete? Download or copy it again.") from error
 
 
 def _rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
@@ -175,9 +180,7 @@ def _rows_of_tensors(tensors: Mapping[str, Any], columns: Collection[str] | None
     lengths = {name: tuple(tensor.shape[:1]) for name, tensor in parts.items()}
     if len(set(lengths.values())) != 1 or () in lengths.values():
         told = ", ".join(f"{name!r}: {length[0] if length else 'a single value'}" for name, length in lengths.items())
-        raise CacheError(
-            f"the tensors in {place} are not of one length ({told or 'there are none'}): choose with columns="
-        )
+        raise CacheError(f"the tensors in {place} differ in length ({told or 'there are none'}): choose with columns=")
     [(num_rows,)] = set(lengths.values())
     fields = {name: Field(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in parts.items()}
     step = rows_in_batch(tensor.nbytes // max(num_rows, 1) for tensor in parts.values())

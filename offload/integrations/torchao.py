@@ -23,8 +23,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
+from offload.models.companions import is_of_transformers
 from offload.models.journal import Journal
-from offload.models.pretrained import is_of_transformers, note_quantizer
+from offload.models.pretrained import note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of
 from offload.progress import progress_in_bytes
 from offload.tensor.arguments import refuse_other, refuse_uncalled
@@ -49,15 +50,15 @@ def quantize_(
 ) -> None:
     """torchao's `quantize_`, of a model whose weights are on disk, and stay there.
 
-    Weights are quantized one at a time: in memory is what torchao needs for one. What was quantized before stays as it
-    is, so that after an interruption, which leaves a model that works, a second call does the rest; but torchao's
+    Weights are quantized one at a time: only what torchao needs for one is in memory. What was quantized before stays
+    as it is, so that after an interruption, which leaves a model that works, a second call does the rest; but torchao's
     `FqnToConfig`, which takes no filter, should name what is left.
 
-    Where the weights have an `offload_dir`, a small journal there says what is done. After a kill, load the checkpoint
-    again with that folder and run the same lines with `resume=True`: weights that were quantized are taken from there.
+    Where the weights have an `offload_dir`, a journal there records what is done. After a kill, load the checkpoint
+    with that folder and run the same lines with `resume=True`: weights that were quantized are taken from there.
 
-    A transformers model is told of it, so that its `save_pretrained` writes a checkpoint that transformers and
-    `offload.from_pretrained` load again, where torchao's safetensors form knows the classes of its weights.
+    The configuration of a transformers model records it, so that `save_pretrained` writes one that transformers
+    and `offload.from_pretrained` load again, where torchao's safetensors form knows the classes of its weights.
 
     Args:
         model: on disk, in memory, or both: each weight stays where it is.
@@ -65,7 +66,7 @@ def quantize_(
             then the layers are quantized that transformers would: not its head.
         filter_fn: which modules, by module and full name; None for torchao's choice, the linear layers.
         device: the device to bring a module to first, as torchao has it.
-        resume: go on with the run of this name; True for the only one. If there is none it begins.
+        resume: continue the run of this name; True for the only one. If there is none it starts.
         progress: show a bar, on a terminal.
 
     Raises:
@@ -95,7 +96,8 @@ def quantize_(
     if sharded is not None:
         raise UnsupportedOpError(
             f"{sharded!r} is one of many ranks (a DTensor), and torchao would quantize it by what all of them have: "
-            "quantize the model in one process, save it with offload.save_checkpoint, and load the ranks from that"
+            "quantize the model for one process, or load the ranks from a checkpoint of FP8, compressed-tensors, "
+            "GPTQ..., whose weights are decoded as they are read"
         )
     is_theirs = type(config).__name__ == _THEIRS
     if not isinstance(config, AOBaseConfig) and not is_theirs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from offload.budget import Amount, MaxMemory, pool_for
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
+from offload.memory import return_freed
 from offload.models.checkpoint import Checkpoint, open_checkpoint
+from offload.models.companions import quantization_of
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
 from offload.models.forms.bitnet import for_modules
 from offload.models.forms.gguf import as_saved, config_of, usual_dtype
 from offload.models.forms.torchao import PARTS_NOTE, rebuilt
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
-from offload.models.pretrained import Dense, filled, quantization_of, without_quantization
+from offload.models.pretrained import Dense, Waiting, filled, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import is_folder
@@ -107,7 +110,10 @@ def from_pretrained(
     is_asked, dtype = dtype not in (None, "auto"), _requested_dtype(dtype, empty.config, source)
     quantization, tensors = quantization_of(empty.config), source.tensors(offload_dir)
     dense = None if quantization is None else Dense.of(tensors, quantization)
+    values: Mapping[str, torch.Tensor | Waiting]
     if dense is not None:
+        del tensors  # tens of thousands of pieces, which the recipes have
+        return_freed()
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
         values = dict(dense.tensors) if is_asked else dense.for_loading()
         model, info = filled(type(empty), without_quantization(empty.config), values, dtype, **options)
@@ -127,8 +133,9 @@ def from_pretrained(
     report = report_of(info)
     names = {name for slot in tensor_slots(model) for name in slot.keys}
     if names and names <= set(report.missing_keys):
-        raise CheckpointError(f"{source.path} is of another model than {type(model).__name__}: {report}")
+        raise CheckpointError(f"{source.path} belongs to another model than {type(model).__name__}: {report}")
     model.name_or_path = model.config.name_or_path = str(name_or_path)
+    model.loaded_from = folder
     report = finish_loading(
         model,
         infer_device_map(model, device_map, max_memory=max_memory, offload_buffers=offload_buffers),
@@ -157,7 +164,7 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
         has_config = is_gguf or (folder / "config.json").is_file()
     if config is None and not has_config:
         raise CheckpointError(
-            f"{folder} has no config.json, so it is no model of transformers: pass config=, name a GGUF file in there "
+            f"{folder} has no config.json, so it is not a transformers model: pass config=, name a GGUF file in there "
             "with gguf_file=, or fill a model of your own with offload.load_checkpoint_and_dispatch"
         )
     try:

@@ -53,6 +53,9 @@ def offload_activations(
         min_bytes: storages smaller than this stay in memory: bytes, "1MiB", or a fraction (0.01) of the memory that is
             free.
 
+    Returns:
+        A context manager.
+
     Raises:
         WriteError: the disk did not take something; what was saved is intact. Raised by a later op, or on leaving.
         SavedTensorError: in backward; a tensor was modified in place after an op had saved it.

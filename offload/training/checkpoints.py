@@ -143,6 +143,12 @@ def load_training(
             changed then.
         ReadError, WriteError: a file can't be opened now; nothing is changed.
         DtypeMismatchError: a tensor of the model has another dtype than the one that was saved.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> _ = save_training(layer, "a_run", step=7)
+        >>> load_training(layer, "a_run")
+        {'step': 7}
     """
     _refuse_others(model, optimizer)
     checkpoint = _latest(absolute(folder))
@@ -386,7 +392,9 @@ def _latest(folder: Path) -> Path:
     pointer = state_if_ours(folder / _LATEST, _KIND) or {}
     name = pointer.get("checkpoint")
     if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
-        raise CheckpointError(f"{folder / _LATEST} names no checkpoint of training: it is not whole, or another's file")
+        raise CheckpointError(
+            f"{folder / _LATEST} names no checkpoint of training: it is damaged, or was written by another program"
+        )
     if not is_folder(folder / name):
         raise MissingFileError(errno.ENOENT, f"the checkpoint that {_LATEST} names is gone", str(folder / name))
     return folder / name

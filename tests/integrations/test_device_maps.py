@@ -199,7 +199,7 @@ def test_a_name_that_the_model_has_not_is_told_and_the_rest_is_placed(
 ) -> None:
     model = empty_net()
 
-    with pytest.warns(UserWarning, match=r"places nothing: 'layer\.0', did you mean 'layers\.0'\?$"):
+    with pytest.warns(UserWarning, match=r"they are ignored: 'layer\.0', did you mean 'layers\.0'\?$"):
         load(model, checkpoint, {"": "cpu", "layer.0": "disk", "layers.1": "disk"})
 
     assert in_module(model, "layers.1") == on_disk(model)

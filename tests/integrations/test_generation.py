@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import contents
+from conftest import aligned, contents
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
@@ -60,7 +60,7 @@ def llama(tmp_path: Path) -> Path:
 def saved(config: Any, tmp_path: Path, auto: Any = AutoModelForCausalLM) -> Path:
     torch.manual_seed(0)
     auto.from_config(config).save_pretrained(tmp_path / "checkpoint")
-    return tmp_path / "checkpoint"
+    return aligned(tmp_path / "checkpoint")
 
 
 def both(folder: Path, **options: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import aligned
 
 import offload
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
@@ -136,7 +137,7 @@ def test_a_model_is_saved_dense(name: str, save: str, tmp_path: Path) -> None:
         offload.save_checkpoint(model, tmp_path / "to")
         model.config.save_pretrained(tmp_path / "to")
 
-    found = outcome(offload.from_pretrained(tmp_path / "to"))
+    found = outcome(offload.from_pretrained(aligned(tmp_path / "to")))
     assert torch.equal(expected.logits, found.logits)
     assert torch.equal(expected.tokens, found.tokens)
 
@@ -166,7 +167,7 @@ def test_what_is_wrong_is_told(small: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"other\.gguf"):
         offload.from_pretrained(small, gguf_file="other.gguf")
     (small / "notes.txt").write_text("no model")
-    with pytest.raises(CheckpointError, match=r"notes\.txt is no GGUF file"):
+    with pytest.raises(CheckpointError, match=r"notes\.txt is not a GGUF file"):
         offload.from_pretrained(small, gguf_file="notes.txt")
     with pytest.raises(CheckpointError, match="gguf_file="):
         offload.from_pretrained(small)

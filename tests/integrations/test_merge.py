@@ -319,9 +319,9 @@ def test_an_adapter_of_another_model_and_no_adapter_at_all_are_told(folder: Path
     smaller = LlamaConfig(**{**SMALL, "hidden_size": 32}, tie_word_embeddings=False)
     other = offload.disk_offload(AutoModelForCausalLM.from_config(smaller))
 
-    with pytest.raises(CheckpointError, match="is no adapter for this LlamaForCausalLM"):
+    with pytest.raises(CheckpointError, match="is not an adapter for this LlamaForCausalLM"):
         offload.merge_lora(other, adapter)
-    with pytest.raises(CheckpointError, match="is no adapter for this Sequential"):
+    with pytest.raises(CheckpointError, match="is not an adapter for this Sequential"):
         offload.merge_lora(three(), adapter)
     with pytest.raises(CheckpointError, match=r"should be a folder with an adapter_config.json"):
         offload.merge_lora(other, tmp_path)

@@ -215,7 +215,7 @@ def test_nothing_in_a_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_can_t_be_kept_is_told(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "x.safetensors")
 
-    with pytest.raises(CacheError, match=r"are not of one length \('a': 3, 'b': 2\): choose with columns="):
+    with pytest.raises(CacheError, match=r"differ in length \('a': 3, 'b': 2\): choose with columns="):
         cache_from(tmp_path / "x.safetensors")
     with pytest.raises(CacheError, match="has no column 'z'; it has 'a', 'b'"):
         cache_from(tmp_path / "x.safetensors", columns=["z"])
@@ -243,7 +243,7 @@ def test_what_can_t_be_kept_of_hdf5_is_told(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["a"], file["b"], file["c"] = np.zeros(3), np.zeros(2), 7
 
-    with pytest.raises(CacheError, match=r"not of one length \('a': 3, 'b': 2\)"):
+    with pytest.raises(CacheError, match=r"differ in length \('a': 3, 'b': 2\)"):
         cache_from(tmp_path / "x.h5")
     assert [0.0] * 3 == cache_from(tmp_path / "x.h5", columns=["a"])[:]["a"].tolist()
     os.truncate(tmp_path / "x.h5", 700)
@@ -265,7 +265,7 @@ def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str,
     assert 2 == written.count(ends)
     (tmp_path / "x").write_bytes(written.replace(ends, struct.pack("<2i", 1 << 30, 1 << 30)))
 
-    with pytest.raises(CacheError, match=r"x is not Arrow's \(.*\): get it again, whole"):
+    with pytest.raises(CacheError, match=r"x is not Arrow's \(.*\): download or copy all of it again"):
         cache_from(tmp_path / "x", tmp_path / "cache", columns=columns)
     assert not (tmp_path / "cache").exists()
 
@@ -276,7 +276,9 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, form: str) -> 
     write = {"npy": _written_npy, "h5": _written_hdf5, "parquet": _written_parquet, "arrow": _written_arrow}
     write[form](path)
 
-    with pytest.raises(CorruptFileError, match=rf"(?s)x\.{form} can't be read \(.*\): is it whole\? Get it again"):
+    with pytest.raises(
+        CorruptFileError, match=rf"(?s)x\.{form} can't be read \(.*\): is it complete\? Download or copy it again"
+    ):
         cache_from(path, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -90,7 +90,7 @@ def test_a_tensorclass_and_its_folder_become_rows(tmp_path: Path, caplog: pytest
     assert ["one"] * 3 == found["label"]
     with caplog.at_level(logging.INFO, "offload"):
         assert torch.equal(sample.obs, cache_from(tmp_path / "folder")[:]["obs"])
-    assert "fields of the class that are no tensors are left out" in caplog.text
+    assert "fields of the class that are not tensors are left out" in caplog.text
 
 
 def test_what_has_no_rows_is_told() -> None:
@@ -179,7 +179,7 @@ def test_what_is_written_through_is_never_replaced_or_taken_for_another(tmp_path
     assert torch.equal(rows()["a"], td["a"].clone())
     (tmp_path / "other").write_bytes(b"\0" * 48)
     os.replace(tmp_path / "other", tmp_path / "data" / "a.memmap")
-    with pytest.raises(ChangedFileError, match="is another file than the one that was opened"):
+    with pytest.raises(ChangedFileError, match="is not the file that was opened"):
         td["a"].sum()
     os.truncate(tmp_path / "data" / "in" / "b.memmap", 8)
     with pytest.raises(OffloadError, match=r"b\.memmap"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import shutil
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from conftest import contents
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, LlamaForCausalLM, core_model_loading
 
 import offload
 from offload.errors import CheckpointError, ForeignFileError, MissingFileError
@@ -286,7 +288,7 @@ def test_a_checkpoint_of_another_model_is_refused(llama_folder: Path, tmp_path: 
     (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
     save_file({"encoder.w": torch.ones(2)}, tmp_path / "model.safetensors")
 
-    with pytest.raises(CheckpointError, match="is of another model than LlamaForCausalLM"):
+    with pytest.raises(CheckpointError, match="belongs to another model than LlamaForCausalLM"):
         offload.from_pretrained(tmp_path)
 
 
@@ -343,6 +345,41 @@ def test_what_is_no_model_class_is_told(llama_folder: Path, model_class: Any) ->
 def test_an_option_that_would_be_left_out_is_told(llama_folder: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"takes no '{name}': "):
         offload.from_pretrained(llama_folder, **{name: "any"})
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nothing_is_converted_in_threads_and_the_environment_is_as_it_was_once_all_loadings_ended(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """One loading begins within another, as in two threads, and fails."""
+    name, converting, converted = "HF_DEACTIVATE_ASYNC_LOAD", core_model_loading._materialize_copy, []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+
+    def convert(tensor: Any, *args: Any) -> Any:
+        if not converted:
+            converted.append(threading.current_thread())
+            with pytest.raises(ZeroDivisionError):
+                offload.from_pretrained(llama_folder, model_class=Failing)
+        converted.append(threading.current_thread())
+        return converting(tensor, *args)
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", convert)
+    offload.from_pretrained(llama_folder)
+
+    assert len(converted) > 2
+    assert {threading.main_thread()} == set(converted)
+    assert before == os.environ.get(name)
+
+
+class Failing(LlamaForCausalLM):
+    """Raises while it is filled, and not while it is made empty."""
+
+    def tie_weights(self, *args: Any, **options: Any) -> Any:
+        if any(not value.is_meta for value in self.parameters()):
+            raise ZeroDivisionError
+        return super().tie_weights(*args, **options)
 
 
 def test_options_of_the_configuration_are_taken(llama_folder: Path) -> None:

@@ -82,6 +82,9 @@ def load_memmap(
         without: entries to leave out: keys, or tuples of keys for nested ones. Pickled data has to be.
         offload_dir: where copies go; None for a private folder.
 
+    Returns:
+        A TensorDict, or the tensorclass that was saved.
+
     Raises:
         MissingFileError, CorruptFileError: there is no such folder, or it is not whole.
         UnknownTypeError: it holds a class that is not among `types`.
@@ -124,7 +127,7 @@ def _which(folder: Path) -> tuple[int, int] | None:
 
 
 def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
-    """Make `td` hold what stands in a folder now; it is given back.
+    """Update `td` to what is in a folder now.
 
     Its leaves are replaced by offloaded ones over the files, entries that the folder does not have are removed, nested
     TensorDicts are kept. This is how to see what another process has written since. To write the values of the folder
@@ -133,6 +136,17 @@ def load_memmap_(td: Any, folder: PathLike, **options: Any) -> Any:
     Args:
         td: a TensorDict, or a tensorclass that has tensors only.
         folder, options: as for `load_memmap`.
+
+    Returns:
+        `td`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> _ = TensorDict(x=torch.ones(2), batch_size=[2]).memmap("changing")
+        >>> td = load_memmap("changing")
+        >>> _ = TensorDict(x=torch.zeros(2), batch_size=[2]).memmap("changing")  # as another process would
+        >>> load_memmap_(td, "changing")["x"].sum()
+        tensor(0.)
     """
     options = {"device": td.device, **options}
     _take_over(td, load_memmap(folder, **options))
@@ -250,7 +264,7 @@ class _Reading:
         while is_folder(folder / str(len(layers))):
             layers.append(self.folder(folder / str(len(layers)), (*way, str(len(layers)))))
         if not layers:
-            raise CorruptFileError(f"{folder} is a stack of TensorDicts, and has none. Get the folder again.")
+            raise CorruptFileError(f"{folder} is a stack of TensorDicts, and has none. Copy the folder again.")
         with _as_written(folder):
             dim, name = meta["stack_dim"], meta.get("stack_dim_name")
             return LazyStackedTensorDict(*layers, stack_dim=dim, stack_dim_name=name)
@@ -285,7 +299,7 @@ def _meta_of(folder: Path) -> dict[str, Any]:
         reason = "this is not a folder that TensorDict.memmap wrote, or a part of one is gone"
         raise MissingFileError(error.errno, reason, str(path)) from error
     if not isinstance(meta, dict) or not isinstance(meta.get("_type"), str):
-        raise CorruptFileError(f"{path} does not say what the folder holds. Get the folder again.")
+        raise CorruptFileError(f"{path} does not say what the folder holds. Copy the folder again.")
     return meta
 
 
@@ -330,7 +344,9 @@ def _place(folder: Path, key: str, suffix: str) -> Path:
         CorruptFileError: no file can be called so.
     """
     if not is_unicode(key):
-        raise CorruptFileError(f"{folder / META} names an entry {key!r}, and no file can be called that: get it again")
+        raise CorruptFileError(
+            f"{folder / META} names an entry {key!r}, and no file can be called that: download or copy it again"
+        )
     path = folder / f"{escaped(key)}{suffix}"
     plain = folder / f"{key}{suffix}"
     if plain != path and plain.parent == folder and key not in (".", "..") and not is_there(path) and is_there(plain):

@@ -39,7 +39,7 @@ def rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
     """
     inner = path / INNER
     if inner.is_dir():
-        log.info("%s: fields of the class that are no tensors are left out", path)
+        log.info("%s: fields of the class that are not tensors are left out", path)
     return rows_of_tensordict(load_memmap(inner if inner.is_dir() else path, device="cpu"), columns, str(path))
 
 

@@ -106,12 +106,17 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
         What `TensorDict.load_memmap` gives: its leaves are mapped, and to write to one is to write its file.
 
     Raises: as `save_memmap`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> memmap_like(TensorDict(x=torch.empty(4, 3, device="meta"), batch_size=[4]), "to_fill")["x"].sum()
+        tensor(0.)
     """
     from tensordict import TensorDict
 
     folder, plan = absolute(folder), _planned(td, copies=True, of_zeros=True)
     if not is_unicode(str(folder)):
-        raise ArgumentError(f"{str(folder)!r} is no path that tensordict can map files of: it is not UTF-8")
+        raise ArgumentError(f"{str(folder)!r} is not a path that tensordict can map files under: it is not UTF-8")
     _publish(folder, plan, 0, existsok)
     return TensorDict.load_memmap(folder)
 
@@ -193,7 +198,7 @@ def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> dict[str, Any]:
         if key in _TAKEN:
             raise UnsupportedOpError(f"{told}: tensordict's format takes this key for itself, rename it")
         if not is_unicode(key):
-            raise UnsupportedOpError(f"{told!r}: no file can be called half a character, rename this key")
+            raise UnsupportedOpError(f"{told!r}: a lone surrogate can't be in the name of a file, rename this key")
         value = td.get(key)
         if is_tensor_collection(value):
             meta[key] = {"type": type(value).__name__}
