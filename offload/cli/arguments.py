@@ -24,7 +24,7 @@ _MOST = 2**31 - 1
 def path(text: str) -> Path:
     """A path. An empty one would be the folder that one is in: a variable of a shell that is not set."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return Path(text)
 
 
@@ -52,7 +52,7 @@ def prompt(text: str) -> str:
 def count(text: str) -> int:
     """A number of things, 1 or more."""
     if not text.isdecimal() or len(text) > len(str(_MOST)) or not 1 <= int(text) <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from 1 to {_MOST}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {_MOST}")
     return int(text)
 
 
@@ -62,7 +62,7 @@ def dtype(text: str) -> torch.dtype:
 
     found = dtype_named(_SHORT_DTYPES.get(text, text.removeprefix("torch.")))
     if found is None or not found.is_floating_point:
-        raise argparse.ArgumentTypeError(f"{text!r} is no floating-point dtype: bf16, fp16, fp32, float64...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a floating-point dtype: use bfloat16, float16, float32...")
     return found
 
 
@@ -73,7 +73,7 @@ def size(text: str) -> str:
     try:
         as_bytes(text, 0)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no size: 500MB, 5GB, 4096...") from error
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size: use 500MB, 5GB, 4096...") from error
     return text
 
 

@@ -24,9 +24,11 @@ _EPILOG = """examples:
   offload batch MODEL requests.jsonl answers.jsonl
   offload quantize MODEL model-int8 --int8
 
-MODEL is a folder with a checkpoint, or a model on the hub. offload COMMAND --help lists a command's options.
+MODEL is a folder with a checkpoint, or a model on the hub.
+offload COMMAND --help lists a command's options.
 
-exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line; 130 interrupted"""
+exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
+130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,9 +16,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from offload.cli import arguments
-from offload.cli.output import allow_json, counted, doing, print_json, print_pairs
+from offload.cli.output import allow_json, counted, doing, hide_bars_off_a_terminal, print_json, print_pairs
 from offload.errors import ArgumentError, CheckpointError
 from offload.storage.reasons import first_line
+from offload.storage.regular import is_folder
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +33,11 @@ def add_to(commands: Any) -> None:
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
     add_model_options(command)
-    command.add_argument("--prompt", type=arguments.prompt, required=True)
+    command.add_argument("--prompt", type=arguments.prompt, required=True, help="the text that the model goes on from")
     command.add_argument(
         "--max-new-tokens", type=arguments.count, default=64, metavar="N", help="at most (default: %(default)s)"
     )
-    command.add_argument("--sample", action="store_true", help="sample, instead of taking the likeliest token")
+    command.add_argument("--sample", action="store_true", help="sample (default: take the likeliest token)")
     command.set_defaults(run=generate)
 
     timing = commands.add_parser("bench", help="time a language model from disk", description=bench.__doc__)
@@ -51,7 +52,10 @@ def add_to(commands: Any) -> None:
     allow_json(command, timing)
     for made in (command, timing):
         made.add_argument(
-            "--report", type=arguments.path, metavar="FILE", help="write an HTML page of memory, reads and time"
+            "--report",
+            type=arguments.path,
+            metavar="FILE",
+            help="where an HTML page of memory, reads and time goes (default: none is made)",
         )
         model = next(action for action in made._actions if action.dest == "model")
         model.complete = shtab.DIRECTORY
@@ -59,7 +63,7 @@ def add_to(commands: Any) -> None:
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
     """Which model, and where it is to be."""
-    command.add_argument("model", help="a folder with a checkpoint, or a model on the hub")
+    command.add_argument("model", help="a folder with a checkpoint, a GGUF file, or a model on the hub")
     command.add_argument(
         "--device",
         type=arguments.device,
@@ -106,7 +110,7 @@ def generate(options: argparse.Namespace) -> None:
         tokenizer = tokenizer_of(folder)
     inputs = tokenizer(options.prompt, return_tensors="pt")
     if inputs["input_ids"].numel() == 0:
-        raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: say something")
+        raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
     before = anonymous_bytes()
     model = loaded_model(folder, options)
     inputs = inputs.to(model.device)
@@ -195,12 +199,9 @@ def _written(name: str, value: float | None, decimal: Callable[[int], str]) -> s
 
 def folder_of_model(options: argparse.Namespace) -> Path:
     """The folder of the model that is named; one of the hub is downloaded."""
-    from transformers.utils.logging import disable_progress_bar
-
     from offload.integrations.hub import folder_of
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+    hide_bars_off_a_terminal()
     return folder_of(options.model, revision=options.revision) if options.revision else folder_of(options.model)
 
 
@@ -258,17 +259,23 @@ def _marking(mark: Callable[[], None]) -> Any:
     return Marking()
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """The model's tokenizer.
+def tokenizer_of(model: Path) -> Any:
+    """The model's tokenizer: of a folder, or of what a GGUF file says of it.
 
     Raises:
         CheckpointError: there is none that can be loaded.
     """
     from transformers import AutoTokenizer
 
+    file: dict[str, str] = {} if is_folder(model) else {"gguf_file": model.name}
+    folder = model.parent if file else model
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, **file)
     except Exception as error:  # whatever it makes of files that are damaged
+        if file:
+            raise CheckpointError(
+                f"{model} has no tokenizer that transformers can load ({first_line(error)})"
+            ) from error
         raise CheckpointError(
             f"{folder} has no tokenizer that transformers can load ({first_line(error)}): put the one of the model "
             "there (tokenizer.json and tokenizer_config.json)"

@@ -47,6 +47,14 @@ def logging_to_stderr(verbose: int) -> Iterator[None]:
         log.removeHandler(handler)
 
 
+def hide_bars_off_a_terminal() -> None:
+    """Have transformers and the hub draw no progress bars where standard error is a pipe or a file."""
+    from transformers.utils.logging import disable_progress_bar
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+
+
 @contextmanager
 def doing(what: str) -> Iterator[Callable[[], None]]:
     """Say on a terminal what takes a while, as long as the block runs; gives what ends that before."""

@@ -124,7 +124,7 @@ def parsed(line: bytes, number: int) -> Request:
         raise BadRequest("it is no JSON object")
     body = said.get("body", said)
     if not isinstance(body, dict):
-        raise BadRequest("its body is no JSON object")
+        raise BadRequest("its body is not a JSON object")
     return Request(
         custom_id=_custom_id(said, number),
         messages=_messages(body),

@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
     """Add these commands to a command line."""
     import shtab
 
-    about = "What a cache of rows holds, whether it is whole, and as files of other kinds"
+    about = "What a cache of rows holds, whether it is whole, and as files of other kinds."
     group = commands.add_parser("cache", help="look at a cache of rows, or export it", description=about)
     kinds = group.add_subparsers(required=True, metavar="COMMAND")
     made = {}

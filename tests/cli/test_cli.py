@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from offload import OffloadedTensor, cli
 from offload.models.checkpoint import open_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
+from tests.models.gguf_files import write_gguf
 from tests.processes import run_script
 
 
@@ -116,6 +117,35 @@ def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest
     assert 1 == cli.main(["generate", str(llama_folder), "--prompt", "x"])
 
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_generate_runs_a_gguf_file_with_the_tokenizer_in_it(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_gguf(AutoModelForCausalLM.from_pretrained(llama_folder), tmp_path / "model.gguf", "Q8_0")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    inputs = tokenizer("abc", return_tensors="pt")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    expected = plain.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    capsys.readouterr()
+
+    path = str(tmp_path / "model.gguf")
+    assert 0 == cli.main(["generate", path, "--prompt", "abc", "--max-new-tokens", "4", "--json"])
+
+    assert expected.tolist() == json.loads(capsys.readouterr().out)["tokens"]
+
+
+def test_bench_times_a_gguf_file(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_gguf(AutoModelForCausalLM.from_pretrained(llama_folder), tmp_path / "model.gguf", "Q8_0")
+
+    path = str(tmp_path / "model.gguf")
+    assert 0 == cli.main(["bench", path, "--prompt-tokens", "3", "--new-tokens", "2", "--json"])
+
+    assert 0 < json.loads(capsys.readouterr().out.splitlines()[-1])["token_seconds"]
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -403,17 +433,17 @@ def test_bench_has_imported_what_the_model_needs_when_it_begins_to_load(llama_fo
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--max-memory", "much"], "'much' is no size"),
-        (["--max-memory", "9" * 400], "is no size"),
+        (["--max-memory", "much"], "'much' is not a size"),
+        (["--max-memory", "9" * 400], "is not a size"),
         (["--device", "toaster"], "finds no device 'toaster' here"),
         (["--device", ""], "finds no device"),
         (["--device", "meta"], "nothing is computed on 'meta'"),
-        (["--dtype", "int8"], "'int8' is no floating-point dtype"),
-        (["--offload-dir", ""], "'' is no path"),
-        (["--report", "x\0y"], "is no path"),
-        (["--max-new-tokens", "0"], "'0' is no number from 1 to"),
-        (["--max-new-tokens", "9" * 5000], "is no number from 1 to"),
-        (["--max-new-tokens", "1.5"], "'1.5' is no number"),
+        (["--dtype", "int8"], "'int8' is not a floating-point dtype"),
+        (["--offload-dir", ""], "'' is not a path"),
+        (["--report", "x\0y"], "is not a path"),
+        (["--max-new-tokens", "0"], "'0' is not a number from 1 to"),
+        (["--max-new-tokens", "9" * 5000], "is not a number from 1 to"),
+        (["--max-new-tokens", "1.5"], "'1.5' is not a number"),
         (["--prompt", "\udcff"], "not valid UTF-8"),
     ],
 )
@@ -433,7 +463,7 @@ def test_an_empty_path_is_not_the_folder_that_one_is_in(command: str, capsys: py
     with pytest.raises(SystemExit, match="2"):
         cli.main([*command.split(), "", *(["new"] if command == "convert" else [])])
 
-    assert "'' is no path" in capsys.readouterr().err
+    assert "'' is not a path" in capsys.readouterr().err
 
 
 def test_a_prompt_without_tokens_is_told_in_words(
@@ -584,7 +614,7 @@ def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit, match="2"):
         cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--max-shard-size", "much"])
 
-    assert "'much' is no size" in capsys.readouterr().err
+    assert "'much' is not a size" in capsys.readouterr().err
 
 
 FLAGS = [("-v", ["told"]), ("-vv", ["told", "more"]), ("--verbose", ["told"]), (None, [])]

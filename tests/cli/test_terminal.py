@@ -1,0 +1,109 @@
+"""What the command line prints on a terminal of 80 columns, and in a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offload.cli.main import parser
+
+NAME = "model.layers.10.block_sparse_moe.experts.7.down_projection_of_the_feed_forward_part.weight"
+
+
+def _parsers(one: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield one
+    for action in one._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _parsers(command)
+
+
+COMMANDS = [pytest.param(one, id=one.prog) for one in _parsers(parser())]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_into_80_columns(command: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert [] == [line for line in command.format_help().splitlines() if len(line) > 80]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_the_default_of_each_option_that_takes_a_value(command: argparse.ArgumentParser) -> None:
+    takes_a_value = [action for action in command._actions if action.option_strings and action.nargs != 0]
+    optional = [action for action in takes_a_value if not action.required and action.dest != "print_completion"]
+
+    assert [] == [action.dest for action in optional if "default: " not in (action.help or "")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_something_of_each_argument(command: argparse.ArgumentParser) -> None:
+    told = [action for action in command._actions if not isinstance(action, argparse._SubParsersAction)]
+
+    assert [] == [action.dest for action in told if not action.help]
+
+
+def test_a_table_fits_into_a_terminal_and_keeps_its_words(tmp_path: Path) -> None:
+    """A name that is longer than the terminal is wide goes on in the next line."""
+    save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+
+    lines = _on_a_terminal("inspect", str(tmp_path))
+
+    assert [] == [line for line in lines if len(line) > 80]
+    first_words = [line.split()[0] for line in lines if line.strip()]
+    assert NAME in "".join(word for word in first_words if word in NAME)
+
+
+def test_an_error_on_a_terminal_is_said_whole(tmp_path: Path) -> None:
+    missing = str(tmp_path / NAME)
+
+    assert missing in "".join(_on_a_terminal("inspect", missing))
+
+
+def test_a_table_in_a_pipe_has_a_line_a_row_and_no_escapes(tmp_path: Path) -> None:
+    save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+
+    done = subprocess.run(_command("inspect", str(tmp_path)), capture_output=True, text=True, check=True)
+
+    assert "" == done.stderr
+    assert "\x1b" not in done.stdout
+    assert [f"{NAME} float32 [2, 3] 24 bytes model.safetensors".split()] == [
+        line.split() for line in done.stdout.splitlines() if NAME in line
+    ]
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "offload.cli", *words]
+
+
+def _on_a_terminal(*words: str) -> list[str]:
+    """The lines of a command on a terminal of 80 columns, without colours."""
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 80))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    environment["TERM"] = "xterm"
+    with subprocess.Popen(_command(*words), stdin=follower, stdout=follower, stderr=follower, env=environment):
+        os.close(follower)
+        said = b"".join(_read(leader))
+    os.close(leader)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode()).replace("\r", "").splitlines()
+
+
+def _read(leader: int) -> Iterator[bytes]:
+    """Until all that hold the terminal's other end have closed it, which Linux tells by EIO."""
+    while True:
+        try:
+            yield os.read(leader, 4096)
+        except OSError:
+            return
