@@ -1,4 +1,4 @@
-"""A function run in a process of its own.
+"""A function run in a process of its own, or in several at once.
 
 Always true:
 - the process is fresh: it has imported what trials need, and has loaded, computed and mapped nothing
@@ -8,12 +8,14 @@ Always true:
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_begun: list[Iterator[Any]] = []  # in a process that goes step by step, what it takes them from
 
 
 def run_apart(function: Callable[..., T], *args: Any) -> T:
@@ -26,10 +28,50 @@ def run_apart(function: Callable[..., T], *args: Any) -> T:
     Raises:
         RuntimeError: the process was killed.
     """
+    with _process() as pool:
+        return _answer(pool, function, *args)
+
+
+def run_together(function: Callable[..., T], count: int, *args: Any) -> list[T]:
+    """What the function returns in each of several processes that wait for one another; their number comes first.
+
+    Args and errors: as `run_apart`.
+    """
+    with _process(count) as pool, ThreadPoolExecutor(count) as waiting:
+        return list(waiting.map(lambda number: _answer(pool, function, number, *args), range(count)))
+
+
+@contextmanager
+def stepping_apart(steps: Callable[..., Iterator[T]], *args: Any) -> Iterator[Callable[[], T]]:
+    """What a generator in a process of its own gives: the next one at each call.
+
+    Args:
+        steps: one that a module defines by name.
+        args: what can be pickled.
+
+    Raises: as `run_apart`, from the calls too.
+    """
+    with _process() as pool:
+        _answer(pool, _begin, steps, *args)
+        yield lambda: _answer(pool, _next)
+
+
+def _begin(steps: Callable[..., Iterator[Any]], *args: Any) -> None:
+    _begun.append(steps(*args))
+
+
+def _next() -> Any:
+    return next(_begun[-1])
+
+
+def _process(count: int = 1) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.preload"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            return pool.submit(function, *args).result()
-        except BrokenProcessPool as error:
-            raise RuntimeError("the process was killed; under a memory cap that is for want of memory") from error
+    return ProcessPoolExecutor(count, mp_context=context)
+
+
+def _answer(pool: ProcessPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+    try:
+        return pool.submit(function, *args).result()
+    except BrokenProcessPool as error:
+        raise RuntimeError("the process was killed; under a memory cap that is for want of memory") from error

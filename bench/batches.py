@@ -5,7 +5,7 @@ Always true:
 - every way gives the same results for the same batches, and its figures are those of a batch after two sweeps or more
 - in lockstep these are sweeps in the course of one call: three, or those of a text; what is read ahead after the last
   one, and then not used, counts
-- the cap has room for what kernels keep: as much as the model in memory takes beside its files for the same work
+- the cap has room for what kernels keep: as much as `offload`, which maps the files, takes for this work without a cap
 - the limit is the larger of computing, and of reading what is over the budget once for all that are in flight
 """
 
@@ -34,7 +34,7 @@ from bench.process import MemoryTrace, read_bytes
 from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 
-_ONE_BY_ONE = "offload, one by one"
+ONE_BY_ONE = "offload, one by one"
 _COMPUTING = "computing"
 _FACTOR = 3.0  # times the budget that a model is
 _A_BATCH = 6 * MIB  # what a batch in flight takes: a thread, and the scratch of its kernels
@@ -118,12 +118,12 @@ def _figures_of(
 ) -> list[Figure]:
     files, size = files_in(folder), bytes_of_a_pass(folder)
     budget = max(int(size / _FACTOR), MIB)
-    kept = run_apart(trial, IN_MEMORY, folder, scratch, work, 0, max(_REHEARSED // work.passes, 1)).peak_bytes
+    kept = run_apart(trial, OURS, folder, scratch, work, 0, max(_REHEARSED // work.passes, 1)).peak_bytes
     allowance = ALLOWANCE + kept + max(counts) * _A_BATCH
     capped = partial(_in_group, folder, scratch, budget, allowance, work)
     peers = {arm: partial(capped, arm, 0, 1) for arm in WAYS if arm != OURS}
     lockstep = {_lockstep(count): partial(capped, OURS, count, work.measured) for count in counts}
-    alone = {_ONE_BY_ONE: partial(capped, OURS, 0, 2)}
+    alone = {ONE_BY_ONE: partial(capped, OURS, 0, 2)}
     computing = partial(run_apart, trial, IN_MEMORY, folder, scratch, work, 0, 2)
     make_cold(files)
     rate = sum(path.stat().st_size for path in files) / fastest_reader(files).seconds(files)
@@ -194,7 +194,7 @@ def trial(
         fn = partial(work, model)
         each = max(in_flight, 1)
         first = work.first * each
-        results = _mapped(arm, fn, range(first + times * each), model, in_flight)
+        results = mapped(arm, fn, range(first + times * each), model, in_flight)
         done = [next(results) for _ in range(first)]
         before, start = read_bytes(), time.perf_counter()
         done.extend(results)
@@ -203,7 +203,8 @@ def trial(
     return Trial(seconds / measured, read / measured, memory.peak, done)
 
 
-def _mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> Iterator[Any]:
+def mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> Iterator[Any]:
+    """The results of a function of numbers: so many in flight, or one by one for 0."""
     if arm == OURS and in_flight:
         return offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False)
     return map(fn, numbers)

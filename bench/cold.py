@@ -1,7 +1,7 @@
 """Forward passes with nothing in the page cache: read ahead or wait.
 
 Always true:
-- before every pass the checkpoint's files and the peer's own are dropped from the page cache, and looked at
+- before every pass the checkpoint's files and the peer's own are dropped from the page cache, which is verified
 - the limit is the longer of two times of the same round: reading the weights with O_DIRECT, and computing in memory
 """
 

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,19 @@ def steps(folder: Path, scratch: Path, pairs: int) -> Rounds[float]:
 
 
 class Decoder:
-    """One model, its cache of keys and values, and the tokens so far."""
+    """One model, its cache of keys and values, and the tokens so far.
 
-    def __init__(self, model: Any) -> None:
+    Attributes:
+        first_seconds: that the pass over the prompt took.
+        tokens: that were decoded.
+    """
+
+    def __init__(self, model: Any, prompt: Sequence[int] = PROMPT) -> None:
         self._model = model
+        start = time.perf_counter()
         with torch.inference_mode():
-            done = model(torch.tensor([PROMPT]), use_cache=True)
+            done = model(torch.tensor([prompt]), use_cache=True)
+        self.first_seconds = time.perf_counter() - start
         self._cache = done.past_key_values
         self.tokens = [int(done.logits[0, -1].argmax())]
 

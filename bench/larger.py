@@ -11,7 +11,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,13 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     return [figure for kind in scale.larger for figure in _figures_of(kind, scale, scratch)]
 
 
-def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
+@contextmanager
+def made_larger(kind: str, scale: Scale, scratch: Path) -> Iterator[tuple[Path, float]]:
+    """The folder of a checkpoint that is larger than memory, and the rate of the disk; the folder goes at the end.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
     nbytes = psutil.virtual_memory().total * scale.larger_times
     free = shutil.disk_usage(scratch).free
     if free < 1.1 * nbytes:
@@ -68,11 +75,15 @@ def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
         folder = scale.larger[kind](Path(made), nbytes / 1e9)
         files = files_in(folder)
         make_cold(files)
-        missing = absent({arm: PACKAGES[arm] for arm in _ARMS})
-        if shutil.disk_usage(scratch).free < 1.1 * nbytes:
-            missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"
         enough = min(_ENOUGH, sum(path.stat().st_size for path in files))
-        rate = enough / fastest_reader(files).seconds(files, enough)
+        yield folder, enough / fastest_reader(files).seconds(files, enough)
+
+
+def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
+    with made_larger(kind, scale, scratch) as (folder, rate):
+        missing = absent({arm: PACKAGES[arm] for arm in _ARMS})
+        if shutil.disk_usage(scratch).free < 1.1 * sum(path.stat().st_size for path in files_in(folder)):
+            missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"
         arms = {arm: partial(run_apart, trial, arm, folder, scratch) for arm in _ARMS}
         done = in_turn(arms, 1, missing)
         return _told(f"larger, {kind}", done, rate, folder)

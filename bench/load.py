@@ -1,14 +1,17 @@
-"""What loading costs a tensor: CPU time to fill an empty model of many tiny tensors from one safetensors file.
+"""What loading costs: CPU time a tensor, of a model of many tiny ones; and of a large mixture of experts in FP8.
 
 Always true:
-- making the empty model is not counted
-- the limit is the model in memory: safetensors maps the file, and the values are assigned
+- of the tiny ones, making the empty model is not counted, and the limit is the model in memory: safetensors maps the
+  file, and the values are assigned
+- the files of the mixture have headers, and holes for values, which loading does not read; nobody else loads it packed
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +20,9 @@ from torch import nn
 
 import offload
 from bench.apart import run_apart
-from bench.peers import IN_MEMORY, PACKAGES, WAYS, absent
+from bench.models import toy_fp8_experts
+from bench.peers import IN_MEMORY, OURS, PACKAGES, WAYS, absent
+from bench.process import MemoryTrace, written_bytes
 from bench.rounds import Figure, in_turn
 from bench.scale import Scale
 
@@ -32,7 +37,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
         done = in_turn(arms, scale.rounds, absent(PACKAGES))
     limit = done.take(IN_MEMORY)
     case = f"load: CPU time a tensor, {scale.load_tensors} tensors"
-    return [Figure(case, "µs", done.results, limit, IN_MEMORY, done.missing)]
+    return [Figure(case, "µs", done.results, limit, IN_MEMORY, done.missing), *_of_experts(scale, scratch)]
 
 
 def many(tensors: int) -> nn.Module:
@@ -53,3 +58,44 @@ def _seconds(arm: str, file: Path, tensors: int) -> float:
         start = time.process_time()
         WAYS[arm].fill(model, file, Path(own))
         return time.process_time() - start
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Seconds, of the processors and on the clock, and bytes: of anonymous memory, and that were written."""
+
+    cpu_seconds: float
+    seconds: float
+    peak_bytes: int
+    bytes_written: int
+
+
+def _of_experts(scale: Scale, scratch: Path) -> list[Figure]:
+    with tempfile.TemporaryDirectory(dir=scratch) as made:
+        folder, small = Path(made) / "large", Path(made) / "small"
+        scale.packed_experts(folder, scale.load_gigabytes, is_hollow=True)
+        toy_fp8_experts(small, 0, is_hollow=True)
+        done = in_turn({OURS: partial(run_apart, loading, folder, small)}, scale.rounds, {})
+    case = f"load, {scale.load_gigabytes:g} GB of experts in FP8"
+
+    def figure(what: str, unit: str, value: Callable[[Loading], float]) -> Figure:
+        return Figure(f"{case}: {what}", unit, done.values(value), [], "", done.missing)
+
+    return [
+        figure("CPU time", "s", lambda one: one.cpu_seconds),
+        figure("time", "s", lambda one: one.seconds),
+        figure("peak anonymous memory", "B", lambda one: one.peak_bytes),
+        figure("bytes written", "B", lambda one: one.bytes_written),
+    ]
+
+
+def loading(folder: Path, small: Path) -> Loading:
+    """Load a model, once first calls are over."""
+    WAYS[OURS].load(small, small)
+    with MemoryTrace(period=0.05) as memory:
+        written, start, clock = written_bytes(), time.process_time(), time.perf_counter()
+        model = WAYS[OURS].load(folder, folder)
+        done = Loading(time.process_time() - start, time.perf_counter() - clock, 0, written_bytes() - written)
+        loaded = memory.now()
+    del model
+    return replace(done, peak_bytes=max(loaded, memory.peak))

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from bench.page_cache import files_in, warm
 from bench.peers import IN_MEMORY, OURS
 from bench.report import draw_memory
 from bench.rounds import Trace
+from offload.cli import output
 
 SENTENCES = (
     "A cat sleeps on the warm windowsill.",
@@ -45,7 +45,7 @@ SENTENCES = (
 TOKENS = 16
 ROUNDS = 3  # interleaved; the report gives medians
 ARMS = (IN_MEMORY, OURS, "accelerate")
-console = Console(highlight=False)
+console = output.console()
 
 
 def main() -> int:
@@ -61,9 +61,11 @@ def main() -> int:
         help="where the picture goes; its points beside it",
     )
     chosen = options.parse_args()
-    embed()
-    folder, prompt = _folder_and_prompt(chosen.model, chosen.prompt)
-    trials = generate(folder, prompt, text_of=chosen.model)
+    with output.logging_to_stderr(0):  # no warnings of what neighbours import
+        output.hide_bars_off_a_terminal()
+        embed()
+        folder, prompt = _folder_and_prompt(chosen.model, chosen.prompt)
+        trials = generate(folder, prompt, text_of=chosen.model)
     report(folder, trials)
     traces = {trial.arm: trial.trace for trial in trials}
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
@@ -96,9 +98,8 @@ def embed() -> None:
     likeness = vectors @ vectors.T  # (sentences, sentences)
     rows, columns = torch.triu_indices(len(SENTENCES), len(SENTENCES), offset=1)
     ranking = likeness[rows, columns].argsort(descending=True)[:6]
-    table = Table(
-        "likeness", "sentence", "sentence", title="all-MiniLM-L6-v2 on disk: the likest of 12 sentences", box=box.SIMPLE
-    )
+    title = "all-MiniLM-L6-v2 on disk: the most similar of 12 sentences"
+    table = Table("likeness", "sentence", "sentence", title=title, box=box.SIMPLE)
     for pair in ranking:
         row, column = int(rows[pair]), int(columns[pair])
         table.add_row(f"{likeness[row, column]:.3f}", SENTENCES[row], SENTENCES[column])

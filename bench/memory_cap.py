@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,9 +49,8 @@ def memory_cap(limit: int) -> Iterator[Group]:
     Raises:
         OSError: this process may not make one.
     """
-    group = Group(_own_folder() / f"offload-bench-{os.getpid()}")
     try:
-        group.folder.mkdir()
+        group = Group(Path(tempfile.mkdtemp(prefix="offload-bench-", dir=_own_folder())))
     except OSError as error:
         raise OSError(f"no memory cgroup can be made: {error}") from error
     try:

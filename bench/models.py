@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -96,43 +98,140 @@ def sliced(folder: Path, kind: str = "LlamaConfig", *, dtype: str = "bfloat16", 
     Raises:
         OSError: the disk is full.
     """
+    made, model = _on_meta(kind, dtype, config)
+    made.save_pretrained(folder)
+    torch.manual_seed(0)
+    block = torch.randn(1 << 24).mul_(0.02).to(getattr(torch, dtype))
+    return _write_shards(folder, model.state_dict(), {block.dtype: block})
+
+
+def fp8_experts(
+    folder: Path,
+    gigabytes: float,
+    *,
+    layers: int | None = None,
+    is_hollow: bool = False,
+    sizes: Mapping[str, int] | None = None,
+) -> Path:
+    """A mixture of experts of about so many bytes in FP8, shaped as Qwen3-30B-A3B, one matrix an expert.
+
+    Args:
+        folder: where it is written.
+        gigabytes: from which the number of layers follows.
+        layers: that number, if it is known.
+        is_hollow: whether the files have headers, and holes for values: they take no room on the disk.
+        sizes: of the configuration, where others are wanted.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    layers = layers or max(1, round(gigabytes * 1e9 / (128 * 3 * 2048 * 768 + 2 * 2048 * (4096 + 512))))
+    widths = {"vocab_size": 16_000, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    counts = {"num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4}
+    given = {**widths, **counts, "head_dim": 128, "num_hidden_layers": layers, **(sizes or {})}
+    made, model = _on_meta("Qwen3MoeConfig", "bfloat16", given)
+    made.quantization_config = FP8
+    made.save_pretrained(folder)
+    values: dict[str, torch.Tensor] = {}
+    for name, shape in names_apart(model.state_dict()):
+        if not name.endswith("_proj.weight"):
+            values[name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            continue
+        blocks = [-(-size // 128) for size in shape]
+        values[name] = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+        values[f"{name}_scale_inv"] = torch.empty(blocks, dtype=torch.float32, device="meta")
+    if is_hollow:
+        return _write_shards(folder, values, None)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 256, (1 << 24,), dtype=torch.uint8, generator=generator)
+    contents = {
+        torch.float8_e4m3fn: numbers.bitwise_and(0xBF),  # of 1.9 at most
+        torch.float32: torch.full((1 << 20,), 0.02),
+        torch.bfloat16: torch.randn(1 << 22, generator=generator).mul_(0.02).to(torch.bfloat16),
+    }
+    return _write_shards(folder, values, contents)
+
+
+def toy_fp8_experts(folder: Path, _gigabytes: float, *, is_hollow: bool = False) -> Path:
+    """As `fp8_experts`, of some megabytes."""
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8}
+    given = {**sizes, **heads, "num_experts_per_tok": 2}
+    return fp8_experts(folder, 0, layers=2, is_hollow=is_hollow, sizes=given)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def names_apart(values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes that the values of a model have in a checkpoint where experts stand apart."""
+    for name, value in values.items():
+        shape = tuple(value.shape)
+        if value.dim() != 3:
+            yield name, shape
+            continue
+        stem, _, which = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else (which,)
+        for expert in range(shape[0]):
+            yield from ((f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])) for part in parts)
+
+
+def _on_meta(kind: str, dtype: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A configuration, and its model without values."""
     import transformers
 
     made = getattr(transformers, kind)(dtype=dtype, **config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(made)
     made.architectures = [type(model).__name__]
-    made.save_pretrained(folder)
-    torch.manual_seed(0)
-    block = torch.randn(1 << 24).mul_(0.02).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    return made, model
+
+
+def _write_shards(
+    folder: Path, values: Mapping[str, torch.Tensor], blocks: Mapping[torch.dtype, torch.Tensor] | None
+) -> Path:
+    """A folder with values of these shapes and dtypes in shards of 2 GB, and their index."""
     shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, value in model.state_dict().items():
-        if sum(other.nbytes for other in shards[-1].values()) + value.nbytes > _SHARD:
+    size = 0
+    for name, value in values.items():
+        size += value.nbytes
+        if size > _SHARD:
             shards.append({})
+            size = value.nbytes
         shards[-1][name] = value
     index = {}
     for number, shard in enumerate(shards):
         path = folder / f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_slices(path, shard, memoryview(block))
+        _write_slices(path, shard, blocks)
         index.update(dict.fromkeys(shard, path.name))
-    total = sum(value.nbytes for shard in shards for value in shard.values())
+    total = sum(value.nbytes for value in values.values())
     described = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(described), encoding="utf-8")
     return folder
 
 
-def _write_slices(path: Path, values: dict[str, torch.Tensor], block: memoryview) -> None:
-    """A safetensors file of values of these shapes; each begins elsewhere in the block."""
+def _write_slices(
+    path: Path, values: Mapping[str, torch.Tensor], blocks: Mapping[torch.dtype, torch.Tensor] | None
+) -> None:
+    """A safetensors file of values of these shapes; each begins elsewhere in the block of its dtype, or is a hole."""
     header, end = {}, 0
     for name, value in values.items():
-        code = {torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype]
-        header[name] = {"dtype": code, "shape": [*value.shape], "data_offsets": [end, end + value.nbytes]}
+        header[name] = {
+            "dtype": _CODES[value.dtype],
+            "shape": [*value.shape],
+            "data_offsets": [end, end + value.nbytes],
+        }
         end += value.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 4096)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        if blocks is None:
+            file.truncate(8 + len(text) + end)
+            return
+        contents = {dtype: memoryview(block.view(torch.uint8).numpy()) for dtype, block in blocks.items()}
         for number, value in enumerate(values.values()):
+            block = contents[value.dtype]
             start, left = number * 7919 * 4096 % len(block), value.nbytes
             while left:
                 left -= file.write(block[start : start + left])
@@ -141,6 +240,7 @@ def _write_slices(path: Path, values: dict[str, torch.Tensor], block: memoryview
         os.fsync(file.fileno())
 
 
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
 _SHARD = 2_000_000_000
 _WIDE = {"num_attention_heads": 32, "num_key_value_heads": 4}
 

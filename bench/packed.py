@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -21,13 +23,14 @@ import torch
 from safetensors.torch import save_file
 
 import offload
-from bench.apart import run_apart
+from bench.apart import run_apart, stepping_apart
 from bench.capped import ALLOWANCE
 from bench.cold import next_token
 from bench.decode import Decoder
 from bench.generate import rehearse
 from bench.limits import MIB
-from bench.memory_cap import memory_cap
+from bench.memory_cap import Group, memory_cap
+from bench.models import FP8, names_apart
 from bench.page_cache import files_in, make_cold, warm
 from bench.peers import OURS
 from bench.process import read_bytes
@@ -60,13 +63,11 @@ class Form:
 
     Attributes:
         model_type: of the model that is packed so.
-        bits: that a weight takes, about.
         entry: the pieces of a weight, by their names in the checkpoint, from its name and shape.
         quantization: what the configuration says.
     """
 
     model_type: str
-    bits: float
     entry: Callable[[str, tuple[int, ...]], Entries]
     quantization: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -111,12 +112,12 @@ def _w4a16(name: str, shape: tuple[int, ...]) -> Entries:
 
 
 def _nf4(name: str, shape: tuple[int, ...]) -> Entries:
-    count = torch.Size(shape).numel()
+    numbers = torch.Size(shape).numel()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
     table = torch.linspace(-1, 1, 16)  # as even as that of nf4 is not: a table like any other
     return {
-        name: _random((count // 2, 1)),
-        f"{name}.absmax": torch.full((count // 64,), 0.04),
+        name: _random((numbers // 2, 1)),
+        f"{name}.absmax": torch.full((numbers // 64,), 0.04),
         f"{name}.quant_map": table,
         f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
     }
@@ -130,7 +131,6 @@ def _mxfp4(name: str, shape: tuple[int, ...]) -> Entries:
     return {f"{name}_blocks": _random((*scales.shape, 16)), f"{name}_scales": scales}
 
 
-_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _W4A16 = {
     "quant_method": "compressed-tensors",
@@ -142,29 +142,30 @@ _W4A16 = {
 _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _GGUF = "model.gguf"
 FORMS = {
-    "FP8": Form("llama", 8, _fp8, _FP8),
-    "W4A16": Form("llama", 4.1, _w4a16, _W4A16),
-    "NF4": Form("llama", 4.5, _nf4, _NF4),
-    "Q4_K": Form("llama", 4.5, _dense, options={"gguf_file": _GGUF, "dtype": torch.bfloat16}),
-    "cast": Form("llama", 32, partial(_dense, dtype=torch.float32), options={"dtype": torch.bfloat16}),
-    "FP8 experts": Form("qwen3_moe", 8, _fp8, _FP8),
-    "W4A16 experts": Form("qwen3_moe", 4.1, _w4a16, _W4A16),
-    "MXFP4 experts": Form("gpt_oss", 4.25, _mxfp4, {"quant_method": "mxfp4"}),
-    "joined experts": Form("qwen3_moe", 16, _dense),
+    "FP8": Form("llama", _fp8, FP8),
+    "W4A16": Form("llama", _w4a16, _W4A16),
+    "NF4": Form("llama", _nf4, _NF4),
+    "Q4_K": Form("llama", _dense, options={"gguf_file": _GGUF, "dtype": torch.bfloat16}),
+    "cast": Form("llama", partial(_dense, dtype=torch.float32), options={"dtype": torch.bfloat16}),
+    "FP8 experts": Form("qwen3_moe", _fp8, FP8),
+    "W4A16 experts": Form("qwen3_moe", _w4a16, _W4A16),
+    "MXFP4 experts": Form("gpt_oss", _mxfp4, {"quant_method": "mxfp4"}),
+    "joined experts": Form("qwen3_moe", _dense),
 }
 
 
 def made(form: Form, folder: Path, gigabytes: float) -> Stored:
-    """A checkpoint of about so many bytes in a form; of two layers if that is 0."""
+    """A checkpoint in a form, of about so many bytes once it is dense; of two layers if that is 0."""
     config, model = _empty(form.model_type, 2)
     layer = sum(value.numel() for name, value in model.state_dict().items() if ".0." in name and value.dim() > 1)
-    config, model = _empty(form.model_type, max(2, round(8e9 * gigabytes / form.bits / layer)), small=not gigabytes)
+    config, model = _empty(form.model_type, max(2, round(1e9 * gigabytes / 2 / layer)), small=not gigabytes)
     if "gguf_file" in form.options:
         return Stored(_written_gguf(config, model, folder), form.options)
     if form.quantization is not None:
         config.quantization_config = dict(form.quantization)
     config.save_pretrained(folder)
-    stored = _stored(model, are_apart=form.model_type != "gpt_oss")
+    values = model.state_dict()
+    stored = _shapes(values) if form.model_type == "gpt_oss" else names_apart(values)
     entries = (pieces for name, shape in stored for pieces in _pieces(form, name, shape).items())
     return Stored(_written(entries, folder), form.options)
 
@@ -185,17 +186,8 @@ def _empty(model_type: str, layers: int, *, small: bool = False) -> tuple[Any, A
         return config, AutoModelForCausalLM.from_config(config)
 
 
-def _stored(model: Any, *, are_apart: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes that a checkpoint of the model has, where experts stand apart or not."""
-    for name, value in model.state_dict().items():
-        shape = tuple(value.shape)
-        if value.dim() != 3 or not are_apart:
-            yield name, shape
-            continue
-        stem, _, which = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else (which,)
-        for expert in range(shape[0]):
-            yield from ((f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])) for part in parts)
+def _shapes(values: Entries) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return ((name, tuple(value.shape)) for name, value in values.items())
 
 
 def _pieces(form: Form, name: str, shape: tuple[int, ...]) -> Entries:
@@ -281,11 +273,9 @@ def figures_of(name: str, scale: Scale, scratch: Path) -> list[Figure]:
         packed = made(FORMS[name], place / "packed", scale.packed_gigabytes)
         dense = stored_dense(packed, place / "dense")
         return [
-            _figure(f"forms, {name}: a token, warm", run_apart(warm_tokens, packed, dense, scale.pairs)),
-            _cold(name, packed, dense, scale),
+            *_warm(name, packed, dense, scale),
+            *_cold(name, packed, dense, scale),
             _capped(name, packed, dense, scale, scratch),
-            _read(name, packed, scale),
-            _decoded(name, packed, scale),
         ]
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -296,99 +286,36 @@ def _figure(case: str, done: Rounds[float]) -> Figure:
     return Figure(case, "s", done.results, limit, DENSE, done.missing)
 
 
-def warm_tokens(packed: Stored, dense: Stored, pairs: int) -> Rounds[float]:
-    """Seconds of every token after the first few, both models in one process.
+def _warm(name: str, packed: Stored, dense: Stored, scale: Scale) -> list[Figure]:
+    done, rates = run_apart(warm_tokens, packed, dense, scale.packed_pairs, scale.rounds)
+    ours, copied = ([one[which] for one in rates] for which in (0, 1))
+    return [
+        _figure(f"forms, {name}: a token, warm", done),
+        Figure(f"forms, {name}: decoding a gigabyte", "s", {OURS: ours}, copied, "copying it", {}),
+    ]
+
+
+def warm_tokens(
+    packed: Stored, dense: Stored, pairs: int, rounds: int
+) -> tuple[Rounds[float], list[tuple[float, float]]]:
+    """Seconds of every token after the first few, both models in one process; and `decoding_rates`, so many times.
 
     Raises:
         RuntimeError: they say other tokens.
     """
     warm(files_in(packed.folder, dense.folder))
-    decoders = {arm: Decoder(one.load()) for arm, one in ((DENSE, dense), (OURS, packed))}
+    model = packed.load()
+    decoders = {DENSE: Decoder(dense.load()), OURS: Decoder(model)}
     done = in_turn({arm: decoder.step for arm, decoder in decoders.items()}, _WARM_UP + pairs, {})
     if decoders[DENSE].tokens != decoders[OURS].tokens:
         raise RuntimeError("packed, and stored dense, the model says other tokens")
     done.results = {arm: seconds[_WARM_UP:] for arm, seconds in done.results.items()}
-    return done
+    return done, [decoding_rates(model) for _ in range(rounds)]
 
 
-def _cold(name: str, packed: Stored, dense: Stored, scale: Scale) -> Figure:
-    arms = {DENSE: partial(run_apart, cold_token, dense), OURS: partial(run_apart, cold_token, packed)}
-    return _figure(f"forms, {name}: a token, cold", in_turn(arms, scale.rounds, {}))
-
-
-def cold_token(stored: Stored) -> float:
-    """Seconds of a token of a model that has run, when nothing of it is in memory."""
-    model = stored.load()
-    with torch.inference_mode():
-        next_token(model, torch.tensor([[1]]))
-        make_cold(files_in(stored.folder))
-        start = perf_counter()
-        next_token(model, torch.tensor([[2]]))
-        return perf_counter() - start
-
-
-def _capped(name: str, packed: Stored, dense: Stored, scale: Scale, scratch: Path) -> Figure:
-    size = sum(path.stat().st_size for path in files_in(packed.folder))
-    budget = max(MIB, int(size / scale.factors[-1]))
-
-    def arm(stored: Stored) -> float:
-        make_cold(files_in(stored.folder))
-        with memory_cap(budget + ALLOWANCE) as group:
-            return run_apart(capped_token, stored, dense.folder, scratch, budget, scale.capped_tokens, group)
-
-    done = in_turn({DENSE: partial(arm, dense), OURS: partial(arm, packed)}, scale.rounds, {})
-    return _figure(f"forms, {name}: a token, capped", done)
-
-
-def capped_token(stored: Stored, dense: Path, scratch: Path, budget: int, tokens: int, group: Any) -> float:
-    """Seconds of a token once the first is there."""
-    rehearse(OURS, dense, scratch)
-    group.join()
-    offload.set_max_memory({"cpu": budget})
-    decoder = Decoder(stored.load())
-    decoder.step()
-    return sum(decoder.step() for _ in range(tokens)) / tokens
-
-
-def _read(name: str, packed: Stored, scale: Scale) -> Figure:
-    done = [run_apart(read_by_a_token, packed) for _ in range(scale.rounds)]
-    read, needed = ([float(one[which]) for one in done] for which in (0, 1))
-    return Figure(f"forms, {name}: bytes, cold", "B", {OURS: read}, needed, "what it needs", {})
-
-
-def read_by_a_token(packed: Stored) -> tuple[int, int]:
-    """Bytes that are read from the disk, and the packed ones that the token needs.
-
-    These are all weights but the table of tokens, and of experts as many as a token goes to.
-    """
-    model = packed.load()
-    config = model.config
-    is_mixture = hasattr(config, "num_experts_per_tok")
-    share = config.num_experts_per_tok / config.num_local_experts if is_mixture else 1.0
-    needed = 0.0
-    for name, value in model.named_parameters():
-        if "embed_tokens" not in name:
-            stored = {id(handle): handle.extent[1] for handle in stored_in([handle_of(value)])}
-            needed += sum(stored.values()) * (share if ".experts." in name else 1)
-    with torch.inference_mode():
-        next_token(model, torch.tensor([[1]]))
-        make_cold(files_in(packed.folder))
-        sleep(NOTICED)
-        before = read_bytes()
-        next_token(model, torch.tensor([[2]]))
-        return read_bytes() - before, round(needed)
-
-
-def _decoded(name: str, packed: Stored, scale: Scale) -> Figure:
-    done = [run_apart(decoding_rates, packed) for _ in range(scale.rounds)]
-    ours, copied = ([one[which] for one in done] for which in (0, 1))
-    return Figure(f"forms, {name}: decoding a gigabyte", "s", {OURS: ours}, copied, "copying it", {})
-
-
-def decoding_rates(packed: Stored) -> tuple[float, float]:
+def decoding_rates(model: Any) -> tuple[float, float]:
     """Seconds for a gigabyte of dense values, warm: to carry recipes out, and to copy what came of it."""
-    warm(files_in(packed.folder))
-    recipes = [value for value in packed.load().parameters() if handle_of(value).composed is not None][-6:]
+    recipes = [value for value in model.parameters() if handle_of(value).composed is not None][-6:]
     total, seconds, copying = 0, 0.0, 0.0
     for number, value in enumerate(recipes):
         start = perf_counter()
@@ -400,3 +327,78 @@ def decoding_rates(packed: Stored) -> tuple[float, float]:
             seconds += done - start
             copying += perf_counter() - done
     return seconds / total * 1e9, copying / total * 1e9
+
+
+@dataclass(frozen=True)
+class ColdToken:
+    """Seconds, and bytes: that were read from the disk, and of the weights that the token needs as they are stored."""
+
+    seconds: float
+    bytes_read: int
+    needed: int
+
+
+def _cold(name: str, packed: Stored, dense: Stored, scale: Scale) -> list[Figure]:
+    with stepping_apart(cold_tokens, dense) as dense_step, stepping_apart(cold_tokens, packed) as packed_step:
+        done = in_turn({DENSE: dense_step, OURS: packed_step}, scale.rounds, {})
+    seconds = Rounds(done.values(lambda one: one.seconds), done.missing)
+    read = [float(one.bytes_read) for one in done.results.get(OURS, [])]
+    needed = [float(one.needed) for one in done.results.get(OURS, [])]
+    missing = {arm: why for arm, why in done.missing.items() if arm == OURS}
+    return [
+        _figure(f"forms, {name}: a token, cold", seconds),
+        Figure(f"forms, {name}: bytes, cold", "B", {OURS: read} if read else {}, needed, "what it needs", missing),
+    ]
+
+
+def cold_tokens(stored: Stored) -> Iterator[ColdToken]:
+    """Tokens of a model that has run, each when nothing of it is in memory, and it has had the time to notice."""
+    model = stored.load()
+    needed = needed_by_a_token(model)
+    next_token(model, torch.tensor([[1]]))
+    for number in count(2):
+        make_cold(files_in(stored.folder))
+        sleep(NOTICED)
+        before, start = read_bytes(), perf_counter()
+        next_token(model, torch.tensor([[number]]))
+        yield ColdToken(perf_counter() - start, read_bytes() - before, needed)
+
+
+def needed_by_a_token(model: Any) -> int:
+    """Bytes of all weights but the table of tokens, and of experts as many as a token goes to; as they are stored."""
+    config = model.config
+    is_mixture = hasattr(config, "num_experts_per_tok")
+    share = config.num_experts_per_tok / config.num_local_experts if is_mixture else 1.0
+    needed = 0.0
+    for name, value in model.named_parameters():
+        if "embed_tokens" not in name:
+            stored = {id(handle): handle.extent[1] for handle in stored_in([handle_of(value)])}
+            needed += sum(stored.values()) * (share if ".experts." in name else 1)
+    return round(needed)
+
+
+def _capped(name: str, packed: Stored, dense: Stored, scale: Scale, scratch: Path) -> Figure:
+    """Both models have the same budget: a part of what the packed one takes."""
+    size = sum(path.stat().st_size for path in files_in(packed.folder))
+    budget = max(MIB, int(size / scale.factors[-1]))
+    make_cold(files_in(packed.folder, dense.folder))
+    with ExitStack() as held:
+        arms = {}
+        for arm, stored in ((DENSE, dense), (OURS, packed)):
+            group = held.enter_context(memory_cap(budget + ALLOWANCE))
+            given = stored, dense.folder, scratch, budget, scale.capped_tokens, group
+            arms[arm] = held.enter_context(stepping_apart(capped_tokens, *given))
+        return _figure(f"forms, {name}: a token, capped", in_turn(arms, scale.rounds, {}))
+
+
+def capped_tokens(
+    stored: Stored, dense: Path, scratch: Path, budget: int, tokens: int, group: Group
+) -> Iterator[float]:
+    """Seconds of a token once the first is there: each of so many."""
+    rehearse(OURS, dense, scratch)
+    group.join()
+    offload.set_max_memory({"cpu": budget})
+    decoder = Decoder(stored.load())
+    decoder.step()
+    while True:
+        yield sum(decoder.step() for _ in range(tokens)) / tokens

@@ -1,7 +1,7 @@
 """Files in the page cache, and out of it.
 
 Always true:
-- cold is looked at, not hoped for: files of which more than one percent stays cached are an error
+- cold is verified, not assumed: files of which more than one percent stays cached are an error
 - a file's data is never changed
 """
 

@@ -110,7 +110,7 @@ def _load_compressed_tensors(folder: Path, scratch: Path) -> Any:
 
 
 def _fill_compressed_tensors(model: nn.Module, file: Path, scratch: Path) -> nn.Module:
-    """Each module of a model that is in memory is offloaded, which writes a file a tensor."""
+    """Each module of a model that is in memory is offloaded, which writes a file per tensor."""
     from compressed_tensors.offload import offload_module
 
     _fill_in_memory(model, file, scratch)

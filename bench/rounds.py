@@ -48,7 +48,7 @@ class Rounds(Generic[T]):
 
 
 def in_turn(arms: Mapping[str, Callable[[], T]], rounds: int, missing: Mapping[str, str]) -> Rounds[T]:
-    """Run the arms, but those that are said to be missing."""
+    """Run the arms, except those listed as missing."""
     done: Rounds[T] = Rounds({arm: [] for arm in arms if arm not in missing}, dict(missing))
     for number in range(rounds):
         for arm in list(done.results)[:: -1 if number % 2 else 1]:
@@ -72,8 +72,8 @@ class Figure:
     Attributes:
         case: what was measured.
         unit: "s", "µs", "B" or "reads".
-        values: by arm, a value a round.
-        limit: what is possible at best, a value a round; empty if there is no such thing.
+        values: by arm, a value per round.
+        limit: what is possible at best, a value per round; empty if there is no such thing.
         limit_name: what the limit is.
         missing: arms that have no values, and why.
         facts: by arm, other numbers.

@@ -14,10 +14,12 @@ from tempfile import TemporaryDirectory
 
 from bench.models import (
     experts,
+    fp8_experts,
     larger_experts,
     larger_llama,
     llama,
     toy_experts,
+    toy_fp8_experts,
     toy_llama,
     toy_sliced_experts,
     toy_sliced_llama,
@@ -33,19 +35,23 @@ class Scale:
         model: makes the checkpoint of a language model.
         experts: makes that of a mixture of experts.
         larger: by what it is, makes a checkpoint of so many gigabytes in a folder.
+        packed_experts: the same for a mixture of experts in FP8; its files may have holes for values.
         larger_times: how many times the memory of the machine that is.
         value_megabytes: of the largest values of models that are read cold, and under a cap; each in two dtypes.
         value_gigabytes: about how large these models are.
-        packed_gigabytes: about how large a packed checkpoint is; 0 for two small layers.
+        packed_gigabytes: about how large a packed checkpoint is once it is dense; 0 for two small layers.
         rounds: how often each arm runs.
         pairs: tokens that are decoded in turn in one process.
+        packed_pairs: the same, of packed models.
         tokens: tokens that a warm trial decodes.
         capped_tokens: tokens that a capped one does.
         prompts: tokens in a cold pass.
         picks: reads of matrices that are picked from a stack.
         factors: how many times the budget a model is.
+        worlds: numbers of ranks that have a share of a model each.
         calls: of an op, for one time of it.
         load_tensors: tensors in a checkpoint of many that are tiny.
+        load_gigabytes: of a mixture of experts that is loaded, and not read.
         small_tensors: tensors of 64 KiB in a checkpoint that is read cold.
         value_rows: rows of 16 KiB in a value that is replaced.
         written_rows: how many of them are written in place.
@@ -57,6 +63,7 @@ class Scale:
     name: str
     model: Callable[[], Path]
     experts: Callable[[], Path]
+    packed_experts: Callable[..., Path]
     larger: dict[str, Callable[[Path, float], Path]]
     larger_times: float
     value_megabytes: tuple[float, ...]
@@ -64,13 +71,16 @@ class Scale:
     packed_gigabytes: float
     rounds: int
     pairs: int
+    packed_pairs: int
     tokens: int
     capped_tokens: int
     prompts: tuple[int, ...]
     picks: int
     factors: tuple[float, ...]
+    worlds: tuple[int, ...]
     calls: int
     load_tensors: int
+    load_gigabytes: float
     small_tensors: int
     value_rows: int
     written_rows: int
@@ -93,20 +103,24 @@ FULL = Scale(
     name="full",
     model=llama,
     experts=experts,
+    packed_experts=fp8_experts,
     larger={"dense": larger_llama, "experts": larger_experts},
     larger_times=1.2,
     value_megabytes=(8, 46, 128, 470),
     value_gigabytes=1.0,
-    packed_gigabytes=1.0,
+    packed_gigabytes=2.0,
     rounds=3,
     pairs=60,
+    packed_pairs=15,
     tokens=8,
     capped_tokens=3,
     prompts=(1, 16, 256),
     picks=4_000,
     factors=(1.5, 3.0),
+    worlds=(1, 2, 4),
     calls=300,
     load_tensors=4_000,
+    load_gigabytes=20.0,
     small_tensors=4_000,
     value_rows=4096,
     written_rows=256,
@@ -118,6 +132,7 @@ TOY = Scale(
     name="toy",
     model=toy_llama,
     experts=toy_experts,
+    packed_experts=toy_fp8_experts,
     larger={"dense": toy_sliced_llama, "experts": toy_sliced_experts},
     larger_times=0,
     value_megabytes=(0.1,),
@@ -125,13 +140,16 @@ TOY = Scale(
     packed_gigabytes=0.0,
     rounds=1,
     pairs=3,
+    packed_pairs=3,
     tokens=2,
     capped_tokens=2,
     prompts=(1, 4),
     picks=200,
     factors=(3.0,),
+    worlds=(1, 2),
     calls=10,
     load_tensors=20,
+    load_gigabytes=0.0,
     small_tensors=10,
     value_rows=16,
     written_rows=4,

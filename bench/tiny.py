@@ -165,7 +165,7 @@ def _less(full: Mapping[str, Any], rules: list[tuple[str, Any]]) -> dict[str, An
 
 
 def _layers_of_each_kind(full: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with an entry a layer, and the number of layers: the first of each kind, two at least."""
+    """Lists with an entry per layer, and the number of layers: the first of each kind, two at least."""
     count = next((full[name] for name in ("num_hidden_layers", "num_layers", "n_layer") if full.get(name)), None)
     name_of = next((name for name in ("num_hidden_layers", "num_layers", "n_layer") if full.get(name)), "")
     lists = {name: value for name, value in full.items() if isinstance(value, (list, tuple)) and len(value) == count}
