@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,20 +13,21 @@ from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from typing import Any
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import pytest
 
-import offload
-from offload import errors
 from offload.cli.main import parser
 from tests.processes import ROOT
+from tests.test_site_reference import public_names
 
 pytest.importorskip("mkdocs", reason="the site's packages are not installed: make docs")
 pytest.importorskip("material", reason="the site's packages are not installed: make docs")
 pytest.importorskip("mkdocstrings", reason="the site's packages are not installed: make docs")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a headless Chromium")
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
@@ -87,11 +89,22 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -
         assert "url(http" not in style.read_text(), style
 
 
-def test_every_public_name_is_in_the_reference(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_public_name_is_in_the_reference_as_users_type_it(pages: dict[Path, Page]) -> None:
     anchors = {anchor for path, page in pages.items() if "reference" in path.parts for anchor in page.anchors}
 
-    described = {anchor.rpartition(".")[2] for anchor in anchors}
-    assert set() == {*offload.__all__, *errors.__all__} - described
+    assert set() == {name for name, _ in public_names()} - anchors
+
+
+def test_no_module_of_the_inside_is_named_by_the_reference(pages: dict[Path, Page]) -> None:
+    titles = {
+        title
+        for path, page in pages.items()
+        if "reference" in path.parts
+        for title in re.findall(r'<h[12] id="([\w.]+)"[^>]*class="doc', page.text)
+    }
+
+    assert {"offload.TensorCache", "offload.budget.evict"} <= titles
+    assert not [title for title in titles if title not in dict(public_names())]
 
 
 def test_every_option_of_the_command_line_is_in_the_reference(site: Path) -> None:
@@ -111,29 +124,135 @@ def _actions(command: object) -> Iterator[object]:
             yield action
 
 
+class Served(http.server.ThreadingHTTPServer):
+    """The site, on this machine; and what a page of it was sent to find out."""
+
+    def __init__(self, site: Path) -> None:
+        self.site = site
+        self.found: list[Any] = []
+        self.is_found = threading.Event()
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(site)))
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """A picture at /wait comes when something was posted: a browser that prints a page waits for its pictures."""
+
+    server: Served
+
+    def do_GET(self) -> None:
+        if self.path == "/wait":
+            self.server.is_found.wait(timeout=240)
+        super().do_GET()
+
+    def do_POST(self) -> None:
+        self.server.found = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.is_found.set()
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
-def address(site: Path) -> Iterator[str]:
-    """Where the site is served."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+def served(site: Path) -> Iterator[Served]:
+    with Served(site) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server
+        server.is_found.set()
         server.shutdown()
         thread.join()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a headless Chromium")
+def in_a_browser(served: Served, places: list[str], width: int, gives: str) -> list[Any]:
+    """For each page, what a JavaScript expression of its `document` gives once it is true; null after some seconds."""
+    # Frames in a page of the same site: a window of a headless Chromium may not be as narrow as a phone.
+    (served.site / "frames.htm").write_text(
+        f"""<body><script>
+        const found = [], wait = ms => new Promise(done => setTimeout(done, ms));
+        async function look(place) {{
+            const frame = document.createElement("iframe");
+            frame.width = {width}; frame.height = 900; frame.src = "/" + place;
+            const loaded = new Promise(done => frame.onload = done);
+            document.body.append(frame);
+            await loaded;
+            let given = null;
+            for (let turn = 0; turn < 200 && given === null; turn++) {{
+                await wait(turn ? 50 : 0);
+                given = (document => {gives})(frame.contentDocument) || null;
+            }}
+            found.push(given);
+            frame.remove();
+        }}
+        (async () => {{
+            for (const place of {json.dumps(places)}) await look(place);
+            await fetch("/found", {{method: "POST", body: JSON.stringify(found)}});
+        }})();
+        </script><img src="/wait">"""
+    )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    subprocess.run([str(CHROMIUM), *options, f"{served.address}/frames.htm"], capture_output=True, timeout=250)
+    assert served.is_found.is_set(), "the browser has found nothing out"
+    return served.found
+
+
+TOO_WIDE = """JSON.stringify([...document.querySelectorAll("pre > code, .md-typeset__scrollwrap, figure, h1, h2, h3")]
+    .filter(part => part.scrollWidth > part.clientWidth + 1 && part.clientWidth)
+    .map(part => part.textContent.trim().slice(0, 60))
+    .concat(document.documentElement.scrollWidth > document.documentElement.clientWidth ? ["the page"] : []))"""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_of_a_page_is_cut(served: Served, pages: dict[Path, Page], width: int) -> None:
+    """No block of code, heading, chart or page is wider than its place: on a phone, and on a small screen."""
+    places = sorted(f"{path.parent.relative_to(served.site)}/".removeprefix("./") for path in pages)
+
+    found = in_a_browser(served, places, width, TOO_WIDE)
+
+    cut = {place: json.loads(parts) for place, parts in zip(places, found, strict=True)}
+    assert {} == {place: parts for place, parts in cut.items() if parts}
+
+
+SEARCHED = {
+    "RAM": "learn/04-budgets/",
+    "OOM": "learn/02-language-model/",
+    "out of memory": "learn/02-language-model/",
+    "larger than memory": "learn/02-language-model/",
+    "streaming": "explanation/reading/",
+    "latency": "explanation/performance/",
+    "throughput": "explanation/performance/",
+    "quantise": "how-to/quantize/",
+    "int4": "how-to/quantize/",
+    "cuda": "learn/03-device-maps/",
+    "disk:cuda:1": "learn/03-device-maps/",
+    "TensorCache": "learn/05-cache/",
+    "KV cache": "how-to/kv-cache/",
+    "GGUF": "how-to/gguf/",
+}
+
+
+@needs_browser
+def test_a_search_leads_to_the_right_page_first(served: Served) -> None:
+    first = """document.querySelector(".md-search-result__item > a.md-search-result__link")?.pathname"""
+
+    found = in_a_browser(served, [f"?q={quote(words)}" for words in SEARCHED], 1280, first)
+
+    assert {words: f"/{place}" for words, place in SEARCHED.items()} == dict(zip(SEARCHED, found, strict=True))
+
+
+@needs_browser
 @pytest.mark.parametrize("place", ["", "learn/01-first-tensor/", "reference/offload.budget/"])
-def test_a_browser_opens_a_page_without_errors_and_asks_nobody_else(address: str, place: str, tmp_path: Path) -> None:
+def test_a_browser_opens_a_page_without_errors_and_asks_nobody_else(served: Served, place: str, tmp_path: Path) -> None:
     log = tmp_path / "net.json"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--disable-component-update"]
     done = subprocess.run(
-        [str(CHROMIUM), *options, f"--log-net-log={log}", "--dump-dom", f"{address}/{place}"],
+        [str(CHROMIUM), *options, f"--log-net-log={log}", "--dump-dom", f"{served.address}/{place}"],
         capture_output=True,
         text=True,
         check=True,
@@ -145,4 +264,4 @@ def test_a_browser_opens_a_page_without_errors_and_asks_nobody_else(address: str
     events = json.loads(log.read_text())["events"]
     asked = {urlsplit(event.get("params", {}).get("url", "")).netloc for event in events} - {""}
     from_the_page = {host for host in asked if not host.endswith(("google.com", "googleapis.com", "gvt1.com"))}
-    assert {urlsplit(address).netloc} == from_the_page
+    assert {urlsplit(served.address).netloc} == from_the_page

@@ -1,17 +1,20 @@
-"""What of the site is made: a reference from the code and the parser, charts from what was measured.
+"""The parts of the site that are generated: a reference from the code and the parser, charts from result files.
 
 Always true:
 - nothing is written beside the sources: these pages exist while the site is built
+- the reference lists names as users type them, not by the module that defines them
+- a figure in a chart or in the summary comes from a file in bench/results
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from html import escape
+from inspect import getdoc, ismodule
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +25,108 @@ from mkdocs.structure.files import File, Files
 from rich.filesize import decimal
 
 import offload
+from bench.picture import NAMES
 from offload import testing
 from offload.cli.main import parser
-from offload.report.charts import Line, bar_chart, line_chart
+from offload.report.charts import Line, line_chart
+
+OURS = "offload"
+
+GROUPS = {
+    "Tensors": (
+        "OffloadedTensor is_offloaded materialize offloaded_like offloading by_reference register_subclass OffloadError"
+    ),
+    "Models": (
+        "from_pretrained init_empty_weights load_checkpoint_and_dispatch load_checkpoint_in_model LoadReport ON_DISK "
+        "disk_offload load_file save_checkpoint"
+    ),
+    "Running models": "plan map_batches set_max_memory memory_summary",
+    "Changing values": "map_values MapReport quantize_ merge_lora",
+    "Rows and nested data": "TensorCache save_tree load_tree",
+}
+"""The public names of the package itself, by the page that describes them."""
+
+MODULES = (
+    offload.budget,
+    offload.distributed,
+    offload.errors,
+    offload.integrations,
+    offload.report,
+    testing,
+    offload.training,
+)
+
+RESULTS = "bench/results/2026-11-"
+SUMMARY = (
+    ("23-larger.json", "larger, dense: a token"),
+    ("23-larger.json", "larger, dense: bytes read, a token"),
+    ("23-cold-capped.json", "capped, 1.5x: a token"),
+    ("23-cold-capped.json", "capped, 1.5x: bytes read, a token"),
+    ("23-cold-capped.json", "cold, first pass: prompt of 1"),
+    ("23-cold-capped.json", "cold, later: prompt of 1"),
+    ("23-batches.json", "batches, dense, 32 tokens, 16 in flight: a batch"),
+    ("21-loading.json", "routed: bytes read by one token of a mixture of experts, cold"),
+    ("21-loading.json", "generate: load"),
+    ("21-loading.json", "generate: bytes written by loading"),
+    ("21-loading.json", "generate: a token"),
+    ("21-loading.json", "generate: peak anonymous memory"),
+    ("23-cache.json", "cache, cold: 256 random rows of 8192 B"),
+    ("23-cache.json", "cache, warm: 256 random rows of 8192 B"),
+)
+"""The figures that a reader wants first: a result file, and a case in it."""
+
+SETTINGS = {
+    r"cold, first pass": "Cold, the first pass after loading",
+    r"cold, later": "Cold, a later pass",
+    r"cold, (\d+) MB (\w+), first pass": r"Cold, values of \1 MB in \2, the first pass after loading",
+    r"cold, (\d+) MB (\w+), later": r"Cold, values of \1 MB in \2, a later pass",
+    r"capped, ([\d.]+)x": r"Capped, the model \1 times the budget",
+    r"capped, (\d+) MB (\w+), ([\d.]+)x": r"Capped, values of \1 MB in \2, the model \3 times the budget",
+    r"larger, dense": "A model of 1.2 times the machine's memory",
+    r"dispatch": "What dispatch adds, of weights of 8x8",
+    r"load": "Warm, loading",
+    r"generate": "Warm",
+    r"forms, pickled": "Warm, from .bin shards",
+    r"forms, experts": "Warm, a mixture of experts",
+    r"routed": "Cold, a mixture of experts",
+    r"batches, dense, (\d+) tokens, (\d+) in flight": r"Capped, batches of \1 tokens, \2 in flight",
+    r"batches, dense, (\d+) tokens and (\d+) generated, (\d+) in flight": (
+        r"Capped, batches of \1 tokens with \2 generated, \3 in flight"
+    ),
+    r"batches, experts, (\d+) tokens, (\d+) in flight": r"Capped, a mixture of experts, \1 tokens, \2 in flight",
+    r"larger-batches, (\d+) tokens, (\d+) in flight": (
+        r"A model of 1.2 times the machine's memory, batches of \1 tokens, \2 in flight"
+    ),
+    r"larger-batches, (\d+) tokens and (\d+) generated, (\d+) in flight": (
+        r"A model of 1.2 times the machine's memory, batches of \1 tokens with \2 generated, \3 in flight"
+    ),
+    r"ranks, (\d+)": r"Tensor parallel ranks, \1 on one machine",
+    r"ranks, (\d+), ([\d.]+)x capped": r"Capped, \1 tensor parallel ranks, each with a share of \2 times its budget",
+    r"cache, written": "Rows",
+    r"cache, appended": "Rows",
+    r"cache, first epoch": "Rows, the first epoch from cold",
+    r"cache, (warm|cold|capped)": r"Rows, \1",
+}
+MEASURES = {
+    r"prompt of 1": "time for a prompt of 1 token",
+    r"prompt of (\d+)": r"time for a prompt of \1 tokens",
+    r"a token": "time per token",
+    r"bytes read, a token": "bytes read per token",
+    r"read by a rank to the first token": "bytes read by a rank up to the first token",
+    r"read by a rank, a token": "bytes read by a rank per token",
+    r"a batch": "time per batch",
+    r"bytes read, a batch": "bytes read per batch",
+    r"load": "time to load",
+    r"first pass": "time of the first pass, a prompt of 16 tokens",
+    r"first token": "time to the first token",
+    r"CPU time a tensor, (\d+) tensors": r"CPU time per tensor, of \1",
+    r"bytes read by one token.*": "bytes read by one token",
+    r"(\d+) random rows of (\d+) B": r"time to read \1 random rows of \2 B",
+    r"scan of (.*)": r"time to scan \1",
+    r"(\d+ MB in batches of \d+ random rows.*)": r"time to read \1",
+    r"(\d+ MB in .*)": r"time to write \1",
+}
+"""What `bench` calls a case, before and after its colon, and what a reader is told."""
 
 
 class Docstrings(griffe.Extension):
@@ -75,38 +177,86 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
-    """Put charts where `<!-- measured: FILE -->` and `<!-- memory: FILE -->` stand."""
+    """Fill `chart: FILE | CASE | TITLE`, `charts: FILE`, `memory: FILE` and `summary`, which stand in comments."""
     root = Path(config.config_file_path).parent
-    for word, draw in (("measured", bars), ("memory", lines)):
-        markdown = re.sub(rf"<!-- {word}: (\S+) -->", partial(_drawn, root, draw), markdown)
-    return markdown
+    for word, draw in (("chart", _one), ("charts", _all), ("memory", _memory)):
+        markdown = re.sub(rf"<!-- {word}: (\S+)(?: \| (.+?))? -->", partial(_drawn, root, draw), markdown)
+    return (
+        markdown.replace("<!-- summary -->", "\n".join(summary(root))) if "<!-- summary -->" in markdown else markdown
+    )
 
 
-def _drawn(root: Path, draw: Callable[[Any], str], found: re.Match[str]) -> str:
-    return draw(json.loads((root / found[1]).read_text()))
+def _drawn(root: Path, draw: Callable[[Any, str | None], str], found: re.Match[str]) -> str:
+    return draw(json.loads((root / found[1]).read_text()), found[2])
 
 
-def bars(measured: dict[str, Any]) -> str:
-    """A chart a figure: the median of each arm, and the limit."""
-    parts = []
-    for figure in measured["figures"]:
-        medians = {arm: median(values) for arm, values in figure["values"].items() if values}
-        if figure["limit"]:
-            medians[f"limit: {figure['limit_name']}"] = median(figure["limit"])
-        unit = partial(in_unit, figure["unit"])
-        parts.append(
-            f"**{figure['case']}**\n\n{chart(bar_chart(list(medians.items()), unit=unit, outstanding='offload'))}\n"
-        )
-    return "\n".join(parts)
+def _one(measured: dict[str, Any], asked: str | None) -> str:
+    case, _, title = (asked or "").partition(" | ")
+    return bars(_figure(measured, case), title)
 
 
-def lines(traces: dict[str, list[tuple[float, float]]]) -> str:
-    """Memory over time, a line an arm."""
-    return chart(line_chart([Line(arm, trace) for arm, trace in traces.items()], unit=partial(in_unit, "B")))
+def _all(measured: dict[str, Any], _: str | None) -> str:
+    """Every figure of a run, folded away."""
+    inside = "".join(bars(figure) for figure in measured["figures"])
+    rounds = "one round" if measured["rounds"] == 1 else f"{measured['rounds']} rounds"
+    count = f"All {len(measured['figures'])} charts of this run, {measured['date']}, {rounds}"
+    return f'<details class="charts" data-search-exclude><summary>{count}</summary>{inside}</details>'
 
 
-def chart(svg: str) -> str:
-    return f'<div class="chart">{svg}</div>'
+def _memory(traces: dict[str, list[tuple[float, float]]], _: str | None) -> str:
+    """Memory over time, one line per arm."""
+    drawn = line_chart([Line(arm, trace) for arm, trace in traces.items()], unit=partial(in_unit, "B"))
+    return f'<div class="chart" data-search-exclude>{drawn}</div>'
+
+
+def _medians(figure: dict[str, Any]) -> dict[str, float]:
+    return {arm: median(values) for arm, values in figure["values"].items() if values}
+
+
+def _figure(measured: dict[str, Any], case: str) -> dict[str, Any]:
+    return next(figure for figure in measured["figures"] if figure["case"] == case)
+
+
+def bars(figure: dict[str, Any], title: str = "") -> str:
+    """A chart of one figure: the median of each arm, the least first, and the limit.
+
+    It is a table and not a drawing, so that a phone shows its words in the size of the page's.
+    """
+    medians = dict(sorted(_medians(figure).items(), key=lambda pair: pair[1]))
+    if figure["limit"]:
+        medians[f"limit: {NAMES.get(figure['limit_name'], figure['limit_name'])}"] = median(figure["limit"])
+    most = max(medians.values(), default=0) or 1
+    rows = "".join(
+        f'<tr{" class=ours" if arm == OURS else ""}><th scope="row">{escape(NAMES.get(arm, arm))}</th>'
+        f'<td><i style="width:{value / most * 100:.1f}%"></i></td><td>{in_unit(figure["unit"], value)}</td></tr>'
+        for arm, value in medians.items()
+    )
+    caption = f"<figcaption>{escape(title or said(figure['case']))}</figcaption>"
+    return f'<figure class="bars" data-search-exclude>{caption}<table class="bars">{rows}</table></figure>'
+
+
+def summary(root: Path) -> Iterator[str]:
+    """A table of the figures that matter most, of the newest of the runs that are quoted."""
+    yield "| measured | offload | best peer | limit |"
+    yield "| --- | --- | --- | --- |"
+    for file, case in SUMMARY:
+        figure = _figure(json.loads((root / f"{RESULTS}{file}").read_text()), case)
+        medians = _medians(figure)
+        ours, unit = medians[OURS], partial(in_unit, figure["unit"])
+        peer = min((arm for arm in medians if not arm.startswith(OURS)), key=lambda arm: medians[arm])
+        limit = unit(median(figure["limit"])) if figure["limit"] else ""
+        yield f"| {said(case)} | **{unit(ours)}** | {unit(medians[peer])} ({NAMES.get(peer, peer)}) | {limit} |"
+
+
+def said(case: str) -> str:
+    """What a case measures, in the words of a reader."""
+    setting, _, measure = case.partition(": ")
+    return f"{_worded(SETTINGS, setting)}: {_worded(MEASURES, measure)}"
+
+
+def _worded(table: dict[str, str], words: str) -> str:
+    found = next((pattern for pattern in table if re.fullmatch(pattern, words)), None)
+    return re.sub(found, table[found], words) if found else words
 
 
 def in_unit(unit: str, value: float) -> str:
@@ -116,32 +266,24 @@ def in_unit(unit: str, value: float) -> str:
 
 
 def reference() -> Iterator[tuple[str, str, str]]:
-    """Title, path and text of the page of each module that defines public names."""
-    for module, names in sorted(modules().items()):
-        listed = "".join(f"\n        - {name}" for name in names)
-        yield module, f"reference/{module}.md", f"::: {module}\n    options:\n      members:{listed}\n"
+    """Title, path and text of each page of the reference."""
+    for title, names in GROUPS.items():
+        described = "\n".join(f"::: offload.{name}" for name in names.split())
+        yield title, f"reference/{title.lower().replace(' ', '-')}.md", f"# {title}\n\n{described}\n"
+    for module in MODULES:
+        first = (getdoc(module) or "").partition("\n")[0]
+        described = "\n".join(_described(module, module.__all__))
+        yield module.__name__, f"reference/{module.__name__}.md", f"# {module.__name__}\n\n{first}\n\n{described}\n"
 
 
-def modules() -> dict[str, list[str]]:
-    """By module, the public names that it has."""
-    named = (
-        offload.budget,
-        offload.distributed,
-        offload.errors,
-        offload.integrations,
-        offload.report,
-        testing,
-        offload.training,
-    )
-    found: dict[str, list[str]] = {module.__name__: list(module.__all__) for module in named}
-    for name in offload.__all__:
-        module = inspect.getmodule(getattr(offload, name))
-        place = module.__name__ if module else "offload"
-        if place == "builtins" or not place.startswith("offload"):
-            place = "offload.models.device_map" if name == "ON_DISK" else "offload"
-        if name not in found.setdefault(place, []):
-            found[place].append(name)
-    return found
+def _described(module: Any, names: Iterable[str]) -> Iterator[str]:
+    """A line for each name, and for each of a module's."""
+    for name in names:
+        value = getattr(module, name)
+        if ismodule(value):
+            yield from _described(value, value.__all__)
+        else:
+            yield f"::: {module.__name__}.{name}"
 
 
 def command_line() -> Iterator[str]:
