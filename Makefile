@@ -46,10 +46,10 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
-	$(PY) -m pip install torch==$(TORCH) -c $(VENV)/constraints.txt
-	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.[test,dev,bench]'
+	$(PY) -m pip install -q --disable-pip-version-check torch==$(TORCH) -c $(VENV)/constraints.txt
+	$(PY) -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test,dev,bench]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.installed
-	$(PY) -m pip install -c $(VENV)/constraints.txt -e '.[docs]'
+	$(PY) -m pip install -q --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
 	touch $@

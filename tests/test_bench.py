@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import cache, memory_cap, page_cache, report
-from bench.apart import run_apart
+from bench.apart import run_apart, stepping_apart
 from bench.limits import MIB, DirectReader, write_durably
 from bench.peers import IN_MEMORY, OURS, WAYS, absent
 from bench.rounds import Figure, in_turn
@@ -29,7 +29,10 @@ CASES = (
     "cold",
     "capped",
     "larger",
+    "plan",
     "batches",
+    "larger-batches",
+    "ranks",
     "update",
     "small",
     "cache",
@@ -144,6 +147,20 @@ def test_what_fails_in_a_process_of_its_own_is_raised_here():
 def test_a_killed_process_is_an_error():
     with pytest.raises(RuntimeError, match="killed"):
         run_apart(os._exit, 9)
+
+
+def test_steps_in_another_process_are_taken_one_at_a_time():
+    with stepping_apart(_count_from, 3) as step:
+        (first, process), (second, same) = step(), step()
+
+    assert [3, 4] == [first, second]
+    assert process == same != os.getpid()
+
+
+def _count_from(start):
+    while True:
+        yield start, os.getpid()
+        start += 1
 
 
 def test_warm_files_are_cached_and_cold_files_are_not(file):

@@ -55,6 +55,7 @@ NEIGHBOURS = {
 
 # Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
 GUESTS = {
+    "models.companions": {"transformers"},
     "models.device_map": {"accelerate"},
     "models.forms.gguf": {"transformers"},
     "models.forms.torchao": {"torchao"},
@@ -269,10 +270,10 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
 
 
-LONG = {  # a class is not cut in two for a limit of lines
-    "offload.cache.table": 710,
+LONG = {  # a class is not cut in two for a limit of lines, and its docstrings are the reference
+    "offload.cache.table": 760,
     "offload.storage.handle": 720,
-    "offload.tensor.wrapper": 855,
+    "offload.tensor.wrapper": 885,
 }
 
 
