@@ -1,8 +1,8 @@
-"""A thread that works in the background.
+"""A background worker thread.
 
 Always true:
-- it ends when it has had nothing to do for a while, and another begins when there is something
-- no process waits for it to end
+- the thread ends after a while without work, and a new one starts when there is work again
+- no process waits for it at exit
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-IDLE = 2.0  # seconds without work, after which the thread ends
+IDLE = 2.0  # seconds without work until the thread ends
 
 Work = TypeVar("Work")
 
 
 class Background(ABC, Generic[Work]):
-    """Work for one thread. In a forked child there is no thread, and the lock may be held: make another one there.
+    """Work for one thread. A forked child has no thread, and the lock may be held there: create a new object.
 
     Attributes:
-        lock: of what there is to do.
-        thread: the one that is at work; None if there is none.
+        lock: guards the pending work.
+        thread: the running thread; None if there is none.
     """
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
@@ -32,17 +32,17 @@ class Background(ABC, Generic[Work]):
 
     @abstractmethod
     def take(self) -> Work | None:
-        """What is to be done next, which is then in hand; None for nothing. Called under the lock."""
+        """Take the next piece of work, or None if there is none. Called under the lock."""
 
     @abstractmethod
     def carry_out(self, work: Work) -> None:
-        """Do it. Called by the thread, without the lock. An error ends the thread; the next `wake` makes another."""
+        """Do it. Called by the thread, without the lock. An error ends the thread; the next `wake` starts another."""
 
     def wake(self) -> None:
-        """There is something to do. Called under the lock.
+        """Announce new work. Called under the lock.
 
         Raises:
-            RuntimeError: the interpreter is ending, and makes no threads.
+            RuntimeError: the interpreter is shutting down and starts no more threads.
         """
         if self.thread is None or not self.thread.is_alive():
             self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)

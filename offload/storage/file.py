@@ -1,13 +1,13 @@
-"""A file of tensors, safetensors, GGUF or what torch.save wrote, checked and mapped.
+"""A file of tensors (safetensors, GGUF or torch.save), checked and mapped.
 
 Always true:
-- a header is parsed once for all the tensors of a file, and before anything is mapped
-- what is mapped is the file whose header was read, also while another process replaces it
-- mapping a file never creates it, extends it, or writes to it by itself
-- a file of ours is mapped shared; a file of somebody else's copy-on-write, so that no store can reach it
-- no file descriptor is kept
-- a value that no tensor can be over where it lies is copied out as torch gives it, unpacked and in native byte order;
-  memory is taken for one such value at a time, and for its record where that is packed, and goes back to the system
+- a header is parsed once for all tensors of a file, before anything is mapped
+- the mapped file is the one whose header was read, even while another process replaces it
+- mapping a file never creates it, extends it, or writes to it
+- our own files are mapped shared; all others copy-on-write, so that no store can reach them
+- no file descriptor is kept open
+- a value that can't be mapped as a tensor where it lies is copied out the way torch would load it, unpacked and in
+  native byte order; one value at a time is in memory, with its record if that is compressed, and is freed after
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from offload.storage.reasons import not_regular, reading, some
 from offload.storage.regular import Section, absolute, as_file, closed_after, closed_on_error, open_regular
 from offload.torch_api import as_negated
 
-_STEP = 1 << 20  # bytes that are read at a time
+_STEP = 1 << 20  # bytes per read
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which file this is, and in which state: inode, size in bytes, modification time in nanoseconds."""
+    """Identifies a file and its state: inode, size in bytes, modification time in nanoseconds."""
 
     inode: int
     size: int
@@ -60,7 +60,7 @@ class Identity:
 
 
 class TensorFile:
-    """An opened file of tensors. Use `open`, which gives one object for all the tensors of a file, or `raw`."""
+    """An open file of tensors. Use `open`, which returns one object for all tensors of a file, or `raw`."""
 
     __slots__ = (
         "__weakref__", "_private", "_shared", "header", "identity", "is_picked_from", "is_raw", "lost_writes", "path"
@@ -70,9 +70,9 @@ class TensorFile:
         self.path = path
         self.identity = identity
         self.header = header
-        self.is_raw = False  # whether the header is not in the file
-        self.is_picked_from = False  # whether some of its values are read apart: nothing is read along with others
-        self.lost_writes = False  # whether the disk did not take something that was stored into a mapping
+        self.is_raw = False  # whether the header is stored elsewhere
+        self.is_picked_from = False  # whether some values are read individually: neighbours are not read along
+        self.lost_writes = False  # whether the disk failed to take data that was stored into a mapping
         self._private: torch.UntypedStorage | None = None
         self._shared: torch.UntypedStorage | None = None
 
@@ -82,9 +82,9 @@ class TensorFile:
 
         Raises:
             MissingFileError: there is no file at `path`.
-            CorruptFileError: what is there is not a whole file of tensors.
-            ReadError: it can't be read now.
-            CheckpointError: a pickle that holds code, or no tensors by name.
+            CorruptFileError: it is not a complete file of tensors.
+            ReadError: it can't be read at the moment.
+            CheckpointError: it is a pickle with code in it, or without named tensors.
         """
         path = absolute(path)
         with _LOCK:
@@ -92,20 +92,18 @@ class TensorFile:
             if known is not None and known.identity == Identity.of(file_status(path)):
                 return known
             opened = cls(path, *_read(path, _read_header))
-            _OPENED.pop(
-                path, None
-            )  # the key goes with the file that it was for: at exit there is no comparing of paths
+            _OPENED.pop(path, None)  # the key object goes with the file it was for: no path comparisons at exit
             _OPENED[path] = opened
             return opened
 
     @classmethod
     def written(cls, path: Path, header: Header) -> TensorFile:
-        """The file at `path`, which has just been written, and begins with `header`: nothing is read."""
+        """The file at `path`, just written and starting with `header`: nothing is read."""
         return cls(path, Identity.of(os.stat(path)), header)
 
     @classmethod
     def is_open(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether somebody in this process has the file that is at `path` now."""
+        """Whether something in this process holds the file that is at `path` now."""
         known = _OPENED.get(Path(os.path.abspath(path)))
         if known is None:
             return False
@@ -115,12 +113,12 @@ class TensorFile:
 
     @classmethod
     def raw(cls, path: str | os.PathLike[str], entry: Entry) -> TensorFile:
-        """The file at `path`, which has no header: its one value lies as `entry` says, and other bytes may follow it.
+        """The file at `path`, which has no header: one value, laid out as `entry` says; other bytes may follow it.
 
         Raises:
             MissingFileError: there is no file at `path`.
             CorruptFileError: it is too short for the value, or not a regular file.
-            ReadError: it can't be looked at now.
+            ReadError: it can't be read at the moment.
         """
         path = absolute(path)
         status, end = file_status(path), entry.start + entry.layout.nbytes
@@ -137,10 +135,10 @@ class TensorFile:
 
     @classmethod
     def of_archives(cls, path: str | os.PathLike[str], places: Mapping[str, tuple[int, int]]) -> TensorFile:
-        """The file at `path`, of archives that torch.save wrote one after another, each of one tensor.
+        """The file at `path`, a sequence of torch.save archives with one tensor each.
 
         Args:
-            places: for each tensor, by the key that it is to have, where its archive begins, and how many bytes it has.
+            places: the offset and size in bytes of each tensor's archive, by the key it gets here.
 
         Raises: as `open`.
         """
@@ -166,7 +164,7 @@ class TensorFile:
         """The entry called `key`.
 
         Raises:
-            KeyError: the file has none such; the message names some that it has.
+            KeyError: the file has no such key; the message names some that it has.
             CorruptFileError: torch can't read it.
         """
         if key in self.header.unreadable:
@@ -177,18 +175,18 @@ class TensorFile:
         return self.entries[key]
 
     def is_current(self) -> bool:
-        """Whether this is still the file at its path, and as it was."""
+        """Whether this is still the file at its path, unchanged."""
         with suppress(OSError):
             return Identity.of(os.stat(self.path)) == self.identity
         return False
 
     def check(self) -> None:
-        """Raises `ChangedFileError` if this is no longer the file that was opened."""
+        """Raises `ChangedFileError` if the file is no longer the one that was opened."""
         if Identity.of(file_status(self.path)) != self.identity:
             raise self._changed()
 
     def moved_to(self, path: Path) -> None:
-        """It has been renamed; what is mapped stays mapped."""
+        """The file has been renamed; mappings stay valid."""
         with _LOCK:
             _OPENED.pop(self.path, None)
             _OPENED.pop(path, None)
@@ -196,15 +194,15 @@ class TensorFile:
             _OPENED[path] = self
 
     def descriptor(self, flags: int = os.O_RDONLY, *, settled: bool = True) -> int:
-        """An open file descriptor of the very file whose header was read. The caller closes it.
+        """A file descriptor of the very file whose header was read. The caller closes it.
 
         Args:
-            flags: for `os.open`; nothing is created or cut.
-            settled: also refuse a file whose modification time has moved; False for one that is ours to write.
+            flags: for `os.open`; must not create or truncate.
+            settled: also refuse a file whose modification time has changed; False for files that we write to.
 
         Raises:
             MissingFileError, CorruptFileError, ReadError: the file can't be opened.
-            ChangedFileError: another one is there now.
+            ChangedFileError: there is another file now.
         """
         fd = open_regular(self.path, flags)
         with closed_on_error(fd), reading(self.path):
@@ -214,7 +212,7 @@ class TensorFile:
         return fd
 
     def storage(self, entry: Entry, *, shared: bool) -> torch.UntypedStorage:
-        """The bytes of one entry, mapped without a copy; each call gives a storage object of its own.
+        """The bytes of one entry, mapped without a copy; each call returns a new storage object.
 
         Raises: as `descriptor`.
         """
@@ -231,7 +229,7 @@ class TensorFile:
         return empty.set_(self.storage(entry, shared=shared), 0, entry.layout.shape, entry.layout.stride)
 
     def unmap(self) -> None:
-        """Let go of the mapping; storages that were handed out keep theirs."""
+        """Drop the mapping; storages already handed out keep it alive."""
         self._private = self._shared = None
 
     def mapped(self, *, shared: bool) -> torch.UntypedStorage:
@@ -246,7 +244,7 @@ class TensorFile:
             return self.mapping(shared=shared) or self._make_mapping(shared=shared)
 
     def mapping(self, *, shared: bool) -> torch.UntypedStorage | None:
-        """The whole file, if it is mapped already."""
+        """The mapping of the whole file, if there is one already."""
         return self._shared if shared else self._private
 
     def _make_mapping(self, *, shared: bool) -> torch.UntypedStorage:
@@ -273,7 +271,7 @@ def file_status(path: Path) -> os.stat_result:
 
 def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[Identity, Header]:
     with reading(path), as_file(open_regular(path)) as file:
-        with suppress(OSError):  # else the system reads on behind the header, by megabytes on some disks
+        with suppress(OSError):  # otherwise the system reads ahead past the header, megabytes on some disks
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         identity = Identity.of(os.fstat(file.fileno()))
         try:
@@ -287,7 +285,7 @@ def _read(path: Path, read_header: Callable[[BinaryIO, int], Header]) -> tuple[I
 
 
 def _read_header(file: BinaryIO, size: int) -> Header:
-    """Told by how it begins, whatever its name."""
+    """The format is recognised by the first bytes, whatever the file's name."""
     start = file.read(pickled.MAGIC_SIZE)
     if start.startswith(_LFS):
         raise CorruptFileError("it is a git-lfs pointer, a note in place of the file: run `git lfs pull`")
@@ -322,11 +320,11 @@ def _header_of_archives(file: BinaryIO, size: int, places: Mapping[str, tuple[in
     return Header({}, entries, unreadable, loose)
 
 
-# Values that no tensor can be over where they lie
+# Values that can't be mapped as tensors
 
 
 def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
-    """The value as a plain tensor of its own, of the layout in which it is copied out; if that overlaps, all in a row.
+    """The value as a new plain tensor with the layout of the copy; flat if that layout overlaps.
 
     Raises:
         CorruptFileError
@@ -344,7 +342,7 @@ def value_of(loose: Loose, file: TensorFile) -> torch.Tensor:
 
 
 def _bytes_of(loose: Loose, file: TensorFile) -> torch.UntypedStorage:
-    """From its first element to its last, in the byte order of this machine."""
+    """The bytes from its first element to its last, in native byte order."""
     record, dtype = loose.record, loose.layout.dtype
     if record.packed is not None:
         storage = _in_memory(_unpacked(record, file)[loose.begin : loose.begin + loose.span])
@@ -379,7 +377,7 @@ def _range_of(file: TensorFile, start: int, count: int) -> memoryview:
 
 
 def _unpacked(record: Record, file: TensorFile) -> memoryview:
-    """A deflated record, unpacked; what is packed is read a block at a time."""
+    """A deflated record, unpacked; the packed bytes are read one block at a time."""
     data, done = memoryview(scratch_bytes(record.nbytes))[: record.nbytes], 0
     try:
         for part in _inflated(record, file):

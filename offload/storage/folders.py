@@ -1,11 +1,11 @@
-"""The folders that tensors live in, the user's and private ones that vanish, and what their files are called.
+"""The folders that tensors live in, the user's and private temporary ones, and how their files are named.
 
 Always true:
 - in a folder named by the user, files stay until the user removes them
-- a private folder goes when its process ends; that of a killed process is swept by a later one
-- two live values of one process never share a path, nor do those of two ranks
-- `file_name` is injective, also where the file system folds case: it holds only `a-z 0-9 . _ - % ~`, in at most 200
-  bytes; a name too long for that is cut and given a hash, and the true name is in the file's header
+- a private folder is removed when its process ends; that of a killed process is swept by a later one
+- two live values of one process never share a path, nor do values of two ranks
+- `file_name` is injective, even where the file system folds case: it uses only `a-z 0-9 . _ - % ~`, at most 200
+  bytes; a longer name is cut and gets a hash, and the true name is in the file's header
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RESERVED = frozenset(
 )
 
 _PRIVATE = "offload-"
-_RANKS = ".offload-ranks"  # of a named folder: a byte for each name that a rank has
+_RANKS = ".offload-ranks"  # in a named folder: one lockable byte per name in use by a rank
 _LOCK = fork_safe_lock()
 _CLAIMS: weakref.WeakValueDictionary[Path, object] = weakref.WeakValueDictionary()
 _PREPARED: set[tuple[int, Path]] = set()
@@ -49,7 +49,7 @@ _NUMBERS = itertools.count(1)
 
 
 def named_folder(offload_dir: str | os.PathLike[str]) -> Path:
-    """The user's folder, made if it is not there, with the leavings of killed processes removed.
+    """The user's folder, created if missing, with what killed processes left in it removed.
 
     Raises:
         WriteError: it can't be made, or is not a folder.
@@ -72,7 +72,7 @@ def private_folder(root: Path | None = None) -> Path:
 
     Raises:
         WriteError: it can't be made.
-        ReadError: it can't be looked at now.
+        ReadError: it can't be read at the moment.
     """
     with _LOCK:
         folder = _PRIVATE_FOLDERS.get((os.getpid(), root))
@@ -98,10 +98,10 @@ def _new_private_folder(root: Path | None) -> Path:
 
 
 def claim(name: str, folder: Path | None, owner: object, root: Path | None = None) -> Path:
-    """The path for the value `name` of `owner`, in `folder` or in a private one, which is below `root`.
+    """The path for the value `name` of `owner`, in `folder` or in a private folder below `root`.
 
     Raises:
-        NameInUseError: a live value of this process has that path already.
+        NameInUseError: a live value of this process already has that path.
     """
     file = file_name(name)
     with _LOCK:
@@ -109,7 +109,7 @@ def claim(name: str, folder: Path | None, owner: object, root: Path | None = Non
             path = _free_private_path(file, private_folder(root)) if folder is None else folder / file
         place = path if folder is None else _true(path)
         if _CLAIMS.setdefault(place, owner) is not owner:
-            gc.collect()  # models may be in cycles, and gone but for that
+            gc.collect()  # a dropped model may still be waiting in a reference cycle
         if _CLAIMS.setdefault(place, owner) is not owner:
             raise NameInUseError(
                 f"the name {name!r} is in use in {path.parent}: a live tensor is stored there. "
@@ -119,10 +119,10 @@ def claim(name: str, folder: Path | None, owner: object, root: Path | None = Non
 
 
 def claim_among_ranks(path: Path, owner: object) -> None:
-    """Where several ranks run, have the path in a named folder for this one, for as long as `owner` lives.
+    """If several ranks run, reserve a path in a named folder for this one, as long as `owner` lives.
 
     Raises:
-        NameInUseError: another rank has it.
+        NameInUseError: another rank holds it.
         WriteError, ReadError: its folder can't be used.
     """
     if not _is_rank():
@@ -143,7 +143,7 @@ def claim_among_ranks(path: Path, owner: object) -> None:
 
 
 def _is_rank() -> bool:
-    """Whether this process is one of several, as torchrun or torch.distributed says."""
+    """Whether this process is one of several, according to torchrun or torch.distributed."""
     said = os.environ.get("WORLD_SIZE", "")
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -152,14 +152,14 @@ def _is_rank() -> bool:
 
 
 def release(path: Path, owner: object) -> None:
-    """Take back a claim that came to nothing."""
+    """Take back a claim that was not used."""
     with _LOCK:
         if _CLAIMS.get(_true(path)) is owner:
             del _CLAIMS[_true(path)]
 
 
 def discard(path: Path) -> None:
-    """Remove a file from a private folder, as the last tensor over it has gone."""
+    """Remove a file from a private folder: the last tensor on it is gone."""
     with suppress(OSError):
         path.unlink()
         if path.parent.name.isdigit():
@@ -167,13 +167,13 @@ def discard(path: Path) -> None:
 
 
 def _true(path: Path) -> Path:
-    """The path without links among its folders: two ways to one folder are one folder."""
+    """The path with symlinked folders resolved: two routes to one folder count as one."""
     return Path(os.path.realpath(path.parent), path.name)
 
 
 def _free_private_path(file: str, root: Path) -> Path:
-    """A path in a private folder; a name that lives there already gets a numbered folder below."""
-    if root / file not in _CLAIMS and not os.path.lexists(root / file):  # an interrupt may have left one
+    """A path in a private folder; if the name is taken there, it goes into a numbered subfolder."""
+    if root / file not in _CLAIMS and not os.path.lexists(root / file):  # an interrupt may have left a file
         return root / file
     folder = root / str(next(_NUMBERS))
     try:
@@ -187,11 +187,11 @@ def _free_private_path(file: str, root: Path) -> Path:
 
 
 def file_name(name: str) -> str:
-    """The file name under which the tensor called `name` is stored.
+    """The name of the file that stores the tensor called `name`.
 
     Raises:
         ArgumentTypeError: `name` is not text.
-        ArgumentError: it is empty, not valid unicode, or taken by the file format.
+        ArgumentError: it is empty, not valid unicode, or reserved by the file format.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"a tensor's name must be text, not {name!r}: it is the name of its file")

@@ -1,10 +1,10 @@
-"""The header of a GGUF file, as llama.cpp has them: what is in it, and where.
+"""The header of a GGUF file (llama.cpp): what is in it, and where.
 
 Always true:
-- it is parsed by the `gguf` package's reader, which is kept from making objects of vocabularies: no value is read
-- every kind is one that the package knows; every extent lies in the file, behind the header, and no two overlap
-- numbers are entries of their dtype; what is packed in blocks is an entry of bytes, row by row, of which the header
-  names the kind
+- the `gguf` package's reader parses it, but builds no objects for vocabularies; no value is read
+- every kind is one the package knows; every extent lies in the file, after the header, and no two overlap
+- plain numbers are entries of their dtype; packed blocks are entries of bytes, row by row, with their kind in the
+  header
 
 Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -24,7 +24,7 @@ from offload.storage.reasons import short
 
 MAGIC = b"GGUF"
 ARCHITECTURE, PARTS = "general.architecture", "split.count"
-_SAID = (ARCHITECTURE, "general.name", PARTS)  # what is kept of the metadata
+_SAID = (ARCHITECTURE, "general.name", PARTS)  # metadata that is kept
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,12 +35,12 @@ _DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-_MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # with more, zeros would be read as names until the file ends
-_MOST_KEPT = 1024  # elements of an array that readers may have
+_MOST_ELEMENTS, _MOST_TENSORS = 1 << 25, 1 << 17  # more means a damaged header
+_MOST_KEPT = 1024  # longest array, in elements, that slow readers get
 _TOKENS = "tokenizer.ggml.tokens"
 _VERSION = 3
-_UINT32, _TEXT, _ARRAY = 4, 8, 9  # the numbers of these types of metadata
-_HEAD = struct.Struct("<IQ")  # of an array: type of its elements, and how many there are
+_UINT32, _TEXT, _ARRAY = 4, 8, 9  # type codes of the metadata
+_HEAD = struct.Struct("<IQ")  # of an array: element type and count
 _LENGTH = struct.Struct("<Q")
 _TYPE = struct.Struct("<I")
 
@@ -49,8 +49,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
     Raises:
-        CorruptFileError: it is not whole.
-        CheckpointError: the `gguf` package is not there.
+        CorruptFileError: it is incomplete.
+        CheckpointError: the `gguf` package is not installed.
     """
     reader, said = _opened(file)
     entries: dict[str, Entry] = {}
@@ -68,7 +68,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def without_vocabulary(file: BinaryIO) -> tuple[bytes, int | None]:
-    """The header alone, without long arrays, for readers that are slow, and how many tokens there are.
+    """The bare header without long arrays, for slow readers, and the number of tokens.
 
     Raises: as `read_header`.
     """
@@ -98,7 +98,7 @@ def _text(text: str) -> bytes:
 
 
 def dense_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the values that rows of bytes, of this shape, hold."""
+    """The shape of the values in packed rows of bytes of this shape."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     elements, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
@@ -106,7 +106,7 @@ def dense_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
-    """The reader, which has read the header, and what is kept of the metadata."""
+    """A reader that has parsed the header, and the metadata that is kept."""
     try:
         reader_class = _sparing()
     except ImportError as error:
@@ -115,7 +115,7 @@ def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
         reader = reader_class(file)
         fields = {key: reader.get_field(key) for key in _SAID}
         said = {key: str(field.contents()) for key, field in fields.items() if field is not None}
-    except Exception as error:  # whatever made-up bytes lead it, or numpy, to
+    except Exception as error:  # malformed bytes can raise anything, here or in numpy
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise CorruptFileError(f"its header is cut off or damaged ({type(error).__name__}: {short(error)})") from error
@@ -125,9 +125,9 @@ def _opened(file: BinaryIO) -> tuple[Any, dict[str, str]]:
 
 
 def _sparing() -> Any:
-    """The reader of the package, without vocabularies.
+    """The package's reader, without vocabularies.
 
-    It makes an object of every token of those, 20 us each, and they are not asked for here (gguf 0.19).
+    It creates an object per token, 20 us each, which nothing here needs (gguf 0.19).
     """
     from gguf import GGUFReader
     from gguf.constants import GGUFValueType
@@ -160,7 +160,7 @@ def _sparing() -> Any:
 
 
 def _layout(name: str, kind: str, shape: list[int]) -> Layout:
-    """How the bytes of a value lie."""
+    """The layout of a value's bytes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if not is_countable(shape, 8):

@@ -1,12 +1,12 @@
-"""One stored value, shared by all the tensors that are views of it.
+"""One stored value, shared by all tensors that are views of it.
 
 Always true:
-- `base` is the file itself (a mapping), never a copy that could grow stale
-- a process has at most `MOST_MAPPINGS` files of ours mapped; one that was let go comes back when it is asked for
-- what is written goes to a file of ours: a referenced file is copied to one before the first write
-- a composed value has no file before its first write: it is carried out from others at each read
-- a value is replaced whole, or keeps the one that it has
-- a temporary file goes with the last that knows it, in the process that made it
+- `base` is the file itself (a mapping), never a copy that could become stale
+- a process has at most `MOST_MAPPINGS` of our files mapped; one that was unmapped is mapped again on demand
+- writes go to a file of ours: a referenced file is copied to one before the first write
+- a composed value has no file before its first write: it is computed from other values at each read
+- a value is replaced as a whole, or stays as it is
+- a temporary file is removed with its last user, in the process that created it
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from offload.storage.write import (
     write_zeros,
 )
 
-MOST_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings; the rest is for others
-_MOST_LOOKS = 100  # at a file that another process replaces between each look and the mapping of what was seen
+MOST_MAPPINGS = 16_384  # Linux allows 65,530 mappings per process; the rest is for others
+_MOST_LOOKS = 100  # retries when another process replaces the file between our look and our mapping
 
-_MADE_OF = "made of"  # the note in a file that a composed value was stored in; a write leaves it out
+_MADE_OF = "made of"  # a note in the file that stores a composed value; the first write drops it
 
 Notes: TypeAlias = "Mapping[str, Any] | None"
 
 
 class Books(Protocol):
-    """What is known of the bytes of a value in memory, by those who read ahead."""
+    """What the prefetcher knows about a value's bytes in memory."""
 
     def begin_anew(self) -> None:
         """The value is in another file now."""
 
 
 class Composed(Protocol):
-    """How a value is carried out from others, which are stored and which nobody writes to.
+    """How a value is computed from other stored values, which must not be written to.
 
     Attributes:
-        layout: that it has once it is carried out.
-        recipe: how a tensor subclass is rebuilt, if it is one; else None.
+        layout: of the computed value.
+        recipe: how to rebuild it if it is a tensor subclass; else None.
     """
 
     layout: Layout
@@ -84,27 +84,27 @@ class Composed(Protocol):
 
     @property
     def file(self) -> TensorFile:
-        """The file of the first of these values."""
+        """The file of the first source value."""
 
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
-        """What a meta tensor cuts out of it, or all, as a plain tensor: not to be written to, nor kept."""
+        """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it."""
 
     def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """The views of stored values that what a meta tensor cuts out of it is carried out from, as they are read."""
+        """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
 
     def stands(self, twin: torch.Tensor, /) -> bool:
-        """Whether what a meta tensor cuts out of it is in a file as it reads, so that `value` is over that."""
+        """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
 
 
 @runtime_checkable
 class InBlocks(Composed, Protocol):
-    """One whose value is a plain tensor, which can be carried out in parts."""
+    """A composed value that is a plain tensor and can be computed in parts."""
 
     def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of what a meta tensor cuts out of it, by their sorted numbers, as a tensor of their own."""
+        """Some rows, by sorted index, of the view that a meta tensor describes, as a new tensor."""
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Contiguous plain tensors that make up the whole, as its layout orders them; each is good until the next."""
+        """Contiguous plain tensors that make up the whole in layout order; each is valid until the next one."""
 
 
 class Handle:
@@ -114,17 +114,17 @@ class Handle:
         name: the tensor's name; its key in the file.
         folder: the user's folder that writes go to; None for a private one.
         layout: shape, dtype and strides of the whole value.
-        extent: where the value is in its file: the first byte, and how many.
-        part: where in the file it is, if it is a part of a value there; not of a file of ours, which has it whole.
-        generation: counts changes of `layout`, so that views can tell that they are stale.
+        extent: its first byte in the file, and its size.
+        part: its place, if it is only a part of a value in a file of somebody else's; our own files hold it whole.
+        generation: counts changes of `layout`, so that views can tell when they are stale.
         owned: whether `file` is ours to write.
-        composed: how it is carried out, while it has no file; `file` is then one of those that it is carried out from.
-        twin: a meta tensor of this layout, kept for those who need one; None until somebody does.
-        books: what is known of its bytes in memory; kept for those who read ahead.
-        has_holes: whether the file may lack blocks on the disk, which are then reserved before it is stored into.
-        is_apart: whether it is read without its neighbours.
-        is_picked: whether it is one of many that are picked in no order, such as experts.
-        is_fixed: whether others write to the file in place, so that it is never to be replaced.
+        composed: how it is computed while it has no file; `file` is then one of its sources.
+        twin: a meta tensor of this layout, created on first use; None until then.
+        books: what the prefetcher knows about its bytes in memory.
+        has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
+        is_apart: whether it is read without its neighbours in the file.
+        is_picked: whether it is one of many that are used in no fixed order, such as experts.
+        is_fixed: whether others write to the file in place, so that it must never be replaced.
     """
 
     __slots__ = (
@@ -165,11 +165,11 @@ class Handle:
         self._addresses: torch.UntypedStorage | None = None
         self._own_lock: threading.RLock | None = None
         self.books: Books | None = None
-        self._pid = 0  # the process that removes the file with this handle; 0 for nobody
+        self._pid = 0  # the process that removes the file with this handle; 0 for none
 
     @property
     def _lock(self) -> threading.RLock:
-        """Made when it is first asked for: most of the tens of thousands of experts of a model never are."""
+        """Created on first use: of a model's tens of thousands of experts, most never need it."""
         if self._own_lock is None:
             with _LOCK:
                 if self._own_lock is None:
@@ -178,12 +178,12 @@ class Handle:
 
     @property
     def path(self) -> Path:
-        """Of its file."""
+        """The path of its file."""
         return self.file.path
 
     @property
     def entry(self) -> Entry:
-        """Where its file has it; not for a subclass, which takes several."""
+        """Its entry in the file; not for a subclass, which has several."""
         return self.part or self.file.entry(self.name)
 
     @property
@@ -192,10 +192,10 @@ class Handle:
 
     @property
     def was_stored(self) -> bool:
-        """Whether it was carried out from others, and stored so."""
+        """Whether it was a composed value and has been stored."""
         return not self.owned and self.composed is None and _MADE_OF in self.file.notes
 
-    # How it begins
+    # Creating
 
     @classmethod
     def create(
@@ -207,10 +207,10 @@ class Handle:
         *,
         exist_ok: bool = True,
     ) -> Handle:
-        """A new file that holds the value of a plain tensor, or of a wrapper subclass; `notes` go into its header.
+        """A new file that holds a plain tensor or a wrapper subclass; `notes` go into its header.
 
         Args:
-            exist_ok: whether a file that an earlier tensor left under that name is replaced.
+            exist_ok: whether to replace a file that an earlier tensor left under that name.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError, UnknownSubclassError
@@ -222,7 +222,7 @@ class Handle:
 
     @classmethod
     def passing(cls, tensor: torch.Tensor, name: str, root: Path | None) -> Handle:
-        """As `create`, in a private folder below `root`: the file goes with this handle, whatever happens.
+        """Like `create`, in a private folder below `root`: the file goes with this handle in any case.
 
         Raises:
             WriteError, UnknownSubclassError
@@ -240,7 +240,7 @@ class Handle:
         name: str,
         offload_dir: str | os.PathLike[str] | None,
     ) -> Handle:
-        """A new file whose value comes in contiguous plain tensors on the CPU, as `layout` orders them.
+        """A new file from contiguous plain CPU tensors that make up the value in the order of `layout`.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError
@@ -254,7 +254,7 @@ class Handle:
     def allocate(
         cls, layout: Layout, name: str, offload_dir: str | os.PathLike[str] | None, *, exist_ok: bool = True
     ) -> Handle:
-        """A new file whose value reads as zeros; takes disk, but neither memory nor time. `exist_ok`: as `create`.
+        """A new file that reads as zeros; takes disk space, but no memory and no time. `exist_ok`: as for `create`.
 
         Raises:
             NameInUseError, ForeignFileError, WriteError
@@ -266,10 +266,10 @@ class Handle:
 
     @classmethod
     def reference(cls, file: TensorFile, key: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
-        """The value `key` of a file that stays as it is; a first write copies it to `offload_dir`.
+        """The value `key` of a file that is left as it is; the first write copies it to `offload_dir`.
 
-        A file of ours that holds a subclass is referenced by the value's name. A value that no tensor can be over where
-        it lies is copied there at once.
+        In a file of ours that holds a subclass, the key is the value's name. A value that can't be mapped as a tensor
+        where it lies is copied to `offload_dir` at once.
         """
         if key in file.header.loose:
             return cls._copied_out(file, file.header.loose[key], offload_dir)
@@ -279,7 +279,7 @@ class Handle:
 
     @classmethod
     def reference_part(cls, file: TensorFile, part: Entry, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
-        """As `reference`, of a part of the value `part.key`: the rest is neither read, counted nor copied."""
+        """Like `reference`, for a part of the value `part.key`: the rest is neither read, counted nor copied."""
         handle = cls(part.key, None if offload_dir is None else absolute(offload_dir))
         handle.part = part
         handle._open(file)
@@ -288,7 +288,7 @@ class Handle:
 
     @classmethod
     def compose(cls, composed: Composed, name: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
-        """A value that is carried out at each read; its first write puts it into a file in `offload_dir`."""
+        """A value that is computed at each read; its first write stores it in `offload_dir`."""
         handle = cls(name, None if offload_dir is None else absolute(offload_dir))
         handle.composed = composed
         handle.recipe, handle.twin = composed.recipe, None
@@ -296,11 +296,11 @@ class Handle:
         return handle
 
     def read_apart(self) -> None:
-        """Neither it nor others in its file are read with their neighbours."""
+        """From now on, reads of it and of others in its file don't include their neighbours."""
         self.is_apart = self.file.is_picked_from = True
 
     def elsewhere(self, offload_dir: str | os.PathLike[str] | None) -> Handle:
-        """The same value, which is not ours to write, with another folder for its first write."""
+        """The same value (not ours to write), with another folder for its first write."""
         if (composed := self.composed) is not None:
             return Handle.compose(composed, self.name, offload_dir)
         if self.part is not None:
@@ -325,11 +325,11 @@ class Handle:
 
     @classmethod
     def adopt(cls, file: TensorFile, name: str) -> Handle:
-        """The value of a file of ours in a folder of the user's, opened again to be written to.
+        """The value of a file of ours in a user's folder, reopened for writing.
 
         Raises:
             NameInUseError: a live tensor is stored there.
-            ForeignFileError: `offload` did not write that file, or a link is in its place.
+            ForeignFileError: `offload` did not write that file, or the path is a symlink.
         """
         if file.path.is_symlink():
             raise ForeignFileError(
@@ -347,7 +347,7 @@ class Handle:
 
     @classmethod
     def shared(cls, file: TensorFile, name: str, folder: Path | None) -> Handle:
-        """A value that another process owns; both write to the one file: in place alone, if that has no header."""
+        """A value that another process owns; both write to one file, and only in place if it has no header."""
         handle = cls(name, folder)
         handle._open(file)
         handle.owned = True
@@ -356,9 +356,9 @@ class Handle:
 
     @contextmanager
     def _claimed(self, root: Path | None = None, *, exist_ok: bool = True, alike: bool = False) -> Iterator[Path]:
-        """The path to write to, in a private folder below `root` if in none of the user's; given back for nothing.
+        """The path to write to, in a private folder below `root` unless the user named one; released on failure.
 
-        `alike` says that all ranks write the same there.
+        `alike` means that all ranks write the same contents there.
         """
         if self.owned:
             yield self.path
@@ -379,7 +379,7 @@ class Handle:
     def _new(
         self, layouts: Mapping[str, Layout], more: Notes = None, *, exist_ok: bool = True, take: Take | None = None
     ) -> Iterator[tuple[int, Head]]:
-        """As `new_values`, of this value; `more` are notes beside its name."""
+        """Like `new_values`, for this value; `more` are notes in addition to its name."""
         notes, durable = {"name": self.name, **(more or {})}, self.folder is not None
         with (
             self._claimed(exist_ok=exist_ok, alike=_MADE_OF in notes) as path,
@@ -389,7 +389,7 @@ class Handle:
             yield new
 
     def _write(self, path: Path, tensor: torch.Tensor, notes: Notes) -> None:
-        """Write the whole value; one that differs in no shape and dtype lies as the old one did."""
+        """Write the whole value; if shape and dtype stay the same, the old strides are kept."""
         with naming(self.name), no_functions(), no_modes():
             said: Recipe = {**(notes or {}), "name": self.name}
             if is_subclass_value(tensor):
@@ -403,7 +403,7 @@ class Handle:
             write_values(path, values, layouts, said, durable=self.folder is not None, take=self._take)
 
     def _take(self, file: TensorFile) -> None:
-        """`file` is ours from now on; if it was not, and is in a private folder, it goes with this handle."""
+        """`file` is ours from now on; in a private folder, it is then removed with this handle."""
         old = getattr(self, "layout", None)
         self.part = None
         self._open(file)
@@ -429,20 +429,20 @@ class Handle:
         if self.books is not None:
             self.books.begin_anew()
 
-    # To be read
+    # Reading
 
     def base(self) -> torch.Tensor:
         """The whole value as a plain CPU tensor over the mapped file. Reads nothing; must not be written to.
 
-        One that is composed is carried out: that reads all of it.
+        A composed value is computed, which reads all of it.
 
         Raises:
-            MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
-            ReadError: it can't be read now.
+            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
+            ReadError: it can't be read at the moment.
         """
         if (composed := self.composed) is not None:
             return composed.value()
-        file, base = self.file, self._base  # in this order: a file older than its base is looked at again
+        file, base = self.file, self._base  # in this order: a file older than its base is checked again
         if base is not None:
             try:
                 status = os.stat(file.path)
@@ -467,7 +467,7 @@ class Handle:
         return base
 
     def _map_owned(self) -> torch.Tensor:
-        """Whatever value stands at the path now: another process may replace it again before it is mapped."""
+        """Map whatever is at the path now; another process may replace it between our look and our mapping."""
         for _ in range(_MOST_LOOKS):
             self._follow()
             with suppress(ChangedFileError):
@@ -482,8 +482,8 @@ class Handle:
             return unflatten(parts, self.recipe, self.name)
 
     def _follow(self) -> None:
-        """Another process may have put a new value at our path: take it, if it has the same layout."""
-        if self.file.is_raw:  # without a header it does not tell what it holds: another one may be of anything
+        """Another process may have put a new value at our path: switch to it if it has the same layout."""
+        if self.file.is_raw:  # there is no header to say what another file would hold
             now, known = TensorFile.raw(self.path, self.file.entry(self.name)).identity, self.file.identity
             if (now.inode, now.size) != (known.inode, known.size):
                 raise ChangedFileError(f"{self.path} is not the file that was opened: open it again")
@@ -505,7 +505,7 @@ class Handle:
             raise ChangedFileError(f"{self.path} now holds {self.layout}, not {old}: open it again")
 
     def another_base(self) -> torch.Tensor:
-        """As `base`, but a tensor of one's own over the file."""
+        """Like `base`, but a new tensor object over the file."""
         base = self.base()
         if self.composed is not None:
             return base if self.recipe is None else with_inner(base, lambda inner: inner)
@@ -513,9 +513,9 @@ class Handle:
             return self._mapped()
 
     def pointers(self) -> torch.UntypedStorage:
-        """The value's bytes as a storage of their own, for those who tell tensors apart by address.
+        """The value's bytes as a new storage, for code that tells tensors apart by address.
 
-        Of a composed value it has the addresses alone: nothing can be read from it. Of a subclass, one inner tensor.
+        For a composed value, reserved addresses that can't be read; for a subclass, those of one inner tensor.
         """
         if self.composed is not None:
             with self._lock:
@@ -527,14 +527,14 @@ class Handle:
         return self.file.storage(entry, shared=self.owned)
 
     def unmap(self) -> None:
-        """Let go of the mapping; it comes back when it is asked for."""
+        """Drop the mapping; it is created again on demand."""
         self._base = None
         self.file.unmap()
 
-    # To be written
+    # Writing
 
     def writable_base(self) -> torch.Tensor:
-        """As `base`, but what is stored into it is stored in the file."""
+        """Like `base`, but stores into it go to the file."""
         if not self.owned:
             self._own()
         if self.has_holes:
@@ -550,10 +550,10 @@ class Handle:
             log.debug("%r is to be written: it is copied from %s to %s", self.name, source, self.path)
 
     def take_up(self, mark: str) -> bool:
-        """Refer to the file in the named folder that a composed value of this mark was stored in, if it is there.
+        """Switch to the file in the named folder in which a composed value with this mark was stored, if there is one.
 
         Raises:
-            ReadError: it can't be looked at now.
+            ReadError: it can't be read at the moment.
         """
         assert self.folder is not None
         try:
@@ -567,16 +567,16 @@ class Handle:
         return True
 
     def has_stored(self) -> bool:
-        """Whether the named folder has a file that a composed value of this name was stored in, of whatever mark."""
+        """Whether the named folder has a file in which a composed value of this name was stored, with any mark."""
         assert self.folder is not None
         with suppress(MissingFileError, CorruptFileError, CheckpointError):
             return _MADE_OF in TensorFile.open(self.folder / file_name(self.name)).notes
         return False
 
     def put_down(self, mark: str) -> None:
-        """Carry a composed value out once, into its file in the named folder, which is referred to from then on.
+        """Compute a composed value once, store it in its file in the named folder, and refer to that from then on.
 
-        Nobody writes to that file: a first write replaces it, and takes the mark away.
+        That file is never written to: a first write replaces it and drops the mark.
 
         Raises:
             WriteError, NameInUseError, ForeignFileError, and as `base`.
@@ -589,7 +589,7 @@ class Handle:
             self._open(TensorFile.open(other.path))
 
     def _copy_to(self, other: Handle) -> None:
-        """Make it the value of `other`, from file to file."""
+        """Give `other` this value, from file to file."""
         composed = self.composed
         if isinstance(composed, InBlocks):
             with other._new({other.name: self.layout}) as (fd, head), no_functions(), no_modes():
@@ -607,7 +607,7 @@ class Handle:
                 copy_entries(self.file, entries, fd, head, settled=settled)
 
     def _fill_holes(self) -> None:
-        """A store into a hole of a full disk would end the process."""
+        """Reserve missing blocks: a store into a hole on a full disk would kill the process."""
         with self._lock, naming(self.name), writing(self.path, self.file.identity.size, "offload_dir"):
             with closed_after(self.file.descriptor(os.O_RDWR, settled=False)) as fd:
                 fill_holes(fd, self.file.identity.size)
@@ -617,8 +617,8 @@ class Handle:
         """Make `tensor` (of any shape and dtype) the whole value, atomically; `notes` go into the file's header.
 
         Raises:
-            WriteError, ForeignFileError, NameInUseError: the old value stands.
-            UnsupportedOpError: the file is written in place only.
+            WriteError, ForeignFileError, NameInUseError: the old value is kept.
+            UnsupportedOpError: the file may only be written in place.
         """
         if self.is_fixed:
             raise UnsupportedOpError(
@@ -629,7 +629,7 @@ class Handle:
             self._write(path, tensor, notes)
 
     def take_over(self, file: TensorFile) -> None:
-        """Go on from a file of ours that stands where the first write would put one.
+        """Continue with a file of ours that is where the first write would put one.
 
         Raises:
             NameInUseError: a live tensor is stored there.
@@ -638,12 +638,12 @@ class Handle:
             self._take(file)
 
     def clear(self, layout: Layout, parts: Iterable[tuple[int, torch.Tensor]] = ()) -> None:
-        """Make the value zeros of `layout`, as `allocate` does. Views that were cut before are stale, in any case.
+        """Make the value zeros with `layout`, like `allocate`. Existing views become stale in any case.
 
-        `parts` are what is not to be zero: plain tensors, each with the byte of the value that it begins at.
+        `parts` are the non-zero parts: plain tensors, each with its byte offset in the value.
 
         Raises:
-            WriteError: the old value stands.
+            WriteError: the old value is kept.
         """
         with self._lock, self._new({self.name: layout}, take=self._take_anew) as (fd, head):
             write_zeros(fd, head)
@@ -651,17 +651,17 @@ class Handle:
                 write_tensor(fd, head.start(self.name) + begin, part)
 
     def _take_anew(self, file: TensorFile) -> None:
-        """As `_take`, and views that were cut before are stale."""
+        """Like `_take`, and existing views become stale."""
         self._take(file)
         self.generation += 1
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk.
+        """Wait until all writes are on the disk.
 
         Raises:
-            WriteError: the disk did not take it.
-            MissingFileError, ChangedFileError, CorruptFileError: the file is not what it was.
-            ReadError: it can't be opened now.
+            WriteError: the disk failed.
+            MissingFileError, ChangedFileError, CorruptFileError: the file has changed.
+            ReadError: it can't be opened at the moment.
         """
         if not self.owned:
             return
@@ -678,21 +678,21 @@ class Handle:
                 raise WriteError(errno.EIO, reason, str(self.path))
 
     def duplicate(self) -> Handle:
-        """An independent copy, made from file to file, in a private folder; of a composed value another one.
+        """An independent copy, made from file to file in a private folder; for a composed value, another composed one.
 
         Raises:
             WriteError, and as `base`.
         """
-        if self.composed is not None:  # nobody writes to what it is carried out from
+        if self.composed is not None:  # its sources are never written to
             return self.elsewhere(None)
         copy = Handle(self.name, None)
         self._copy_to(copy)
         return copy
 
-    # How it ends
+    # The end
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if is_finalizing():  # the private folder went as a whole; modules go now, and their names before others
+        if is_finalizing():  # the private folder is gone already, and module globals may be gone, too
             return
         _MAPPED.pop(id(self), None)
         if getattr(self, "_pid", 0) == os.getpid():
@@ -700,13 +700,13 @@ class Handle:
 
 
 def _folder_for(name: str, offload_dir: str | os.PathLike[str] | None) -> Path | None:
-    file_name(name)  # refuses what is no name, before anything is done with it
+    file_name(name)  # refuses an invalid name before anything is done with it
     with naming(name):
         return None if offload_dir is None else named_folder(offload_dir)
 
 
 def _keep_mapped(handle: Handle) -> None:
-    """Count a mapping, and drop the oldest when there are too many."""
+    """Record a mapping, and drop the oldest when there are too many."""
     with _LOCK:
         _MAPPED.pop(id(handle), None)
         _MAPPED[id(handle)] = weakref.ref(handle)
@@ -717,4 +717,4 @@ def _keep_mapped(handle: Handle) -> None:
 
 
 _LOCK = fork_safe_lock()
-_MAPPED: dict[int, weakref.ref[Handle]] = {}  # by `id`, the oldest mapping first; a handle that dies leaves it
+_MAPPED: dict[int, weakref.ref[Handle]] = {}  # by `id`, oldest mapping first; a handle removes itself when it dies

@@ -1,11 +1,11 @@
 """The header of a safetensors file: what is in it, and where.
 
 Always true:
-- a parsed header has been checked whole: known lengths, no holes, no overlap, nothing missing, nothing after the end,
-  dense strides; whatever the bytes, there is a header or a `CorruptFileError`
-- an entry begins at a multiple of its element, and a tensor can be over it where it is; any other value is loose
+- a parsed header has been fully checked: known lengths, no holes, no overlap, nothing missing, nothing after the end,
+  dense strides; any input gives either a header or a `CorruptFileError`
+- an entry starts at a multiple of its element size and can be mapped as a tensor; any other value is loose
 - a built header ends at a multiple of `ALIGNMENT`, padded with spaces
-- what safetensors has no word for stands in the metadata under `offload`, as JSON: dtypes, strides, subclasses
+- what safetensors has no word for is in the metadata under `offload`, as JSON: dtypes, strides, subclasses
 
 Source of the format: https://huggingface.co/docs/safetensors (8 bytes of length, JSON, data).
 """
@@ -51,13 +51,13 @@ _FLOAT4: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself.
+    """What a file says about itself.
 
     Attributes:
-        entries: what tensors can be over, where it is.
-        unreadable: what torch cannot read, with the reason.
-        loose: what is copied out of the file.
-        kinds: of the entries that hold values packed in blocks, what these are called in a GGUF file.
+        entries: values that can be mapped as tensors where they lie.
+        unreadable: values that torch can't read, with the reason.
+        loose: values that have to be copied out of the file.
+        kinds: for entries of packed blocks, their GGUF type.
     """
 
     metadata: Mapping[str, str]
@@ -68,20 +68,20 @@ class Header:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of all values."""
+        """The keys of all values."""
         return (*self.entries, *self.loose, *self.unreadable)
 
     @property
     def notes(self) -> Mapping[str, Any] | None:
-        """What `offload` noted in a file of its own; None in a file of somebody else's."""
+        """What `offload` noted in a file of its own; None for other files."""
         return _notes(self.metadata)
 
 
 def header_length(prefix: bytes, size: int) -> int:
-    """The length in bytes of the JSON, from the first 8 bytes of a file of `size` bytes.
+    """The length of the JSON in bytes, from the first 8 bytes of a file of `size` bytes.
 
     Raises:
-        CorruptFileError: no safetensors file starts like this.
+        CorruptFileError: this is not the start of a safetensors file.
     """
     if not size:
         raise CorruptFileError("it is empty")
@@ -101,7 +101,7 @@ def header_length(prefix: bytes, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first bytes of a file that is to be written, what they say, and the size of the whole file."""
+    """The first bytes of a new file, the header in them, and the size of the whole file."""
 
     data: bytes
     header: Header
@@ -116,7 +116,7 @@ def parse(text: bytes, size: int) -> Header:
     """The checked header of a file of `size` bytes whose JSON is `text`.
 
     Raises:
-        CorruptFileError: the JSON is not a header, or does not fit the file's length.
+        CorruptFileError: the JSON is not a header, or does not match the file's size.
     """
     raw = _json_object(text)
     metadata = raw.pop("__metadata__", {})
@@ -152,13 +152,13 @@ def parse(text: bytes, size: int) -> Header:
 
 
 def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> Head:
-    """The first bytes of a file that holds values of these layouts, one behind the other, and what they say.
+    """The head of a file that holds values of these layouts, one after the other.
 
-    `notes` goes into the `offload` metadata, `metadata` beside it.
+    `notes` go into the `offload` metadata, `metadata` beside it.
 
     Raises:
-        UnsupportedOpError: there is no form for a dtype.
-        ValueError: a shape that no tensor has.
+        UnsupportedOpError: a dtype can't be stored.
+        ValueError: no tensor can have such a shape.
     """
     values: dict[str, dict[str, Any]] = {}
     specs: dict[str, Any] = {}
@@ -180,7 +180,7 @@ def build(layouts: Mapping[str, Layout], notes: Mapping[str, Any], metadata: Map
 
 
 def is_standard(layout: Layout) -> bool:
-    """Whether safetensors has a word for such values: any of its readers gives them back as they are."""
+    """Whether safetensors has a word for such values, so that any reader returns them as they are."""
     return not _spec(layout)[2]
 
 
@@ -207,7 +207,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 
 def is_unicode(text: str) -> bool:
-    """False if a half of a surrogate pair stands alone in it, as JSON and pickles can have it, and no file name."""
+    """False for text with a lone surrogate, which JSON and pickles can contain but no file name can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -216,7 +216,7 @@ def is_unicode(text: str) -> bool:
 
 
 def is_file_name(text: str) -> bool:
-    """Whether this is the name of a file, on any system, and leads to no other folder."""
+    """Whether this is a bare file name on any system, without a path to another folder."""
     is_plain = PurePosixPath(text).name == PureWindowsPath(text).name == text
     return is_plain and text not in ("", ".", "..") and "\0" not in text and is_unicode(text)
 
@@ -230,14 +230,14 @@ def _notes(metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
 
 
 def _check_name(notes: Mapping[str, Any], keys: Container[str]) -> None:
-    """What a file of ours is of must be in it: by its name, or as the parts of a subclass."""
+    """A file of ours must contain the value it is named for: under its name, or as the parts of a subclass."""
     name, recipe = notes["name"], notes.get("subclass")
     if not isinstance(name, str) or not is_unicode(name) or (name not in keys and not isinstance(recipe, dict)):
         raise CorruptFileError(f"its `offload` metadata says that it holds {short(name)!r}, and it does not")
 
 
 def _in_order(raw: dict[str, Any], room: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
-    """The entries by their place; checks that they fill `room` bytes without a hole or an overlap."""
+    """The entries in file order; checks that they fill `room` bytes without holes or overlaps."""
     specs = {key: _checked_spec(key, spec) for key, spec in raw.items()}
     at = 0
     for key, spec in sorted(specs.items(), key=lambda item: item[1][2:]):
@@ -282,7 +282,7 @@ def _layout(word: str, shape: tuple[int, ...], note: Mapping[str, Any]) -> Layou
 
 
 def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | None:
-    """The dtype of a value that is stored as bytes, the last dimension being those of one element."""
+    """The dtype of a value stored as bytes; the last dimension is the bytes of one element."""
     if not isinstance(name, str) or word != "U8" or not shape:
         raise CorruptFileError("its `offload` metadata gives a value a malformed dtype")
     dtype = dtype_named(name)
@@ -292,7 +292,7 @@ def _noted_dtype(word: str, shape: tuple[int, ...], name: Any) -> torch.dtype | 
 
 
 def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
-    """The layout of a value whose dimensions lie in another order in memory, which is that of `shape`."""
+    """The layout of a value stored with its dimensions in memory order, which is the order of `shape`."""
     if not are_counts(stride) or len(stride) != len(shape):
         raise CorruptFileError("its `offload` metadata gives a value malformed strides")
     order = Layout(dtype, shape, tuple(stride)).order
@@ -304,7 +304,7 @@ def _strided(dtype: torch.dtype, shape: tuple[int, ...], stride: Any) -> Layout:
 
 
 def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride: Any) -> Layout:
-    """The layout of a value that has more elements than there are bytes for: what is stored is all that they share."""
+    """The layout of a value whose elements share bytes: what is stored is the bytes that they share."""
     layout = layout_as(dtype, shape, stride) if isinstance(shape, list) and isinstance(stride, list) else None
     if layout is None:
         raise CorruptFileError("its `offload` metadata gives a value a malformed shape, or malformed strides")
@@ -314,7 +314,7 @@ def _overlapping(dtype: torch.dtype, stored: tuple[int, ...], shape: Any, stride
 
 
 def _spec(layout: Layout) -> tuple[str, list[int], dict[str, Any]]:
-    """The safetensors word, the shape in memory order, and what the metadata must add."""
+    """The safetensors word, the shape in memory order, and what has to be added in the metadata."""
     note: dict[str, Any] = {}
     if layout.overlaps:
         note["shape"] = list(layout.shape)

@@ -1,10 +1,10 @@
-"""How values lie in memory and in files: data, and nothing that reads.
+"""How values are laid out in memory and in files: pure data, no I/O.
 
 Always true:
-- a layout is dense, or that of an expanded value, or another whose elements overlap
-- an entry begins where a tensor can be over it; any other value is loose
-- every dtype that torch can hold in plain bytes has a form in a file: by its safetensors word, or as raw bytes (`U8`)
-  with torch's word for it in the file's metadata; one that means nothing without a scale (the `q` ones) has none
+- a layout is dense, or that of an expanded value, or another one with overlapping elements
+- an entry starts where a tensor can be mapped; any other value is loose
+- every dtype that torch stores as plain bytes can be stored: by its safetensors word, or as raw bytes (`U8`) with
+  torch's name for it in the metadata; dtypes that need a scale (the `q` ones) can't
 
 Source of the words: the safetensors format, https://github.com/huggingface/safetensors (`Dtype` in tensor.rs).
 """
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-_MOST = 2**63 - 1  # bytes and elements that torch can count
+_MOST = 2**63 - 1  # largest number of bytes and elements that torch can count
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one value lies in memory: dtype, shape and strides, in elements.
+    """Layout of one value in memory: dtype, shape, and strides in elements.
 
-    The strides are dense, or those of an expanded value, or another whose elements overlap.
+    Dense, or that of an expanded value, or another one with overlapping elements.
 
     Attributes:
-        nbytes: bytes that it takes; of elements that overlap, those from the first one to the last.
-        overlaps: whether it has more elements than its bytes can hold apart.
+        nbytes: size in bytes; with overlapping elements, from the first one to the last.
+        overlaps: whether it has more elements than its bytes can hold separately.
     """
 
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions from the outermost in memory to the innermost."""
+        """The dimensions, from the outermost in memory to the innermost."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
 
     @property
@@ -74,10 +74,10 @@ class Record:
     """The bytes of a storage in a file.
 
     Attributes:
-        start: where they begin.
-        nbytes: how many they are, unpacked.
-        packed: how many they are in the file, where they are deflated; None where they lie as they are.
-        is_swapped: whether their byte order is that of another machine.
+        start: where they begin in the file.
+        nbytes: their number, unpacked.
+        packed: their number in the file, if deflated; None if they are stored as they are.
+        is_swapped: whether they are in the other byte order.
     """
 
     start: int
@@ -88,13 +88,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Loose:
-    """A value that no tensor can be over where it lies: it is cut out of a record.
+    """A value that can't be mapped as a tensor where it lies: it is copied out of a record.
 
     Attributes:
-        layout: how it lies once it is copied out.
-        begin: the byte of the record at which it begins.
-        stride: in elements, how it lies in the record.
-        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of those that are stored.
+        layout: of the copy.
+        begin: its first byte in the record.
+        stride: in the record, in elements.
+        is_conjugated, is_negated: whether its numbers are the conjugates, or negatives, of the stored ones.
     """
 
     key: str
@@ -107,7 +107,7 @@ class Loose:
 
     @property
     def entry(self) -> Entry | None:
-        """Its bytes as they lie in the file, if copying these is enough."""
+        """Its place in the file, if copying the bytes is enough."""
         lies_otherwise = self.stride != self.layout.stride or self.is_conjugated or self.is_negated
         if lies_otherwise or self.record.packed is not None or self.record.is_swapped:
             return None
@@ -115,17 +115,17 @@ class Loose:
 
     @property
     def start(self) -> int:
-        """The byte of the file at which it begins, where its record is not packed."""
+        """Its first byte in the file, if its record is not packed."""
         return self.record.start + self.begin
 
     @property
     def span(self) -> int:
-        """Bytes from its first element to its last one."""
+        """Bytes from the start of its first element to the end of its last one."""
         return span_of(self.layout.dtype, self.layout.shape, self.stride)
 
 
 def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Bytes from the first element to the end of the last one."""
+    """Bytes from the start of the first element to the end of the last one."""
     last = 0
     for size, step in zip(shape, stride, strict=True):
         if not size:
@@ -135,7 +135,7 @@ def span_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...])
 
 
 def is_countable(shape: Iterable[int], itemsize: int) -> bool:
-    """True if torch can count the bytes, and the strides, of such a value; one step at a time, as it may be long."""
+    """True if torch can count the bytes and strides of such a value; checked step by step, as the shape may be huge."""
     total = itemsize
     for size in shape:
         total *= max(size, 1)
@@ -145,7 +145,7 @@ def is_countable(shape: Iterable[int], itemsize: int) -> bool:
 
 
 def layout_as(dtype: torch.dtype, shape: Any, stride: Any) -> Layout | None:
-    """A layout as a file says it; None if no tensor is like that, and torch would fail at it, or worse."""
+    """A layout given in a file; None if no tensor can have it, so that torch would fail, or crash."""
     shape, stride = list(shape), list(stride)
     if len(shape) != len(stride) or not are_counts(shape) or not are_counts(stride) or not is_countable(shape, 1):
         return None
@@ -159,17 +159,17 @@ def is_aligned(entry: Entry) -> bool:
 
 
 def can_be_over(entry: Entry) -> bool:
-    """Whether a tensor can be over it where it lies.
+    """Whether it can be mapped as a tensor where it lies.
 
-    In safetensors files without padding, of which there are many, values begin at any byte. Kernels for most dtypes
-    read them there; those for complex128 end the process (torch 2.13, x86).
+    In safetensors files without padding, which are common, values begin at any byte. Kernels for most dtypes read them
+    there; those for complex128 crash the process (torch 2.13, x86).
     """
     return entry.layout.dtype != torch.complex128 or is_aligned(entry)
 
 
 @lru_cache(maxsize=1024)
 def contiguous(dtype: torch.dtype, shape: tuple[int, ...]) -> Layout:
-    """The row-major layout; the many values of a model share few of them."""
+    """The row-major layout; cached, since the many values of a model share few of them."""
     return Layout(dtype, shape, contiguous_stride(shape))
 
 
@@ -183,7 +183,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def are_counts(numbers: Any) -> bool:
-    """True for a list of numbers that may be sizes, strides or places."""
+    """True for a list of numbers that are valid as sizes, strides or offsets."""
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
 
 
@@ -225,10 +225,10 @@ _NAMED: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's word for a dtype: `float32` for `torch.float32`."""
+    """torch's name for a dtype: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """The torch dtype called `name`, None where this torch has none such that could be stored."""
+    """The torch dtype called `name`; None if this torch has none that could be stored."""
     return _NAMED.get(name)

@@ -1,10 +1,10 @@
-"""Locks among threads that survive a fork, and an interrupt; and among processes, with a file.
+"""Locks between threads that survive a fork and an interrupt; and locks between processes, on files.
 
 Always true:
-- a child that was forked while another thread held a lock finds it free; it does not hold what its parent holds
-- taking and giving back are one call into C each: Python raises `KeyboardInterrupt` before or after, and not between
-- a process that dies lets go of what it holds
-- where the file system knows no locks, threads still wait for each other, and processes are on their own
+- if another thread holds a lock during a fork, the child finds it free; a child does not hold its parent's file locks
+- acquire and release are one C call each: Python raises `KeyboardInterrupt` before or after, never in between
+- a process that dies releases its locks
+- where the file system has no locks, threads still wait for each other, and processes are on their own
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ _UNKNOWN = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def fork_safe_lock() -> threading.RLock:
-    """A re-entrant lock; in a forked child it starts anew, unless the thread that forked holds it."""
+    """A re-entrant lock; free in a forked child, unless the forking thread holds it."""
     lock = threading.RLock()
     _LOCKS.add(lock)
     return lock
 
 
 class Waiters:
-    """Threads that wait for another to say that something has happened. Both methods are called under one lock.
+    """Threads that wait for an event that another one signals. Call both methods under one common lock.
 
-    `threading.Condition` is for threads that nobody interrupts: an interrupt as it begins to wait loses its lock.
+    `threading.Condition` is not safe under interrupts: one that arrives as the wait begins loses its lock.
     """
 
     def __init__(self) -> None:
         self._locks: list[threading.Lock] = []
 
     def add(self) -> threading.Lock:
-        """A lock that is taken; without the common lock, take it once more to wait for `wake`."""
+        """A lock, already taken; release the common lock, then acquire this one again to wait for `wake`."""
         lock = threading.Lock()
         lock.acquire()
         self._locks.append(lock)
         return lock
 
     def wake(self) -> None:
-        """All that wait go on."""
+        """Release all waiting threads."""
         while self._locks:
             self._locks.pop().release()
 
 
 class FolderLock:
-    """A lock with a file, which is there already."""
+    """A lock on an existing file."""
 
     def __init__(self, path: Path, opened: Callable[[Path, int], int]) -> None:
-        """`opened` opens it, and says in its errors what it is of."""
+        """`opened` opens the file, and its errors say what the file belongs to."""
         self._path = path
         self._opened = opened
         self._threads = fork_safe_lock()
@@ -68,9 +68,9 @@ class FolderLock:
 
     @contextmanager
     def held(self, *, shared: bool = False) -> Iterator[None]:
-        """Alone, or with others that share it. May be nested in a thread, the outermost says how."""
+        """Exclusive, or shared with others. May be nested in a thread; the outermost call decides which."""
         with self._threads:
-            if self._pid != os.getpid():  # a descriptor of the parent's would share its lock
+            if self._pid != os.getpid():  # a descriptor inherited from the parent would share its lock
                 self._fd, self._pid, self._depth = self._opened(self._path, os.O_RDONLY), os.getpid(), 0
             depth = self._depth
             try:
@@ -81,22 +81,22 @@ class FolderLock:
             finally:
                 self._depth = depth
                 if not depth:
-                    try:  # here, and not in a function: an interrupt as that begins would keep the lock
+                    try:  # inline, not in a function: an interrupt at the start of a call would keep the lock
                         fcntl.flock(self._fd, fcntl.LOCK_UN)
                     except OSError as error:
                         if error.errno not in _UNKNOWN:
                             self.close()
 
     def close(self) -> None:
-        """Let go of the file, and of the lock with it; whoever wants that again opens it again."""
+        """Close the file, which releases the lock; the next use opens it again."""
         with self._threads:
-            is_ours, self._pid = self._pid == os.getpid(), 0  # first: after an interrupt it is not closed again
+            is_ours, self._pid = self._pid == os.getpid(), 0  # first: after an interrupt it must not be closed twice
             if is_ours:
                 os.close(self._fd)
 
 
 def flock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bool:
-    """Take the lock of an open file, or change how it is held; False if that would mean to wait, and `wait` is not.
+    """Lock an open file, or change the kind of lock; False if that would block and `wait` is False.
 
     Raises:
         ReadError
@@ -113,7 +113,7 @@ def flock(fd: int, path: Path, *, shared: bool = False, wait: bool = True) -> bo
 
 
 def unlock(fd: int) -> bool:
-    """Let go of the lock of an open file; False if that fails: it goes with the descriptor then."""
+    """Unlock an open file; False if that fails: closing the descriptor then unlocks it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
@@ -122,7 +122,7 @@ def unlock(fd: int) -> bool:
 
 
 def lock_range(fd: int, path: Path, start: int, count: int, *, wait: bool = False) -> bool:
-    """Take bytes of an open file for this descriptor; False if another one has some of them, and `wait` is not.
+    """Lock bytes of an open file for this descriptor; False if another holds some of them and `wait` is False.
 
     Raises:
         ReadError
@@ -131,7 +131,7 @@ def lock_range(fd: int, path: Path, start: int, count: int, *, wait: bool = Fals
 
 
 def unlock_range(fd: int, path: Path, start: int, count: int) -> None:
-    """Give bytes back; 0 are all that follow."""
+    """Unlock bytes; a count of 0 means all that follow."""
     _set_range(fd, path, fcntl.F_UNLCK, start, count, wait=False)
 
 

@@ -1,11 +1,11 @@
-"""Memory that is mapped: bytes of files, and room for one value on its way; and the calls of libc that Python lacks.
+"""Mapped memory: bytes of files, and scratch memory for one value in transit; and libc calls that Python lacks.
 
 Always true:
-- what is mapped can be written to; a store reaches the file only through a shared mapping
-- mapping never creates a file or extends it, keeps no descriptor of it, and reserves no memory: a file may be larger
-- a mapping goes with the last storage over it, and not at exit, when others may still read it
-- room for a value goes back to the system when it is dropped: what torch frees below 32 MB may stay in glibc's heap,
-  where small things take its place, so that a model's worth of it gathers
+- mapped memory is writable; a store reaches the file only through a shared mapping
+- mapping never creates or extends a file, keeps no descriptor, and reserves no memory: files may be larger than RAM
+- a mapping is released with its last storage, and not at exit, when others may still read it
+- scratch memory goes back to the system when it is dropped: what torch frees below 32 MB can stay in glibc's heap,
+  where small allocations move in, and a whole model's worth accumulates
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from offload.storage.reasons import explained, reading
 from offload.storage.regular import closed_after, open_regular
 
 _FAILED = ctypes.c_void_p(-1).value
-_NO_RESERVE = 0x4000  # Python names it since 3.13
-_FIXED = 0x10  # Python does not name it
+_NO_RESERVE = 0x4000  # Python exposes it since 3.13
+_FIXED = 0x10  # Python does not expose it
 _WRITABLE = 0x200  # PyBUF_WRITE
 _HUGE = 2 << 20
 
 
 def mapped(fd: int, path: Path, start: int, nbytes: int, *, shared: bool) -> torch.UntypedStorage:
-    """Bytes of an open file, which has so many, as a storage: shared, or copy-on-write.
+    """`nbytes` bytes of an open file that is at least that long, as a storage: shared or copy-on-write.
 
-    Not by `UntypedStorage.from_file`, which counts a private mapping against the commit limit, and for a shared one
-    creates a missing file and extends a short one; nor by `mmap`, which keeps a descriptor (before Python 3.13).
+    Not with `UntypedStorage.from_file`, which counts a private mapping against the commit limit, and for a shared one
+    creates a missing file and extends a short one; nor with `mmap`, which keeps a descriptor (before Python 3.13).
 
     Raises:
-        ReadError: the system does not map it.
+        ReadError: the system refuses to map it.
     """
     inside = start % mmap.PAGESIZE
     flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _NO_RESERVE
@@ -57,8 +57,8 @@ def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
     """Bytes of a file in a private mapping of their own.
 
     Raises:
-        MissingFileError, ReadError: it can't be opened, or mapped.
-        CorruptFileError: it is shorter, or not a regular file.
+        MissingFileError, ReadError: it can't be opened or mapped.
+        CorruptFileError: it is too short, or not a regular file.
     """
     if not nbytes:
         return torch.UntypedStorage(0, device="cpu")
@@ -73,10 +73,10 @@ def mapped_alone(path: Path, start: int, nbytes: int) -> torch.UntypedStorage:
 
 
 def addresses(count: int) -> torch.UntypedStorage:
-    """Addresses that nothing else has, and that nothing can be read from: for those who tell tensors apart by them.
+    """Unique addresses that can't be read, for code that tells tensors apart by address.
 
     Raises:
-        ReadError: the system does not give them.
+        ReadError: the system has no address space left.
     """
     address = libc.mmap(None, max(count, 1), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1, 0)
     if address == _FAILED:
@@ -91,7 +91,7 @@ def scratch_bytes(count: int) -> mmap.mmap:
     """At least `count` writable bytes, all zero.
 
     Raises:
-        ReadError: the system does not give them.
+        ReadError: there is not enough memory.
     """
     try:
         return mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -101,10 +101,10 @@ def scratch_bytes(count: int) -> mmap.mmap:
 
 
 def scratch(layout: Layout) -> torch.Tensor:
-    """A plain tensor of that layout, all zero; in huge pages where the system has them, which are touched sooner."""
+    """A plain tensor of zeros with that layout; in huge pages where available, which are faster to fault in."""
     memory = scratch_bytes(layout.nbytes)
     if layout.nbytes >= _HUGE:
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(memory, dtype=torch.uint8, requires_grad=False)
     empty = torch.empty(0, dtype=layout.dtype, device="cpu")
@@ -112,19 +112,19 @@ def scratch(layout: Layout) -> torch.Tensor:
 
 
 def swapped_out(address: int, nbytes: int, fd: int, start: int) -> None:
-    """Have whole pages of memory, which a file holds from `start` on, be those of the file: copied when written to.
+    """Replace whole pages of memory by a copy-on-write mapping of a file that holds the same bytes from `start` on.
 
     Raises:
-        OSError: the system does not do it; nothing has changed.
+        OSError: the system refused; nothing has changed.
     """
     _replace(address, nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, fd, start)
 
 
 def swapped_in(address: int, nbytes: int) -> None:
-    """Have pages that were swapped out be memory again, with what they hold now.
+    """Turn such pages back into anonymous memory with their current contents.
 
     Raises:
-        OSError: the system does not do it; nothing has changed.
+        OSError: the system refused; nothing has changed.
     """
     view = view_memory(address, nbytes)
     now = bytes(view)
@@ -139,7 +139,7 @@ def _replace(address: int, nbytes: int, flags: int, fd: int, start: int) -> None
 
 
 def view_memory(address: int, size: int) -> memoryview:
-    """Writable memory as a buffer; a ctypes array would make a class for each size."""
+    """Writable memory as a buffer; a ctypes array would create a class per size."""
     buffer: memoryview = _view_memory(address, size, _WRITABLE)
     return buffer
 

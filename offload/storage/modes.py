@@ -1,9 +1,9 @@
-"""Outside every mode of torch's.
+"""Leaving all torch modes.
 
 Always true:
-- with `no_functions` and `no_modes` a tensor is just a tensor, whatever the caller is in the middle of
-- each of these is left in one call into C: Python can raise `KeyboardInterrupt` at the first line of an `__exit__` of
-  its own, and what that was to bring back would stay away
+- inside `no_functions` and `no_modes` a tensor is just a tensor, whatever modes the caller has on
+- each is left in a single C call: Python can raise `KeyboardInterrupt` at the first line of an `__exit__` written in
+  Python, and what that should restore would stay off
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _exit: Any = InferenceMode.__exit__
 
 
 def is_plain_world() -> bool:
-    """Whether there is no mode to leave, and no transform of torch.func; gradients may be on."""
+    """Whether no mode and no torch.func transform is on; gradients may be on."""
     return not (modes_are_on() or function_modes_are_on() or torch.is_inference_mode_enabled() or transform_on_top())
 
 
 class no_modes(InferenceMode):
-    """Outside modes that take over ops (fake, functional), outside inference mode, and without gradients.
+    """Turns off modes that take over ops (fake, functional), inference mode, and gradients.
 
-    It is entered for every batch and many an op. Torch's guard brings back all of the dispatcher's and of autograd's
-    state, so what is set here needs no guard of its own. It is in force from when it is made: make it in the `with`.
+    It is entered for every batch and many ops. Torch's guard restores the whole state of the dispatcher and of
+    autograd, so what is set here needs no guard of its own. It takes effect when it is created: create it in `with`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class no_modes(InferenceMode):
 
 
 class no_grad(InferenceMode):
-    """Without gradients, and in inference mode or outside it, as before. Make it in the `with`."""
+    """Turns off gradients; inference mode stays as it was. Create it in the `with`."""
 
     def __init__(self) -> None:
         is_inference = torch.is_inference_mode_enabled()

@@ -1,7 +1,7 @@
-"""Plain data as JSON, and back.
+"""Plain Python data as JSON, and back.
 
 Always true:
-- a container, and what JSON has no word for, is an object of one key, which says what it is: nothing else is an object
+- containers, and whatever JSON has no word for, are objects with one key that names the kind; nothing else is
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Node: TypeAlias = Any  # what `json` makes of JSON
 
 
 def scalar_node(value: Any) -> Node:
-    """The node of a value that holds no others; `NONE` for any other."""
+    """The node of a value that contains no others; `NONE` for anything else."""
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
@@ -39,7 +39,7 @@ def scalar_node(value: Any) -> Node:
 
 
 def container_node(value: Any, below: Callable[[Any, object], Node], key: Callable[[Any], Node]) -> Node:
-    """The node of a plain container; None for any other value."""
+    """The node of a plain container; None for anything else."""
     kind = type(value)
     if kind is dict and all(type(name) is str for name in value):
         return {"dict": {name: below(child, name) for name, child in value.items()}}
@@ -55,7 +55,7 @@ def plain_value(kind: str, data: Any, value: Callable[[Node], Any]) -> Any:
 
     Args:
         kind, data: of the node.
-        value: gives the values of the nodes in it.
+        value: turns the nodes inside it into values.
     """
     return _CONTAINERS[kind](data, value) if kind in _CONTAINERS else _SCALARS[kind](data)
 

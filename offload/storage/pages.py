@@ -1,10 +1,10 @@
-"""The pages of a mapped file: which are in memory, bring them in, let them go.
+"""The pages of a mapped file: tell which are in memory, bring them in, drop them.
 
 Always true:
-- nothing here changes what a read gives, only when the disk is read for it
-- memory that was stored into is never dropped
-- huge pages are asked for while there are free ones: where the system has to make them, it drops what should stay
-- where the kernel has no call for it, pages are read by touching them
+- nothing here changes what a read returns, only when the disk is read
+- dirty memory is never dropped
+- huge pages are used while there are free ones: if the system has to make them, it evicts pages that should stay
+- if the kernel has no call for it, pages are read by touching them
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from offload.storage.reasons import explained
 from offload.storage.regular import closed_after
 
 PAGE = mmap.PAGESIZE
-_SAMPLES = 8  # pages that are asked for, of many
-_ASKED_WHOLE = 1 << 20  # bytes up to which every page is asked for
-_BLOCK = 2 << 20  # bytes that are read at a time; the kernel takes no more for an announcement than it reads ahead
-_BLOCKS = 4  # that are on their way at a time
+_SAMPLES = 8  # pages to check in a large range
+_ASKED_WHOLE = 1 << 20  # bytes up to which every page is checked
+_BLOCK = 2 << 20  # bytes per read; the kernel honours a hint only up to its read-ahead
+_BLOCKS = 4  # blocks in flight
 _HUGE = 2 << 20
-_SPARE = 256 << 20  # bytes of free huge pages that are left to others
+_SPARE = 256 << 20  # bytes of free huge pages to leave for others
 _FREE_BLOCKS = Path("/proc/buddyinfo")
-# Why the kernel may not bring pages in that can be read all the same: it does not know how, or has better to do.
+# The kernel can refuse to prefetch pages that are still readable: it lacks the call, or is short of something.
 _MAY_BE_TOUCHED = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 _MADV_NORMAL, _MADV_RANDOM, _MADV_WILLNEED = 0, 1, 3
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_PAGEOUT, _MADV_POPULATE_READ = 14, 15, 21, 22
 
 
 class Range:
-    """Bytes of a mapped file that are read as one. It keeps neither the file nor its mapping.
+    """Bytes of a mapped file that are read together. Keeps neither the file nor its mapping alive.
 
     Attributes:
-        nbytes: how many.
-        calm_until: until when (`time.monotonic`) they are taken to be in memory without asking.
-        is_part: whether others of the same value may stay unread: nothing around them is read along.
+        nbytes: their number.
+        calm_until: until when (`time.monotonic`) they are assumed to be in memory without checking.
+        is_part: whether the rest of the value may stay unread: nothing around them is read along.
     """
 
     __slots__ = ("__weakref__", "_file", "_may_ask", "_shared", "_start", "calm_until", "is_part", "nbytes")
@@ -77,15 +77,15 @@ class Range:
 
     @property
     def has_file(self) -> bool:
-        """Whether somebody in this process has its file."""
+        """Whether something in this process holds its file."""
         return self._file() is not None
 
     def missing_bytes(self) -> int:
-        """How much of it the disk has to give, in whole pages; all, where the kernel does not tell."""
+        """Bytes still to be read from the disk, in whole pages; all of them if the kernel does not tell."""
         return self.nbytes - self.cached_bytes() if self.may_ask else self.nbytes
 
     def is_cached(self) -> bool:
-        """Whether it is in memory, as far as the kernel tells. False for a file that is gone."""
+        """Whether it is in memory, as far as the kernel tells. False if the file is gone."""
         file, mapped = self._file(), self._mapped()
         if file is None or mapped is None:
             return False
@@ -93,7 +93,7 @@ class Range:
 
     @property
     def may_ask(self) -> bool:
-        """Whether the kernel tells this process what is in memory; of files of others' it says that all is."""
+        """Whether the kernel tells this process what is cached; for other users' files it says that everything is."""
         file = self._file()
         if self._may_ask is None and file is not None:
             with suppress(OSError):
@@ -102,27 +102,27 @@ class Range:
         return bool(self._may_ask)
 
     def cached_bytes(self) -> int:
-        """How much of it is in memory, in whole pages; nothing while its file is not mapped."""
+        """Bytes in memory, in whole pages; 0 while its file is not mapped."""
         file = self._file()
         mapped = None if file is None else file.mapping(shared=self._shared)
         return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
 
     def announce(self) -> None:
-        """Have the system begin to read it."""
+        """Start reading it in the background."""
         mapped = self._mapped()
         if mapped is not None:
             announce(mapped.data_ptr() + self._start, self.nbytes)
 
     def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
-        """Read it from the disk, if it is not in memory.
+        """Read it from the disk unless it is in memory.
 
         Args:
-            exactly: and little of its neighbours, which on some disks the system reads along by megabytes.
-            spare: bytes of free huge pages that it is to leave, for what comes and goes.
+            exactly: read little of its neighbours, which some disks read along by megabytes.
+            spare: bytes of free huge pages to leave for short-lived data.
 
         Raises:
-            ReadError: the disk did not give it.
-            CorruptFileError: the file has been cut.
+            ReadError: the disk failed.
+            CorruptFileError: the file has been truncated.
         """
         file, mapped = self._file(), self._mapped()
         if file is None or mapped is None:
@@ -130,7 +130,7 @@ class Range:
         exactly = exactly or file.is_picked_from
         address = mapped.data_ptr() + self._start
         takes_care = self._ask_for_huge_pages(address, exactly=exactly, spare=spare)
-        if takes_care and exactly:  # of the huge pages that it shares with its neighbours, its own part only
+        if takes_care and exactly:  # of the huge pages shared with neighbours, read only its own part
             head = min(-self._start % _HUGE, self.nbytes)
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
@@ -142,9 +142,9 @@ class Range:
             raise self._explained(error) from error
 
     def let_go(self) -> None:
-        """Drop it from memory, written out if need be, unless others use it too; the next read brings it back.
+        """Drop it from memory unless others use it, writing it out first if needed; the next read brings it back.
 
-        Does nothing where the file is not mapped, nor, as the kernel has it, for files that this user may not write to.
+        Does nothing if the file is not mapped, nor (a kernel rule) for files that this user may not write to.
         """
         self.calm_until = 0.0
         file = self._file()
@@ -153,15 +153,15 @@ class Range:
             return
         with suppress(OffloadError, OSError), closed_after(file.descriptor(settled=False)) as fd:
             if self._shared and not write_out(fd, self._start, self.nbytes):
-                file.lost_writes = True  # what is in memory is all that there is
+                file.lost_writes = True  # memory holds the only copy
                 return
             let_go(mapped.data_ptr() + self._start, self.nbytes)
-            os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # the ends of huge pages
+            os.posix_fadvise(fd, self._start, self.nbytes, os.POSIX_FADV_DONTNEED)  # partial huge pages at both ends
 
     def _ask_for_huge_pages(self, address: int, *, exactly: bool, spare: int) -> bool:
-        """Have it read in pages of 2 MiB, and with `exactly` in no others; whether the system will.
+        """Read it in 2 MiB pages, and with `exactly` in no others; returns whether the system will.
 
-        Not where it may be written to: a store makes a whole page dirty. Nor for a part of a value.
+        Not for writable values: a store would dirty a whole huge page. Nor for a part of a value.
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
@@ -181,7 +181,7 @@ class Range:
         return explained(file.path, error)
 
     def _mapped(self) -> torch.UntypedStorage | None:
-        """None for a file that is gone, or has changed: it is for who reads the value to say so."""
+        """None if the file is gone or has changed: the reader of the value reports that."""
         file = self._file()
         with suppress(OffloadError, OSError):
             return None if file is None else file.mapped(shared=self._shared)
@@ -189,7 +189,7 @@ class Range:
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes in ranges of which no two overlap, or touch."""
+    """The same bytes as ranges that neither overlap nor touch."""
     found: list[Range] = []
     for one in sorted(ranges, key=lambda one: (id(one._file), one._start)):
         last = found[-1] if found else None
@@ -201,7 +201,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def are_cached(address: int, nbytes: int) -> bool:
-    """Whether a mapped range is in memory: of a large one, some pages are asked for."""
+    """Whether a mapped range is in memory; of a large one, only some pages are checked."""
     if nbytes == 0:
         return True
     first, length = _whole_pages(address, nbytes)
@@ -212,35 +212,35 @@ def are_cached(address: int, nbytes: int) -> bool:
 
 
 def cached_bytes(address: int, nbytes: int) -> int:
-    """How much of a mapped range is in memory, in whole pages."""
+    """Bytes of a mapped range that are in memory, in whole pages."""
     first, length = _whole_pages(address, nbytes)
     return _count(first, length) * PAGE
 
 
 def has_holes(status: os.stat_result) -> bool:
-    """Whether most of a file was never written."""
+    """Whether most of a file has never been written."""
     return status.st_blocks * 512 < status.st_size // 2
 
 
 def announce(address: int, nbytes: int) -> None:
-    """Have the system begin to read a mapped range, and go on."""
+    """Start reading a mapped range in the background."""
     if nbytes > 0:
         for start in range(0, nbytes, _BLOCK):
             libc.madvise(*_whole_pages(address + start, min(nbytes - start, _BLOCK)), _MADV_WILLNEED)
 
 
 def bring_in(address: int, nbytes: int) -> None:
-    """Read a mapped range from the disk, if it is not in memory, and wait for it. Other threads run meanwhile.
+    """Read a mapped range from the disk unless it is in memory, and wait. Other threads run meanwhile.
 
     Raises:
-        OSError: the disk did not give it.
+        OSError: the disk failed.
     """
     if nbytes and not populated(address, nbytes):
         touch(address, nbytes)
 
 
 def populated(address: int, nbytes: int) -> bool:
-    """As `bring_in`; whether the kernel has a call for it. Where it has none, nothing was read.
+    """Like `bring_in`; False if the kernel has no call for it, in which case nothing was read.
 
     Raises: as `bring_in`.
     """
@@ -255,10 +255,10 @@ def populated(address: int, nbytes: int) -> bool:
 
 
 def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0) -> bool:
-    """Have a mapped range read in pages of 2 MiB from now on, if so many are free; whether the system will.
+    """Read a mapped range in 2 MiB pages from now on, if enough are free; returns whether the system will.
 
     Args:
-        spare: bytes of free ones that are to be left.
+        spare: bytes of free huge pages to leave.
     """
     has_enough = _READS_HUGE_PAGES and free_in_huge_pages() >= nbytes + spare + _SPARE
     refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
@@ -266,7 +266,7 @@ def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0) -> bool:
 
 
 def bring_in_exactly(address: int, nbytes: int) -> None:
-    """As `bring_in`, block by block, each announced while those before it are on their way.
+    """Like `bring_in`, block by block, keeping several blocks in flight.
 
     Raises: as `bring_in`.
     """
@@ -279,7 +279,7 @@ def bring_in_exactly(address: int, nbytes: int) -> None:
 
 
 def let_go(address: int, nbytes: int) -> None:
-    """Drop the clean pages that lie in a mapped range as a whole and that nobody else has mapped."""
+    """Drop the clean pages that lie entirely in a mapped range and that nobody else has mapped."""
     first = -(-address // PAGE) * PAGE
     length = (address + nbytes) // PAGE * PAGE - first
     if length > 0:
@@ -287,17 +287,17 @@ def let_go(address: int, nbytes: int) -> None:
 
 
 def write_out(fd: int, start: int, nbytes: int) -> bool:
-    """Have what is dirty of a range of a file written, and wait for it; whether that went well. Not durable by that."""
-    return bool(libc.sync_file_range(fd, start, nbytes, 7) == 0)  # wait for what is under way, write, wait
+    """Write out the dirty pages of a file range and wait; returns whether that worked. Not durable by itself."""
+    return bool(libc.sync_file_range(fd, start, nbytes, 7) == 0)  # wait for writes under way, write, wait
 
 
 def begin_to_write_out(fd: int, start: int, nbytes: int) -> None:
-    """Have the system begin to write what is dirty of a range of a file. An error is left for who waits for it."""
-    libc.sync_file_range(fd, start, nbytes, 2)  # write what is not under way
+    """Start writing out the dirty pages of a file range. Errors are left to the later wait."""
+    libc.sync_file_range(fd, start, nbytes, 2)  # write what is not being written yet
 
 
 def _whole_pages(address: int, nbytes: int) -> tuple[int, int]:
-    """The pages that a range touches: address and length."""
+    """The pages that a range touches, as address and length."""
     first = address // PAGE * PAGE
     return first, -(-(address + nbytes - first) // PAGE) * PAGE
 
@@ -314,9 +314,9 @@ def _count(first: int, length: int) -> int:
 
 
 def free_in_huge_pages() -> int:
-    """Bytes that are free in pieces of 2 MiB and more; no end of them where the system does not tell.
+    """Bytes free in blocks of 2 MiB and more; infinite if the system does not tell.
 
-    Source: https://docs.kernel.org/filesystems/proc.html, buddyinfo: free blocks by size, from a page on.
+    Source: https://docs.kernel.org/filesystems/proc.html, buddyinfo: free blocks by size, from one page up.
     """
     try:
         lines = _FREE_BLOCKS.read_text(encoding="ascii").splitlines()
@@ -332,12 +332,12 @@ def touch(address: int, nbytes: int) -> None:
 
 
 def _kernel() -> tuple[int, ...]:
-    """The first two numbers of the kernel's release."""
+    """The major and minor number of the kernel's release."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return tuple(map(int, found.groups())) if found else (0, 0)
 
 
 _ONE_PAGE = ctypes.c_ubyte * 1
-# Since Linux 5.18 a mapping that asks for huge pages is read in them, whatever the disk's read-ahead; before, a mapping
-# with random access is read in single small ones.
+# Since Linux 5.18, a mapping that asks for huge pages is read in them, whatever the disk's read-ahead; before that, a
+# mapping with random access is read in single small pages.
 _READS_HUGE_PAGES = _kernel() >= (5, 18)

@@ -1,14 +1,14 @@
 """The header of a file that torch.save wrote: what is in it, and where.
 
 Always true:
-- pickles of tensors are read by the unpickler of `torch.load(weights_only=True)` and no other, over tensors without
-  data; of others each object becomes a note: nothing in the file is run, and no value is read
-- the memory that a pickle takes follows its length, whatever it asks for
-- where a value lies comes from the file's own directory and not from guesses; every extent has been checked to lie in
-  the file
-- a value in whole, aligned, native elements without gaps is an entry, and a tensor can be over it where it is; any
-  other is loose, or unreadable with a reason
-- names over one storage are values of their own
+- pickles of tensors are read only by the unpickler of `torch.load(weights_only=True)`, over tensors without data; in
+  other pickles each object becomes a note: nothing in the file is executed, and no value is read
+- the memory a pickle takes is proportional to its length, whatever it asks for
+- the place of a value comes from the file's own directory, not from guesses; every extent has been checked to lie
+  inside the file
+- a value in whole, aligned, native elements without gaps is an entry and can be mapped as a tensor; any other is
+  loose, or unreadable with a reason
+- names that share a storage become separate values
 
 Source of the formats: `torch/serialization.py` (`_save`, `_legacy_save`), and PKWARE's APPNOTE for zip.
 """
@@ -54,33 +54,33 @@ from offload.torch_api import (
     unchecked_sparse,
 )
 
-MAGIC_SIZE = 512  # bytes that tell how a file is to be read
+MAGIC_SIZE = 512  # first bytes, enough to recognise a format
 NESTS = ("state_dict", "model", "module", "model_state_dict")
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number
 _BARE = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # protocols 2 to 5
 _TAR = b"ustar"
-_LOCAL = struct.Struct("<4s22xHH")  # of a zip record: mark, length of its name, length of its extra field
+_LOCAL = struct.Struct("<4s22xHH")  # of a zip record: magic, length of its name, length of its extra field
 _NUMEL = struct.Struct("<q")
-_LONGEST = 1 << 28  # bytes of a pickle
-_DENSEST = 64  # bytes of a pickle for one of it packed
-_DEFLATED = 1032  # the most bytes that deflate makes one of
-_DEEPEST = 4  # models are not nested under more keys than that
+_LONGEST = 1 << 28  # longest pickle, in bytes
+_DENSEST = 64  # most unpacked bytes of a pickle per packed byte
+_DEFLATED = 1032  # most unpacked bytes that deflate can make of one packed byte
+_DEEPEST = 4  # deepest nesting of a state dict under usual keys
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CALLS = (b"R", b"\x81")  # the opcodes REDUCE and NEWOBJ
-_ARGUMENTS = {  # opcodes whose argument is read, and in how many reads
+_ARGUMENTS = {  # opcodes with an argument, and how many reads it takes
     **dict.fromkeys((b"K", b"M", b"J", b"G", b"h", b"j", b"q", b"r", b"\x80"), 1),
     **dict.fromkeys((b"X", b"U", b"\x8a"), 2),
 }
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
 
-# What was pickled, the storages in it by their address, and where these lie by their key.
+# The unpickled object, its storages by address, and their records by key.
 Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record]]"
 
 
 def is_pickled(start: bytes) -> bool:
-    """Whether a file that begins like this is, or pretends to be, for torch.load."""
-    if start[8:9] == b"{":  # behind the length of a safetensors header, which may be any bytes
+    """Whether a file that begins like this is meant for torch.load, or pretends to be."""
+    if start[8:9] == b"{":  # after the length of a safetensors header, which may be any bytes
         return False
     return start.startswith((_ZIP, _LEGACY, *_BARE)) or start[257:262] == _TAR
 
@@ -89,8 +89,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
     """The checked header of such a file of `size` bytes.
 
     Raises:
-        CorruptFileError: it is not whole.
-        CheckpointError: code in it, an old or foreign form, no tensors by name.
+        CorruptFileError: it is incomplete or damaged.
+        CheckpointError: it contains code, has an old or foreign form, or has no named tensors.
     """
     with no_functions(), no_modes():
         saved, pieces, records = _read(file, size)
@@ -98,7 +98,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
-    """Where the value lies in such a file that holds one tensor and no name, or why it can't be read.
+    """The place of the value in a file that holds one unnamed tensor, or why it can't be read.
 
     Raises: as `read_header`.
     """
@@ -124,7 +124,7 @@ def _read(file: BinaryIO, size: int) -> Saved:
     raise CheckpointError(f"is a pickle that torch.save did not write, and is not opened: {_SAVE_TENSORS}")
 
 
-# The two forms
+# The two file forms
 
 
 def _read_zip(file: BinaryIO) -> Saved:
@@ -155,7 +155,7 @@ def _read_zip(file: BinaryIO) -> Saved:
 
 
 def _root(infos: Mapping[str, Any]) -> str:
-    """The folder in the archive that all is in, with its slash."""
+    """The folder in the archive that contains everything, with a trailing slash."""
     roots = [name.removesuffix("data.pkl") for name in infos if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
         raise CheckpointError(f"is a zip archive, but torch.save did not write it: {_SAVE_TENSORS}")
@@ -184,8 +184,8 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         raise _unknown_packing(info)
     try:
         with archive.open(info) as record:
-            return record.read(info.file_size)  # `archive.read` unpacks whatever there is, and cuts it then
-    except Exception as error:  # a bad checksum, an unknown method, a wish for a password, bytes that are not deflated
+            return record.read(info.file_size)  # `archive.read` would unpack everything before cutting it
+    except Exception as error:  # a bad checksum, an unknown method, encryption, bytes that are not deflated
         _leave_to_the_system(error)
         raise CorruptFileError(f"its {info.filename} can't be read ({error})") from error
 
@@ -216,8 +216,8 @@ def _unknown_packing(info: zipfile.ZipInfo) -> CorruptFileError:
 
 
 def _read_legacy(file: BinaryIO, size: int) -> Saved:
-    """Pickles one after another; then the storages, each as a count of elements and its bytes, the lowest first."""
-    for _ in range(3):  # the mark, the protocol, and the machine that wrote it
+    """Several pickles in a row, then the storages in key order, each as an element count and its bytes."""
+    for _ in range(3):  # the magic number, the protocol, and the system it was written on
         _unpickle(file)
     saved, pieces = _unpickle(file)
     keys, _ = _unpickle(file)
@@ -246,14 +246,14 @@ def _read_legacy(file: BinaryIO, size: int) -> Saved:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A storage without data, as a pickle names it.
+    """A storage without data, as named in a pickle.
 
     Attributes:
-        key: of the record that it is in.
-        begin, nbytes: in bytes, the part of the record that it is; an old pickle may name parts.
-        whole: bytes of the record.
-        itemsize: bytes of an element of it.
-        storage: kept, so that its address stays its own.
+        key: of its record.
+        begin, nbytes: its part of the record, in bytes; old pickles may name parts.
+        whole: size of the record in bytes.
+        itemsize: bytes per element.
+        storage: kept alive so that its address stays unique.
     """
 
     key: str
@@ -265,7 +265,7 @@ class Piece:
 
 
 def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
-    """The next object in a file, with the storages that it names, by address."""
+    """The next object in a file, with the storages it names, by address."""
     pieces: dict[int, Piece] = {}
     known: dict[str, tuple[torch.dtype, int]] = {}
 
@@ -294,16 +294,16 @@ def _unpickle(file: BinaryIO) -> tuple[Any, dict[int, Piece]]:
 
 
 class _Sparing(Unpickler):
-    """torch's unpickler, which also refuses what a few bytes can make it take any amount of memory for.
+    """torch's unpickler, which also refuses pickles that could take any amount of memory with a few bytes.
 
-    It calls no more than it is allowed to, but with whatever arguments; and what it may not call it prints, which of a
-    list of lists of the same lists is endless. So every call is looked at before it happens: when its opcode is read.
+    The original calls only what is allowed, but with any arguments; and it prints what it refuses to call, which is
+    endless for nested references to one list. So every call is checked when its opcode is read, before it runs.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file, encoding="utf-8")
         self._source = file.read
-        self._due = 0  # reads that are of the argument of the last opcode
+        self._due = 0  # reads left that belong to the last opcode's argument
         self.read = self._watched
 
     def _watched(self, count: int) -> bytes:
@@ -318,7 +318,7 @@ class _Sparing(Unpickler):
 
 
 def _refuse_call(function: Any, arguments: Any) -> None:
-    """Raises `CheckpointError` for a call that no state dict has."""
+    """Raises `CheckpointError` for a call that no state dict contains."""
     if not callable(function):
         raise CheckpointError(f"is a pickle that calls a {type(function).__name__}, and is not opened: {_SAVE_TENSORS}")
     takes_a_size = function is bytearray or function is torch.Tensor or function in CLASSES_OF_TENSORS
@@ -331,13 +331,13 @@ def _refuse_call(function: Any, arguments: Any) -> None:
 
 
 def _is_harmless(arguments: Any) -> bool:
-    """Whether these give something empty, or of the size of a text that is there."""
+    """Whether these arguments give something empty, or no larger than the text they contain."""
     return isinstance(arguments, tuple) and (not arguments or isinstance(arguments[0], str | bytes))
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say what is wrong with a pickle."""
+    """Turn errors into ones that say what is wrong with a pickle."""
     try:
         yield
     except OffloadError:
@@ -347,21 +347,21 @@ def _explained() -> Iterator[None]:
         raise CheckpointError(
             f"is a pickle of more than tensors, and is not opened, as it could run code ({reason}): {_SAVE_TENSORS}"
         ) from error
-    except Exception as error:  # whatever made-up bytes lead the unpickler, or torch, to
+    except Exception as error:  # malformed bytes can make the unpickler, or torch, raise anything
         _leave_to_the_system(error)
         raise CorruptFileError(f"its pickle is cut off or damaged ({type(error).__name__}: {short(error)})") from error
 
 
 def _leave_to_the_system(error: Exception) -> None:
-    """Raise what the system refused, if that is where an error comes from: it says nothing of the bytes."""
+    """Re-raise a system error behind this one, if there is one: it says nothing about the bytes."""
     for each in (error, error.__context__):
-        if isinstance(each, OSError) and each.errno not in (None, errno.EINVAL):  # EINVAL: they led to no place
+        if isinstance(each, OSError) and each.errno not in (None, errno.EINVAL):  # EINVAL: an invalid offset
             raise each
 
 
 @contextmanager
 def _without_sparse_checks() -> Iterator[None]:
-    """The unpickler leaves sparse tensors to be checked by the next torch.load: these have no data."""
+    """The unpickler queues sparse tensors for a check in the next torch.load; ours have no data: drop them."""
     waiting = unchecked_sparse()
     before = len(waiting)
     try:
@@ -370,15 +370,15 @@ def _without_sparse_checks() -> Iterator[None]:
         del waiting[before:]
 
 
-# Pickles of other objects than tensors
+# Pickles of objects other than tensors
 
 
 class Noted:
-    """An object of a pickle: what it was to be made of, and nothing that could run.
+    """An object in a pickle as plain data: how it would be built, with nothing that could run.
 
     Attributes:
-        args: of the call that would make it.
-        state: that it would have then.
+        args: of the call that would build it.
+        state: that would be set on it.
     """
 
     state: Any = None
@@ -391,10 +391,10 @@ class Noted:
 
 
 def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
-    """What a pickle says, with objects of classes of these names in their modules as notes, by classes of those names.
+    """The content of a pickle, with objects of the listed classes (names per module) as notes of classes of that name.
 
     Raises:
-        CheckpointError: it names anything else but a dtype.
+        CheckpointError: it names anything else except a dtype.
         CorruptFileError: it is cut off or damaged.
     """
     known = {(module, name): type(name, (Noted,), {}) for module, names in classes.items() for name in names}
@@ -407,24 +407,24 @@ def read_notes(data: bytes, classes: Mapping[str, Iterable[str]]) -> Any:
             )
         return found
 
-    # That in C takes memory for as many objects as a pickle claims to have, and can't be given a function for names.
+    # The C version allocates as many objects as a pickle claims to have, and its name lookup can't be replaced.
     reader = pickle._Unpickler(io.BytesIO(data))
     reader.find_class = find  # type: ignore[method-assign]
     try:
         return reader.load()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever made-up bytes lead the unpickler to
+    except Exception as error:  # malformed bytes can raise anything
         raise CorruptFileError(
             f"is cut off or damaged ({type(error).__name__}: {short(error)}): download or copy it again"
         ) from error
 
 
-# From what was pickled to a header
+# From the unpickled object to a header
 
 
 def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict by name, or of the one that is nested under a usual key."""
+    """The tensors of a state dict by name; it may be nested under one of the usual keys."""
     if isinstance(saved, dict):
         nests = [nest for nest in NESTS if _has_tensors(saved.get(nest), deepest)]
         if len(nests) > 1:
@@ -440,7 +440,7 @@ def _tensors_in(saved: Any, deepest: int = _DEEPEST) -> dict[str, torch.Tensor]:
 
 
 def _has_tensors(saved: Any, deepest: int) -> bool:
-    """Whether this is a state dict, or there is one under the usual keys."""
+    """Whether this is a state dict, or has one under the usual keys."""
     if not isinstance(saved, dict) or not deepest:
         return False
     return any(map(_is_tensor, saved.values())) or any(_has_tensors(saved.get(nest), deepest - 1) for nest in NESTS)
@@ -475,7 +475,7 @@ def _header(tensors: Mapping[str, torch.Tensor], pieces: Mapping[int, Piece], re
 
 
 def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records: Mapping[str, Record]) -> Loose | str:
-    """Where a value is, or why it can't be read."""
+    """The place of a value, or why it can't be read."""
     if type(tensor) not in _PLAIN:
         return f"is a {type(tensor).__name__}: save its parts as plain tensors"
     if tensor.layout != torch.strided:
@@ -494,6 +494,6 @@ def _place(key: str, tensor: torch.Tensor, pieces: Mapping[int, Piece], records:
         raise CorruptFileError(f"its pickle places {short(key)!r} outside of its record {piece.key}")
     if not (layout.is_dense or layout.overlaps) or tensor.is_contiguous():
         layout = contiguous(tensor.dtype, shape)
-    if tensor.is_contiguous():  # the stride of a dimension of one element may be anything
+    if tensor.is_contiguous():  # the stride of a one-element dimension is arbitrary
         stride = layout.stride
     return Loose(key, layout, record, piece.begin + begin, stride, tensor.is_conj(), tensor.is_neg())

@@ -1,10 +1,10 @@
-"""What an error of the system means, in words for the person who reads them.
+"""What a system error means, in words for the person who reads it.
 
 Always true:
-- what an errno means, and what to do about it, stands here alone
-- only a file that is not there is called missing, and only one that was read is called damaged: what the system
-  refuses now it may give later, and says why in its errno
-- an error stays what it was when it is told which tensor it was for: its message begins with the tensor, once
+- what an errno means, and what to do about it, is only here
+- only a file that does not exist is called missing, and only one that was read is called damaged: what the system
+  refuses now it may allow later, and its errno says why
+- an error keeps its type when the tensor's name is added: its message begins with the name, once
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TO_WRITE = {
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Say of an error of the system which file could not be read, as `explained` does.
+    """Say which file could not be read when the system raises an error, as `explained` does.
 
     Raises:
         MissingFileError, CorruptFileError, ReadError
@@ -65,12 +65,12 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, size: int = 0, place: str = "folder") -> Iterator[None]:
-    """Say of an error of the system what could not be written where, and what to do.
+    """Say what could not be written where, and what to do, when the system raises an error.
 
     Args:
-        path: what was to be there.
-        size: of what was to be written; 0 for what was only to be made.
-        place: what to change: the folder, an `offload_dir`, a name.
+        path: what was to be written.
+        size: its size in bytes; 0 if it was only to be created.
+        place: what the user can change: the folder, an `offload_dir`, a name.
 
     Raises:
         WriteError
@@ -88,7 +88,7 @@ def writing(path: Path, size: int = 0, place: str = "folder") -> Iterator[None]:
 
 @contextmanager
 def naming(name: str, path: Path | None = None) -> Iterator[None]:
-    """Say in an error about a file which tensor it was for; and which file it was, if it does not tell."""
+    """Add to a file error which tensor it was for, and which file if it does not say."""
     try:
         yield
     except OffloadError as error:
@@ -103,36 +103,36 @@ def naming(name: str, path: Path | None = None) -> Iterator[None]:
 
 
 def explained(path: Path, error: OSError) -> OffloadError:
-    """The error to raise for one of the system at reading `path`."""
+    """The error to raise when the system fails to read `path`."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         reason = "the file is missing: it was moved or deleted, or belonged to a process that has ended"
         return MissingFileError(error.errno, reason, str(path))
     if isinstance(error, IsADirectoryError):
         return not_regular(path, stat.S_IFDIR)
-    if error.errno == errno.ENXIO:  # a socket, or a device that nobody serves
+    if error.errno == errno.ENXIO:  # a socket, or a device without a driver
         return not_regular(path, 0)
     way_out = _TO_READ.get(error.errno or 0, "try again")
     return ReadError(error.errno, f"it can't be opened or read ({error.strerror or error}): {way_out}", str(path))
 
 
 def not_regular(path: Path, kind: int) -> CorruptFileError:
-    """The error to raise for what stands at `path` in place of a file; `kind` is its mode."""
+    """The error to raise when there is no regular file at `path`; `kind` is the mode of what is there."""
     what = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
     return CorruptFileError(f"{path} is {what}: a file was expected there")
 
 
 def some(things: Iterable[object], most: int = 5) -> str:
-    """The first of them as text, and how many more there are."""
+    """The first few as text, and how many more there are."""
     told = list(map(str, things))
     return ", ".join(told[:most]) + (f" and {len(told) - most} more" if len(told) > most else "")
 
 
 def short(value: object, most: int = 200) -> str:
-    """A value as text that fits into a message."""
+    """A value as text short enough for a message."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def first_line(error: Exception, most: int = 300) -> str:
-    """What an error of a neighbour says, which may name all that it knows, as text that fits into a message."""
+    """The first line of a third-party error, short enough for a message: some list everything they know."""
     return short(str(error).strip().partition("\n")[0] or type(error).__name__, most)

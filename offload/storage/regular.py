@@ -1,10 +1,10 @@
-"""Files that are looked at before they are read: no pipe, no device, no gigabytes where a page was meant.
+"""Files are checked before they are read: no pipe, no device, no gigabytes where one page was expected.
 
 Always true:
-- opening a file waits for nobody, creates nothing that was not asked for, and gives a regular file or an error with
-  its path
-- a link is followed to read, and never to write: what it leads to is somebody else's
-- a path is absolute: it means the same when the working directory has changed
+- opening a file never blocks, creates only what was asked for, and returns a regular file or raises an error with its
+  path
+- a symlink is followed to read, never to write: its target is somebody else's
+- a path is absolute: it means the same after the working directory has changed
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """A path as text, as it was given.
+    """A path as text, unchanged.
 
     Raises:
         ArgumentTypeError: it is not a path.
-        ArgumentError: it holds what no path does: a NUL, or half a character.
+        ArgumentError: it contains a NUL or a lone surrogate.
     """
     try:
         text = os.fsdecode(path)
@@ -56,13 +56,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """A descriptor of the regular file at `path`; the caller closes it.
 
     Args:
-        flags: for `os.open`; with one of those that write, or with `O_NOFOLLOW`, `path` itself must not be a link.
+        flags: for `os.open`; with flags that write, or with `O_NOFOLLOW`, `path` itself must not be a link.
 
     Raises:
         MissingFileError: there is no file at `path`.
-        ForeignFileError: a link is there, and it is not followed.
+        ForeignFileError: it is a symlink and must not be followed.
         CorruptFileError: it is not a regular file.
-        ReadError: it can't be opened now.
+        ReadError: it can't be opened at the moment.
     """
     if flags & _WRITES:
         flags |= os.O_NOFOLLOW
@@ -84,7 +84,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 @contextmanager
 def closed_after(fd: int) -> Iterator[int]:
-    """A descriptor, for as long as the block runs."""
+    """A descriptor that is closed after the block."""
     try:
         yield fd
     finally:
@@ -93,7 +93,7 @@ def closed_after(fd: int) -> Iterator[int]:
 
 @contextmanager
 def closed_on_error(fd: int) -> Iterator[None]:
-    """In the block, what a descriptor is opened for gets done; it stays open if that goes well."""
+    """Close a descriptor if the block fails; otherwise it stays open."""
     try:
         yield
     except BaseException:
@@ -102,13 +102,13 @@ def closed_on_error(fd: int) -> Iterator[None]:
 
 
 def as_file(fd: int) -> BinaryIO:
-    """A descriptor as a file, which closes it; it is closed if that fails, too."""
+    """A descriptor as a file object, which owns it; if that fails, the descriptor is closed, too."""
     with closed_on_error(fd):
         return open(fd, "rb")
 
 
 class Section(io.RawIOBase):
-    """Bytes of an open file, as a file of their own; the other stays open."""
+    """A range of an open file, as a file of its own; closing it leaves the other open."""
 
     def __init__(self, fd: int, begin: int, size: int) -> None:
         self._fd, self._begin, self._size, self._at = fd, begin, size, 0
@@ -134,7 +134,7 @@ class Section(io.RawIOBase):
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """All bytes of the regular file at `path`, which are at most so many.
+    """All bytes of the regular file at `path`, at most `most` of them.
 
     Raises:
         MissingFileError, ReadError: as `open_regular`.
@@ -150,14 +150,14 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything stands at `path`, also a link that leads nowhere.
+    """Whether anything is at `path`, including a dangling symlink.
 
     Raises:
-        ReadError: the system does not tell. `os.path.lexists` says no then, and what is there would be lost.
+        ReadError: the system does not tell. `os.path.lexists` would return False, and an existing file could be lost.
     """
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no path has a null character
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path has a null character
         return False
     except OSError as error:
         raise explained(path, error) from error
@@ -165,7 +165,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_same_folder(one: str | os.PathLike[str] | None, other: str | os.PathLike[str] | None) -> bool:
-    """Whether two paths lead to one place, whatever stands there; None, which is no folder, leads nowhere."""
+    """Whether two paths lead to the same place, existing or not; None is not a folder and equals nothing."""
     if one is None or other is None:
         return False
     one, other = absolute(one), absolute(other)
@@ -173,10 +173,10 @@ def is_same_folder(one: str | os.PathLike[str] | None, other: str | os.PathLike[
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder stands at `path`, or a link to one.
+    """Whether there is a folder, or a link to one, at `path`.
 
     Raises:
-        ReadError: the system does not tell. `Path.is_dir` says no then, since Python 3.13.
+        ReadError: the system does not tell. `Path.is_dir` returns False in that case since Python 3.13.
     """
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)

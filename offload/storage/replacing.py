@@ -1,14 +1,14 @@
-"""How a file, or a folder, gets in its place: whole, or not at all.
+"""How a file or a folder is put in place: whole, or not at all.
 
 Always true:
-- what stands at a place is only ever replaced by something complete, in one step; nothing is written through a link
-- after a failure, or an interrupt, the old one stands and nothing temporary is left; what a killed process left is
+- a file is only ever replaced by a complete one, in one step; nothing is written through a symlink
+- after a failure or an interrupt, the old file is intact and nothing temporary is left; what a killed process left is
   swept later
-- a file that replaces another has its mode, and where that may be its owner, before anything is in it
-- what is to last is on the disk before it has its name
-- only what has a temporary name of ours is removed: this process's own, and those of dead ones of this machine
-- a tag names one process of one machine (and one pid namespace), also after its number is used again
-- only a process of this machine can be called dead, and only if the system says so: one that can't be looked at lives
+- a file that replaces another gets its mode, and its owner where possible, before any data
+- durable files are on the disk before they get their name
+- only files with our temporary names are removed: this process's own, and those of dead processes of this machine
+- a tag identifies one process of one machine (and one pid namespace), even after its pid is reused
+- only processes of this machine can be declared dead, and only on the system's word: a hidden one counts as alive
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HERE = -100  # AT_FDCWD
 
 
 class New(NamedTuple):
-    """A file that is to take its place: a descriptor of it, and where it is until then."""
+    """A file that is to be put in place: its descriptor, and its temporary path."""
 
     fd: int
     path: Path
@@ -53,14 +53,14 @@ def replacing(
     durable: bool = True,
     placed: Callable[[], object] | None = None,
 ) -> Iterator[New]:
-    """A new file beside `path` that takes its place if the block ends well, and goes if it does not.
+    """A new file beside `path` that replaces it if the block succeeds, and is removed if not.
 
     Args:
-        path: whatever stands there is replaced, be it only a link: look first.
-        size: bytes that are reserved for it, so that a full disk is an error before anything is written.
+        path: whatever is there is replaced, even a symlink: check first.
+        size: bytes to reserve, so that a full disk is an error before anything is written.
         place: as for `writing`.
-        durable: whether it survives a power cut when the block is left.
-        placed: is called as soon as the file stands at `path`: from then on no error takes it away again.
+        durable: whether it survives a power cut once the block has ended.
+        placed: called as soon as the file is at `path`: from then on no error removes it.
 
     Raises:
         WriteError: the disk is full, the folder is read-only...
@@ -82,10 +82,10 @@ def replacing(
 
 @contextmanager
 def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]]:
-    """Names beside `paths` for files that take their places together if the block ends well, and go if it does not.
+    """Temporary names beside `paths`: the files are put in place together if the block succeeds, and removed if not.
 
-    The last is the one that counts, an index say, and is put in place when all others stand there for good. No file may
-    stand in the places of those. `size` is of all of them, for errors.
+    The last one is the one that counts (an index, say), and is put in place once all others are safely there. The
+    others' places must be free. `size` is the total, for errors.
 
     Raises:
         WriteError
@@ -113,7 +113,7 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
 def refuse_there(path: Path, what: str = "file") -> None:
     """
     Raises:
-        ForeignFileError: something stands there, if only a link that leads nowhere.
+        ForeignFileError: something is there, if only a dangling symlink.
         ReadError
     """
     if is_there(path):
@@ -123,7 +123,7 @@ def refuse_there(path: Path, what: str = "file") -> None:
 def refuse_filled(path: Path) -> None:
     """
     Raises:
-        ForeignFileError: something stands there that is no empty folder.
+        ForeignFileError: something other than an empty folder is there.
         ReadError
     """
     with reading(path):
@@ -133,15 +133,15 @@ def refuse_filled(path: Path) -> None:
 
 @contextmanager
 def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], object] = refuse_filled) -> Iterator[Path]:
-    """A new folder beside `path` that takes its place if the block ends well, and goes if it does not.
+    """A new folder beside `path` that replaces it if the block succeeds, and is removed if not.
 
     Args:
-        path: what stands there is replaced, if only by way of another name where the system can't do it in one step.
-        size: of what is written, for errors.
-        refuse: looks at what stands there, before and after the block: by default nothing may but an empty folder.
+        path: what is there is replaced, in two steps where the system can't do it in one.
+        size: bytes to be written, for errors.
+        refuse: checks what is there, before and after the block; the default accepts only an empty folder.
 
     Raises:
-        ForeignFileError: what stands there is not to be replaced.
+        ForeignFileError: what is there must not be replaced.
         WriteError
     """
     refuse(path)
@@ -156,32 +156,32 @@ def replacing_folder(path: Path, size: int = 0, *, refuse: Callable[[Path], obje
             _exchange(temporary, path)
             _remove_whole(temporary)  # the old one
         except BaseException:
-            _remove_whole(temporary)  # what came to nothing; the old one, if its removal was interrupted
+            _remove_whole(temporary)  # the unfinished folder; or the old one, if its removal was interrupted
             raise
     sync_folder(path.parent)
 
 
 def _exchange(temporary: Path, path: Path) -> None:
-    """Put a new folder in its place; `temporary` is the old one then, if there was one."""
+    """Put a new folder in place; afterwards `temporary` is the old one, if there was one."""
     if not path.is_dir() or not any(path.iterdir()):
         os.rename(temporary, path)
     elif not _exchanged(temporary, path):
         log.info("%s is replaced in two steps: its file system can't exchange folders", path)
-        aside = path.with_name(f".{path.name}-before-{secrets.token_hex(4)}")  # which nobody sweeps
+        aside = path.with_name(f".{path.name}-before-{secrets.token_hex(4)}")  # which is never swept
         os.rename(path, aside)
         os.rename(temporary, path)
         os.rename(aside, temporary)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Whether the system could exchange two folders in one step: Linux can, on most file systems."""
+    """Whether the system exchanged two folders in one step: Linux can, on most file systems."""
     return not ctypes.CDLL(None).renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
 
 
 def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) -> None:
-    """Put a small file of ours in place; of `size` bytes if that is more: zeros, that take no room.
+    """Put a small file of ours in place, extended to `size` with zeros that take no disk space.
 
-    One that is not `durable` may be torn by a power cut, until it is synced.
+    Without `durable`, a power cut may leave it torn until it is synced.
 
     Raises:
         WriteError: the disk is full, the folder is read-only...
@@ -193,12 +193,12 @@ def put_file(path: Path, data: bytes, size: int = 0, *, durable: bool = True) ->
 
 @contextmanager
 def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool = True) -> Iterator[int]:
-    """A descriptor of a new file of `size` bytes, with room for them on the disk; the caller removes what is left.
+    """A descriptor of a new file of `size` bytes with disk space reserved; the caller removes what is left on failure.
 
-    It is to replace the one at `like`, if that is given.
+    It gets the mode and owner of the file at `like`, if given.
 
     Raises:
-        OSError: of the system; see `writing`.
+        OSError: from the system; see `writing`.
     """
     with closed_after(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)) as fd:
         if like is not None:
@@ -210,7 +210,7 @@ def new_file(path: Path, size: int, *, like: Path | None = None, durable: bool =
 
 
 def _take_access(fd: int, path: Path) -> None:
-    """Give a new file the mode of the one at `path`, if there is one, and its owner and group where that may be."""
+    """Give a new file the mode of the one at `path`, if there is one, and its owner and group where permitted."""
     try:
         old = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -224,7 +224,7 @@ def _take_access(fd: int, path: Path) -> None:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Make the file `size` bytes long, with its blocks, so that a full disk is an error here and not a SIGBUS later."""
+    """Give the file its full size, with blocks, so that a full disk is an error here and not a SIGBUS later."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -234,7 +234,7 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def write_all(fd: int, data: memoryview, at: int) -> int:
-    """Write bytes at a place of a file; the system may take fewer at a time than it is given."""
+    """Write bytes at an offset; the system may take fewer per call than it is given."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done : done + (1 << 30)], at + done)
@@ -242,9 +242,9 @@ def write_all(fd: int, data: memoryview, at: int) -> int:
 
 
 def made_folder(folder: Path, size: int = 0) -> None:
-    """Have a folder to write in: made if it is not there, with what killed processes left in it removed.
+    """Prepare a folder for writing: created if missing, with what killed processes left in it removed.
 
-    `size` is of what is to be written, for errors.
+    `size` is what will be written, for errors.
 
     Raises:
         WriteError
@@ -258,7 +258,7 @@ def made_folder(folder: Path, size: int = 0) -> None:
 
 
 def temporary_for(path: Path) -> Path:
-    """A name beside `path` that nobody has; what a killed process leaves under it is swept.
+    """An unused temporary name beside `path`; what a killed process leaves under it is swept.
 
     Raises:
         WriteError: the system does not tell which process this is.
@@ -279,7 +279,7 @@ def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
     """Remove the temporary files and folders that killed processes left in a folder.
 
     Raises:
-        OSError: it can't be looked into.
+        OSError: it can't be listed.
     """
     with os.scandir(folder) as items:
         found = [Path(item.path) for item in items if item.name.startswith(prefix)]
@@ -291,16 +291,16 @@ def sweep(folder: Path, prefix: str = TEMPORARY) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a temporary file if it is there and the folder lets us; what stays is swept later."""
+    """Remove a temporary file if it exists and the folder allows it; what stays is swept later."""
     with suppress(OSError):
         path.unlink()
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder of ours, of which no part is there under its name once it begins.
+    """Remove a folder of ours; its name disappears first, so that no half-removed folder is ever seen there.
 
     Raises:
-        OSError: it stays.
+        OSError: it could not be removed.
     """
     aside = temporary_for(path)
     try:
@@ -312,16 +312,16 @@ def remove_folder(path: Path) -> None:
 
 
 def _remove_whole(temporary: Path) -> None:
-    """Remove a temporary folder, as `remove` does a file."""
-    with suppress(OSError):  # of `fstat`, which `rmtree` does not ignore (Python 3.11)
+    """Remove a temporary folder, as `remove` does for a file."""
+    with suppress(OSError):  # raised by `fstat`, which `rmtree` does not ignore (Python 3.11)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a replacement survive a power cut, where folders can be synced.
+    """Make a replacement survive a power cut, on file systems that can sync folders.
 
     Raises:
-        WriteError: the disk did not take it. What was replaced is, until there is a power cut.
+        WriteError: the disk failed. The replacement is in place, but may not survive a power cut.
     """
     try:
         with closed_after(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as fd:
@@ -334,20 +334,20 @@ def sync_folder(folder: Path) -> None:
             raise WriteError(error.errno, reason, str(folder)) from error
 
 
-# Which process left something, and whether it is still alive
+# Which process left a file, and whether it is still alive
 
 
 def process_tag() -> str:
     """`machine-pid-start` of the running process, in letters and digits.
 
     Raises:
-        OSError: the system does not tell, as too many files are open.
+        OSError: the system does not tell, because too many files are open, for example.
     """
     return _tag(os.getpid())
 
 
 def is_dead(tag: str) -> bool:
-    """True if the process of this tag ran on this machine and has ended; False where that can't be told."""
+    """True if the process of this tag ran on this machine and has ended; False if that can't be determined."""
     machine, _, rest = tag.partition("-")
     pid, _, start = rest.partition("-")
     try:
@@ -365,9 +365,9 @@ def _tag(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process began, in clock ticks since boot, which no clock correction moves.
+    """When a process began, in clock ticks since boot, which clock adjustments don't affect.
 
-    Empty if there is none, if it has ended and only its parent has not looked, or if it is hidden.
+    Empty if there is no such process, if it is a zombie, or if it is hidden.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -377,7 +377,7 @@ def _start(pid: int) -> str:
 
 
 def _is_hidden(pid: int) -> bool:
-    """True for a living process of another user, where those can't be looked at (`/proc` mounted with `hidepid`)."""
+    """True for a living process of another user that can't be looked up (`/proc` mounted with `hidepid`)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -389,7 +389,7 @@ def _is_hidden(pid: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """Host name, machine id and pid namespace: containers, and machines that share a folder, differ in one of them."""
+    """Host name, machine id and pid namespace: containers and machines that share a folder differ in at least one."""
     marks = [socket.gethostname()]
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         marks.append(Path("/etc/machine-id").read_text(encoding="utf-8", errors="replace").strip())

@@ -1,8 +1,8 @@
-"""Small files of JSON: ours, which say what a folder holds, and those of others.
+"""Small JSON files: ours, which describe a folder, and those of others.
 
 Always true:
-- a file of ours says of which kind it is, and in which version; it is replaced whole
-- no more is read than the kind allows, nothing is named twice in what is read, and each error is one of ours, with
+- a file of ours states its kind and version; it is replaced as a whole
+- no more is read than the kind allows, duplicate keys are refused, and every error is one of ours, with the path
   the path
 """
 
@@ -20,21 +20,21 @@ from offload.storage.reasons import short
 from offload.storage.regular import read_regular
 from offload.storage.replacing import put_file
 
-MOST_JSON = 64 << 20  # bytes; the index of a checkpoint of 100,000 values takes some 10
-MOST_NESTED = 1 << 30  # bytes, where beside tensors there may be lists of numbers
+MOST_JSON = 64 << 20  # bytes; the index of a checkpoint of 100,000 values takes about 10 MB
+MOST_NESTED = 1 << 30  # bytes; for files that may contain lists of numbers beside tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of file of ours.
+    """One kind of file of ours.
 
     Attributes:
-        what: it is, for errors: "the manifest of a cache".
-        stamp: what each one says, beside what it is about; the version of the format is the one number in it.
-        missing: what to say where there is none.
-        foreign, later: the errors to raise for what is no such file, and for one of another version.
-        most: bytes that are read.
-        indent: of what is written; None for one line.
+        what: its description, for errors: "the manifest of a cache".
+        stamp: the fixed fields of every file of this kind; the one number among them is the format version.
+        missing: the message if there is none.
+        foreign, later: the errors to raise for a file of another kind, and for one of another version.
+        most: bytes to read at most.
+        indent: for writing; None for a single line.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Kind:
 
 
 def write_state(path: Path, kind: Kind, content: Mapping[str, Any]) -> None:
-    """Put a file of ours in place, whole.
+    """Put a file of ours in place as a whole.
 
     Raises:
         WriteError
@@ -56,13 +56,13 @@ def write_state(path: Path, kind: Kind, content: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path, kind: Kind) -> dict[str, Any]:
-    """What a file of ours says.
+    """The contents of a file of ours.
 
     Raises:
         MissingFileError: there is none.
-        CorruptFileError: it is no regular file, or too large.
-        ReadError: it can't be read now.
-        OffloadError: as `kind` has it, for what is no such file, and for one of another version.
+        CorruptFileError: it is not a regular file, or too large.
+        ReadError: it can't be read at the moment.
+        OffloadError: the kind's own errors, for a foreign file or another version.
     """
     try:
         found = parse_json(read_regular(path, kind.most))
@@ -77,10 +77,10 @@ def read_state(path: Path, kind: Kind) -> dict[str, Any]:
 
 
 def state_if_ours(path: Path, kind: Kind) -> dict[str, Any] | None:
-    """As `read_state`; None if there is no such file, or one of another kind or version.
+    """Like `read_state`; None if there is no such file, or one of another kind or version.
 
     Raises:
-        ReadError: it can't be read now.
+        ReadError: it can't be read at the moment.
     """
     try:
         return read_state(path, kind)
@@ -103,16 +103,16 @@ def _check(path: Path, kind: Kind, found: Any, stamp: Mapping[str, Any]) -> None
 
 
 def read_json(path: Path, what: str, *, most: int = MOST_JSON) -> Any:
-    """What is in a small file of JSON.
+    """The contents of a small JSON file.
 
     Args:
-        what: what the file is to be, for errors: "the manifest of a cache".
-        most: bytes that are read of it.
+        what: what the file should be, for errors: "the manifest of a cache".
+        most: bytes to read at most.
 
     Raises:
         MissingFileError: there is no file at `path`.
-        CorruptFileError: it is no regular file, larger than `most`, no JSON, or names something twice.
-        ReadError: it can't be read now.
+        CorruptFileError: it is not a regular file, larger than `most`, not JSON, or has duplicate keys.
+        ReadError: it can't be read at the moment.
     """
     data = read_regular(path, most)
     try:
@@ -122,10 +122,10 @@ def read_json(path: Path, what: str, *, most: int = MOST_JSON) -> Any:
 
 
 def parse_json(data: str | bytes) -> Any:
-    """What is in JSON; UTF-8 if it is bytes.
+    """Parse JSON; bytes are decoded as UTF-8.
 
     Raises:
-        ValueError: it is no JSON, or names something twice. Also `RecursionError`, if it is nested too deeply.
+        ValueError: it is not JSON, or has duplicate keys. Also `RecursionError`, if it is nested too deeply.
     """
     text = data if isinstance(data, str) else data.decode()
     return json.loads(text, object_pairs_hook=_without_duplicates)

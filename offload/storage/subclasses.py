@@ -1,10 +1,10 @@
-"""Tensor subclasses as their inner tensors and a recipe in JSON.
+"""Tensor subclasses as inner tensors and a recipe in JSON.
 
 Always true:
-- nothing is pickled: a recipe holds plain data and the names of classes
-- only classes on the allow-list are rebuilt; a class that could not be rebuilt is refused when it is stored
-- what a class would not put together again is not stored: neither a class without a way to be taken apart, nor an
-  attribute that its way leaves out
+- nothing is pickled: a recipe contains plain data and class names
+- only classes on the allow-list are rebuilt; one that could not be rebuilt is refused when it is stored
+- what a class would not restore is not stored: no class that can't be flattened, and no attribute that flattening
+  leaves out
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offload.storage.nodes import NONE, Node, plain_value, scalar_node
 from offload.storage.reasons import naming
 from offload.torch_api import is_traceable_wrapper_subclass
 
-# Classes that are known without being registered: package -> class -> the modules that may have it, the newest first.
+# Classes known without registration: package -> class -> the modules that may define it, newest first.
 _AO = "torchao.quantization"
 _WORKFLOWS = f"{_AO}.quantize_.workflows"
 _FORMATS, _PROTOTYPES = "torchao.prototype.mx_formats", "torchao.prototype.quantization"
@@ -53,10 +53,10 @@ _KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 _REGISTERED: dict[str, type] = {}
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # these very classes, and none made of them
-_NUMBERS_ALONE = {"offload:OffloadedTensor", "tensordict:MemoryMappedTensor"}  # they say where the numbers are, no more
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # exactly these classes, not their subclasses
+_NUMBERS_ALONE = {"offload:OffloadedTensor", "tensordict:MemoryMappedTensor"}  # they only say where the numbers are
 _SIMPLE = (bool, int, float, str)
-is_subclass_value: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass  # stored as its inner tensors
+is_subclass_value: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass  # stored as inner tensors
 
 Recipe = dict[str, Any]
 
@@ -81,7 +81,7 @@ def register_subclass(*classes: type) -> None:
 
 
 def _refuse_unfit(cls: Any) -> None:
-    """Refuse what could be stored, or rebuilt, in no file."""
+    """Refuse classes that can't be stored or rebuilt."""
     if not isinstance(cls, type):
         raise UnknownSubclassError(f"{cls!r} is not a class: register the class of the tensor")
     if issubclass(cls, torch.Tensor):
@@ -102,17 +102,17 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def registered(module: str, name: str) -> type | None:
-    """The class called `name`, of the package of `module`, that `register_subclass` was told of."""
+    """The class called `name`, of the package of `module`, if it was registered with `register_subclass`."""
     return _REGISTERED.get(f"{module.partition('.')[0]}:{name}")
 
 
 def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor of which a file would hold less than there is.
+    """Refuse a tensor if a file would lose part of it.
 
-    Attributes whose names begin with an underscore are marks and caches: they may stay behind.
+    Attributes that begin with an underscore are marks and caches, and may be left out.
 
     Raises:
-        UnknownSubclassError: its class can't be taken apart, is not on the allow-list, or leaves attributes out.
+        UnknownSubclassError: its class can't be flattened, is not on the allow-list, or leaves attributes out.
     """
     kind = type(tensor)
     if kind in _PLAIN or _word(kind) in _NUMBERS_ALONE:
@@ -133,19 +133,19 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
 
 
 def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What is noted on a tensor as attributes; of a wrapper subclass, only what it is not put together again with.
+    """The attributes set on a tensor; for a wrapper subclass, only those that rebuilding it does not set.
 
     Raises:
-        UnknownSubclassError: it can't be put together again.
+        UnknownSubclassError: it can't be rebuilt.
     """
     noted: dict[str, Any] = vars(tensor)
     if type(tensor) in _PLAIN or not noted:
         return noted
     if not is_subclass_value(tensor):
-        return {}  # all of it may be the value
+        return {}  # all of it may be part of the value
     try:
         rebuilt = vars(with_inner(tensor, lambda inner: inner))
-    except Exception as error:  # whatever the class makes of it
+    except Exception as error:  # classes can raise anything
         raise UnknownSubclassError(
             f"a {type(tensor).__name__} can't be put together from what its __tensor_flatten__ gives: {error}"
         ) from error
@@ -153,7 +153,7 @@ def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _differ(value: Any, other: Any) -> bool:
-    """Whether two are not the same number or text; of other objects that is not asked."""
+    """Whether two numbers or texts differ; other objects are not compared."""
     return type(value) in _SIMPLE and (type(other) is not type(value) or str(other) != str(value))
 
 
@@ -184,12 +184,12 @@ def flatten(tensor: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], R
         "stride": list(tensor.stride()),
         "dtype": dtype_name(tensor.dtype),
     }
-    wide_first = sorted(values, key=lambda key: -values[key].itemsize)  # none begins in the middle of an element
+    wide_first = sorted(values, key=lambda key: -values[key].itemsize)  # keeps every value aligned
     return {key: values[key] for key in wide_first}, recipe
 
 
 def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A wrapper subclass as `tensor` is, of what `change` makes of its inner tensors."""
+    """A wrapper subclass like `tensor`, with `change` applied to its inner tensors."""
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {attribute: change(getattr(tensor, attribute)) for attribute in attributes}
     made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
@@ -197,10 +197,10 @@ def with_inner(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tens
 
 
 def layout_from(recipe: Any) -> Layout:
-    """The dtype, shape and strides that the rebuilt tensor will have.
+    """The dtype, shape and strides of the rebuilt tensor.
 
     Raises:
-        CorruptFileError: that is no recipe.
+        CorruptFileError: it is not a recipe.
     """
     try:
         dtype = dtype_named(recipe["dtype"])
@@ -223,7 +223,7 @@ def unflatten(values: Mapping[str, torch.Tensor], recipe: Recipe, name: str) -> 
         rebuilt = _rebuilt(values, recipe, name)
         if (list(rebuilt.shape), dtype_name(rebuilt.dtype)) != (recipe["shape"], recipe["dtype"]):
             raise _malformed(recipe)
-    except Exception as error:  # whatever a class makes of arguments that were not its own
+    except Exception as error:  # classes can raise anything when given arguments that are not their own
         if isinstance(error, OffloadError) and not isinstance(error, ArgumentError | ArgumentTypeError):
             raise
         raise _malformed(recipe) from error

@@ -1,9 +1,9 @@
-"""Values on their way into a file.
+"""Writing values into a file.
 
 Always true:
-- a file of values gets in its place as `replacing` has it: whole, or the old one stands
+- a file of values is put in place by `replacing`: whole, or the old one is kept
 - only files that `offload` wrote are replaced
-- no value is copied as a whole: what does not lie as it reads is gathered block by block
+- no value is copied as a whole: what is not contiguous is gathered block by block
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from offload.storage.replacing import new_file, replacing, write_all
 
 Take: TypeAlias = Callable[[TensorFile], object]
 
-_BLOCK = 4 << 20  # bytes that are gathered at a time from a value that is not contiguous, or not on the CPU
-_STEP = 1 << 20  # bytes that are copied or zeroed at a time
+_BLOCK = 4 << 20  # bytes gathered at a time from a value that is not contiguous, or not on the CPU
+_STEP = 1 << 20  # bytes copied or zeroed at a time
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout under which a tensor is stored: its own strides if dense, else those a copy of it would have."""
+    """The layout in which a tensor is stored: its own strides if dense, else those of a copy of it."""
     twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(twin)
     return Layout(tensor.dtype, tuple(tensor.shape), (twin if dense else torch.empty_like(twin)).stride())
@@ -50,13 +50,13 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def new_values(
     path: Path, layouts: Mapping[str, Layout], notes: Mapping[str, Any], *, durable: bool, take: Take | None = None
 ) -> Iterator[tuple[int, Head]]:
-    """A new file with room for values of these layouts, by its descriptor and its head; `path` if the block ends well.
+    """A new file with room for values of these layouts, as descriptor and head; moved to `path` if the block succeeds.
 
-    `notes` are as for `header.build`; `durable` makes it survive a power cut, too. `take` is called with the file as
-    soon as it stands at `path`: from then on no error takes it away again.
+    `notes` are as for `header.build`; with `durable`, it survives a power cut. `take` is called with the file as soon
+    as it is at `path`: from then on no error removes it.
 
     Raises:
-        ForeignFileError: a file that `offload` did not write stands there.
+        ForeignFileError: there is a file that `offload` did not write.
         WriteError: the disk is full, the folder is read-only...
     """
     head = build(layouts, notes)
@@ -82,9 +82,9 @@ def write_values(
     durable: bool,
     take: Take | None = None,
 ) -> None:
-    """Put a file with these plain tensors at `path`, as `new_values` has it.
+    """Put a file with these plain tensors at `path`, as `new_values` does.
 
-    In place of a tensor there may be contiguous ones on the CPU that make it up, as its layout orders them.
+    Instead of a tensor, a value may be contiguous CPU tensors that make it up in layout order.
     """
     with new_values(path, layouts, notes, durable=durable, take=take) as (fd, head):
         for key, value in values.items():
@@ -95,15 +95,15 @@ def write_values(
 
 
 def write_zeros(fd: int, head: Head) -> None:
-    """Have the values of a new file read as zeros; where the disk can, its blocks are reserved unwritten."""
-    if os.fstat(fd).st_blocks * 512 < head.size:  # a store into a hole of a full disk would end the process
+    """Make the values of a new file read as zeros; if the disk can, its blocks are reserved unwritten."""
+    if os.fstat(fd).st_blocks * 512 < head.size:  # a store into a hole on a full disk would kill the process
         zeros = memoryview(bytes(_STEP))
         for at in range(len(head.data), head.size, _STEP):
             write_all(fd, zeros[: head.size - at], at)
 
 
 def copy_entries(source: TensorFile, entries: Iterable[Entry], fd: int, head: Head, *, settled: bool) -> None:
-    """Copy values from one file to a new one, inside the kernel where it can.
+    """Copy values from one file to a new one, inside the kernel where possible.
 
     `settled` is as for `TensorFile.descriptor`.
 
@@ -122,9 +122,9 @@ def write_beside(
     fill: Callable[[int, str, int], None],
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a whole file that is to become `path` as `temporary`, which is the caller's to rename or to remove.
+    """Write a whole file, meant for `path`, as `temporary`, which the caller renames or removes.
 
-    `fill` is called with a file descriptor, the key of each value, and the byte at which the value starts.
+    `fill` is called with a file descriptor, and the key and first byte of each value.
     `notes` and `metadata` are as for `header.build`.
 
     Raises:
@@ -143,7 +143,7 @@ def write_tensor(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype | No
 
 
 def write_runs(fd: int, starts: Iterable[int], nbytes: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """As `write_tensor`, but the elements go to runs of so many bytes, each of which begins where `starts` says."""
+    """Like `write_tensor`, but into runs of `nbytes` bytes, which begin at `starts`."""
     places, at, left = iter(starts), 0, 0
     for block in _blocks(tensor, dtype):
         data = bytes_of(block)
@@ -155,23 +155,23 @@ def write_runs(fd: int, starts: Iterable[int], nbytes: int, tensor: torch.Tensor
 
 
 def write_blocks(fd: int, at: int, blocks: Iterable[torch.Tensor]) -> None:
-    """Write contiguous tensors on the CPU one behind the other."""
+    """Write contiguous CPU tensors one after the other."""
     for block in blocks:
         at += write_all(fd, bytes_of(block), at)
 
 
 def refuse_foreign(path: Path) -> None:
-    """Nothing, if there is no file at `path` but one that `offload` wrote.
+    """Do nothing if the place is free or holds a file that `offload` wrote.
 
     Raises:
-        ForeignFileError: another one stands there.
-        ReadError: what stands there can't be told.
+        ForeignFileError: there is another file.
+        ReadError: the system does not tell what is there.
     """
     try:
         with reading(path):
             is_link = stat.S_ISLNK(os.lstat(path).st_mode)
         ours = not is_link and TensorFile.open(path).is_ours
-    except MissingFileError:  # also if it has just been removed
+    except MissingFileError:  # also if it was removed just now
         return
     except ReadError:
         raise
@@ -199,10 +199,10 @@ def refuse_earlier(path: Path, name: str) -> None:
 
 
 def fill_holes(fd: int, size: int) -> None:
-    """Give a file of `size` bytes, in place, the blocks that it lacks.
+    """Allocate the missing blocks of a file of `size` bytes, in place.
 
     Raises:
-        OSError: the disk is full, or such a file can't be given blocks here.
+        OSError: the disk is full, or this file system can't allocate them.
     """
     if os.fstat(fd).st_blocks * 512 < size:
         os.posix_fallocate(fd, 0, size)
@@ -211,7 +211,7 @@ def fill_holes(fd: int, size: int) -> None:
 def _blocks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Contiguous CPU tensors that make up `tensor` in row-major order, as `dtype`, without a whole copy of it.
 
-    They share a buffer, in which each is overwritten by the next.
+    They share one buffer: each overwrites the last.
     """
     lies_as_it_reads = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if tensor.numel() == 0:
@@ -227,7 +227,7 @@ def _blocks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Views of at most so many elements that make up `tensor` in row-major order."""
+    """Views of at most `most` elements that make up `tensor` in row-major order."""
     if tensor.numel() <= most:
         yield tensor
         return
@@ -245,12 +245,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def copy_range(source: int, start: int, target: int, at: int, count: int, path: Path) -> None:
-    """Copy bytes from file to file; what the kernel does not by itself goes through memory. `path` is of the source.
+    """Copy bytes from file to file; what the kernel can't copy goes through memory. `path` is the source's.
 
     Raises:
-        OSError: the target does not take it.
-        ReadError: the source does not give it.
-        ChangedFileError: it has become shorter.
+        OSError: writing the target failed.
+        ReadError: reading the source failed.
+        ChangedFileError: the source has become shorter.
     """
     done = _send_range(source, start, target, at, count)
     while done < count:
@@ -262,9 +262,9 @@ def copy_range(source: int, start: int, target: int, at: int, count: int, path: 
 
 
 def _send_range(source: int, start: int, target: int, at: int, count: int) -> int:
-    """Copy as much as the kernel will by itself, and say how much that was.
+    """Copy as much as the kernel can by itself, and return how much that was.
 
-    It does not say which of the two files an error is of: who reads and writes meets the same one, and knows.
+    An error does not say which of the two files it is about; the caller's read or write will meet it again, and know.
     """
     done = 0
     with suppress(OSError):
