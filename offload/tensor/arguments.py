@@ -1,7 +1,7 @@
-"""What users hand in, looked at before anything is done with it.
+"""Checks of user input, before anything is done with it.
 
 Always true:
-- an error names the tensor or the file, and what would do
+- an error names the tensor or the file, and what would be accepted
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ T = TypeVar("T")
 
 
 def refuse_other(value: object, kind: Any, what: str) -> None:
-    """Refuse an argument that is not of a kind; `what` says what it should be."""
+    """Refuse an argument of the wrong type; `what` says what it should be."""
     if not isinstance(value, kind):
         raise ArgumentTypeError(f"{what} is needed, not {repr(value)[:80]}")
 
 
 def refuse_uncalled(fn: object, what: str) -> None:
-    """Refuse what is no function."""
+    """Refuse what is not callable."""
     if not callable(fn):
         raise ArgumentTypeError(f"{what} is a function, not {repr(fn)[:80]}")
 
 
 def checked_count(number: int, what: str, *, least: int = 1) -> int:
-    """A number of things, 1 or more.
+    """A count, at least `least`.
 
     Raises:
-        ArgumentTypeError: it is no integer.
+        ArgumentTypeError: it is not an integer.
         ArgumentError: it is less than `least`.
     """
     try:
@@ -60,7 +60,7 @@ def checked_count(number: int, what: str, *, least: int = 1) -> int:
 
 
 def iterated(values: Iterable[T], what: str) -> Iterator[T]:
-    """What is gone through, one after another; also of a tensor, if it has a first dimension.
+    """An iterator over `values`; a tensor needs at least one dimension.
 
     Raises:
         ArgumentTypeError
@@ -72,10 +72,10 @@ def iterated(values: Iterable[T], what: str) -> Iterator[T]:
 
 
 def checked_names(names: Iterable[str] | None, what: str) -> list[str] | None:
-    """Names of columns or fields; None for all. One name may stand for itself.
+    """Names of columns or fields; None for all. A single name may be given as it is.
 
     Raises:
-        ArgumentTypeError: they are no text.
+        ArgumentTypeError: they are not text.
     """
     if names is None:
         return None
@@ -86,7 +86,7 @@ def checked_names(names: Iterable[str] | None, what: str) -> list[str] | None:
 
 
 def only_key(file: TensorFile, key: str | None) -> str:
-    """`key`, or that of the one value of `file`."""
+    """`key`, or the key of the only value in `file`."""
     if key is not None and not isinstance(key, str):
         raise ArgumentTypeError(f"{file.path}: key={key!r} is not text: give the name of one of its tensors")
     if key is not None:
@@ -100,16 +100,16 @@ def only_key(file: TensorFile, key: str | None) -> str:
 
 
 def refuse_unstorable(tensor: object, name: str) -> None:
-    """Refuse what has no dense value, or is more than a file can give back."""
+    """Refuse tensors without dense values, and those that a file could not restore completely."""
     refuse_lossy(checked_dense(tensor, name), name)
 
 
 def checked_dense(tensor: object, name: str) -> torch.Tensor:
-    """`tensor`, which has a dense value.
+    """`tensor`, if it has dense values.
 
     Raises:
-        TypeError: it is none.
-        UnsupportedOpError: it is empty, sparse...
+        TypeError: it is not a tensor.
+        UnsupportedOpError: it is meta, sparse...
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"{name!r}: a torch.Tensor is needed, not {type(tensor).__name__}")
@@ -124,10 +124,10 @@ def checked_dense(tensor: object, name: str) -> torch.Tensor:
 
 
 def refuse_new_value(stored: torch.Tensor, values: object, name: str) -> None:
-    """Refuse what can't become the value of `stored`, before anything is written.
+    """Refuse a new value that `stored` can't take, before anything is written.
 
     Raises:
-        UnsupportedOpError: also a dtype that has no gradients, where they are required; torch says it so, too.
+        UnsupportedOpError: among others, a dtype without gradients where they are required, as in torch.
         TypeError, UnknownSubclassError
     """
     values = checked_dense(values, name)
@@ -142,7 +142,7 @@ def refuse_new_value(stored: torch.Tensor, values: object, name: str) -> None:
 def refuse_other_kind(
     stored: torch.Tensor, values: torch.Tensor, name: str, *, strict_shape: bool, strict_dtype: bool
 ) -> None:
-    """Refuse a new value of another shape or dtype, unless that is allowed."""
+    """Refuse a new value of another shape or dtype unless allowed."""
     if strict_shape and values.shape != stored.shape:
         raise ShapeMismatchError(
             f"{name!r} has shape {tuple(stored.shape)}, the new value {tuple(values.shape)}: "
@@ -158,13 +158,13 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """The device with its index, as torch reports it.
 
     Raises:
-        DeviceError: there is no such device here.
-        ArgumentTypeError: it is no device, nor the name or number of one.
+        DeviceError: this machine has no such device.
+        ArgumentTypeError: it is not a device, or the name or number of one.
     """
     try:
         with no_functions(), no_modes():
             return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, ValueError) as error:  # also of a number that is too large
+    except (RuntimeError, AssertionError, ValueError) as error:  # also for a number that is too large
         raise DeviceError(f"this torch finds no device {device!r} here: use one of {_devices()}") from error
     except TypeError as error:
         raise ArgumentTypeError(
@@ -173,10 +173,10 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 
 
 def computing_device(device: torch.device | str | int) -> torch.device:
-    """As `checked_device`, where ops on a value on disk are to run.
+    """Like `checked_device`, for a device that ops should run on.
 
     Raises:
-        DeviceError, ArgumentTypeError: as `checked_device`; or nothing is computed there.
+        DeviceError, ArgumentTypeError: as `checked_device`; or ops can't run there.
     """
     found = checked_device(device)
     if found.type == "meta":
@@ -185,17 +185,17 @@ def computing_device(device: torch.device | str | int) -> torch.device:
 
 
 def _devices() -> str:
-    """Those of this machine, in words."""
+    """This machine's devices, in words."""
     kind = torch.accelerator.current_accelerator()
     numbers = range(0 if kind is None else torch.accelerator.device_count())
     return ", ".join(["cpu", *(f"{kind}:{number}" for number in numbers)])
 
 
 def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype; torch's default one for None.
+    """The dtype; torch's default for None.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: it is not a dtype.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ArgumentTypeError(f"dtype={dtype!r} is not a dtype of torch: use torch.float32, torch.bfloat16...")
@@ -203,10 +203,10 @@ def checked_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> torch.Tensor:
-    """A number to fill a tensor with, as a tensor of that dtype; None for the one that `torch.full` takes.
+    """A fill value as a tensor of that dtype; for None, of the dtype that `torch.full` would choose.
 
     Raises:
-        ArgumentError: it is no number, or none that the dtype has.
+        ArgumentError: it is not a number, or the dtype can't represent it.
     """
     kind = None if dtype is None else checked_dtype(dtype)
     try:
@@ -219,11 +219,11 @@ def checked_number(number: complex, dtype: torch.dtype | None, name: str) -> tor
 
 
 def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, name: str) -> Layout:
-    """How a new tensor lies in its file, of a shape as torch takes it: `(2, 3)`, or `2` and more sizes.
+    """The layout of a new tensor in its file; the shape as torch takes it: `(2, 3)`, or `2` and more sizes.
 
     Raises:
-        ArgumentTypeError: the shape holds what is no integer; the dtype is none.
-        ArgumentError: the shape holds negative numbers.
+        ArgumentTypeError: the shape contains something else than integers; the dtype is not one.
+        ArgumentError: the shape contains negative numbers.
     """
     given = tuple(shape) if isinstance(shape, tuple | list) and not sizes else (shape, *sizes)
     try:
@@ -240,10 +240,10 @@ def checked_layout(shape: Any, sizes: Sequence[int], dtype: torch.dtype | None, 
 
 
 def floating_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A floating-point dtype, by itself or by its name.
+    """A floating-point dtype, given as such or by name.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not one.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:

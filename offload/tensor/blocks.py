@@ -1,10 +1,10 @@
-"""Values packed in the blocks of a GGUF file, as recipes of dense ones.
+"""Values packed in the blocks of a GGUF file, as recipes of dense values.
 
 Always true:
-- numbers are float32, and bit for bit those of the `gguf` package's `dequantize`; each arithmetic step rounds as there
-- a row is made of whole blocks, and of nothing else: rows are decoded alone
+- numbers are float32 and bit-identical to the `gguf` package's `dequantize`: each arithmetic step rounds as there
+- a row consists of whole blocks: rows can be decoded independently
 
-Source: llama.cpp's `ggml-quants.c`, as `gguf.quants` has it in numpy; that decodes the kinds without a function here.
+Source: llama.cpp's `ggml-quants.c`, ported to numpy in `gguf.quants`, which decodes the kinds without a function below.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _F32 = torch.float32
 
 
 def dense_layout(file: TensorFile, key: str) -> Layout:
-    """That of the values of a packed entry."""
+    """The layout of the decoded values of a packed entry."""
     packed = file.entries[key].layout
     return contiguous(_F32, dense_shape(file.header.kinds[key], packed.shape))
 
 
 def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] | None = None) -> Handle:
-    """As `Handle.reference`; of a packed entry its dense value, as a matrix of its rows.
+    """Like `Handle.reference`; for a packed entry, its dense value as a matrix of its rows.
 
     Raises:
         CorruptFileError: as `TensorFile.entry`.
@@ -53,37 +53,37 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
 
 
 def in_shape(tensor: _Tensor, file: TensorFile, key: str) -> _Tensor:
-    """A tensor over what `referenced` gives, in the shape of the entry's values."""
+    """A tensor over the value from `referenced`, in the shape of the entry's values."""
     if key in file.header.kinds:
         tensor = tensor.view(dense_layout(file, key).shape)  # type: ignore[assignment]
     return tensor
 
 
 def decode(rows: torch.Tensor, *, kind: str) -> torch.Tensor:
-    """The values of rows of a kind's blocks: (rows, bytes) to (rows, elements)."""
+    """Decode rows of blocks of one kind: (rows, bytes) to (rows, elements)."""
     function = _FUNCTIONS.get(kind)
     if function is not None:
         return function(rows).view(len(rows), -1)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    with np.errstate(all="ignore"):  # factors may be any bits
+    with np.errstate(all="ignore"):  # factors may be any bit pattern
         return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
 
 
 def _halves(blocks: torch.Tensor) -> torch.Tensor:
-    """Factors in float16, in float32."""
+    """float16 factors, as float32."""
     return blocks.view(torch.float16).to(_F32)
 
 
 def _q8_0(rows: torch.Tensor) -> torch.Tensor:
-    """A factor and 32 numbers."""
+    """A factor and 32 8-bit numbers."""
     blocks = rows.view(-1, 34)
     return blocks[:, 2:].view(torch.int8).to(_F32).mul_(_halves(blocks[:, :2]))
 
 
 def _q4_0(rows: torch.Tensor) -> torch.Tensor:
-    """A factor and 32 numbers of 4 bits, from which 8 is taken: the first 16 are the low halves of bytes."""
+    """A factor and 32 4-bit numbers, minus 8; the first 16 are the low halves of the bytes."""
     blocks = rows.view(-1, 18)
     numbers = torch.empty(len(blocks), 2, 16, dtype=torch.uint8, device="cpu")
     torch.bitwise_and(blocks[:, 2:], 15, out=numbers[:, 0])
@@ -92,7 +92,7 @@ def _q4_0(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_k(rows: torch.Tensor) -> torch.Tensor:
-    """8 groups of 32 numbers of 4 bits, with factors and offsets of 6 bits, and a factor for either."""
+    """8 groups of 32 4-bit numbers, with 6-bit factors and offsets, and one factor for each of these two."""
     blocks = rows.view(-1, 144)
     factors, offsets = _of_groups(blocks)
     packed = blocks[:, 16:].view(-1, 4, 32)
@@ -103,7 +103,7 @@ def _q4_k(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _q5_k(rows: torch.Tensor) -> torch.Tensor:
-    """As Q4_K; the fifth bits of group n are the bits n of 32 bytes."""
+    """Like Q4_K; the fifth bits of group n are bits n of 32 bytes."""
     blocks = rows.view(-1, 176)
     factors, offsets = _of_groups(blocks)
     packed, high = blocks[:, 48:].view(-1, 4, 32), blocks[:, 16:48].unsqueeze(1)
@@ -116,7 +116,7 @@ def _q5_k(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _of_groups(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors and offsets of the 8 groups of blocks of Q4_K or Q5_K."""
+    """The factors and offsets of the 8 groups in Q4_K and Q5_K blocks."""
     scales = blocks[:, 4:16].view(-1, 3, 4)
     first, second, rest = scales.unbind(1)
     factors = torch.cat([first & 63, (rest & 15) | ((first >> 2) & 48)], 1).to(_F32)
@@ -126,7 +126,7 @@ def _of_groups(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q6_k(rows: torch.Tensor) -> torch.Tensor:
-    """16 groups of 16 numbers of 6 bits, from which 32 is taken, with factors of 8 bits, and a factor for these."""
+    """16 groups of 16 6-bit numbers, minus 32, with 8-bit factors, and one factor for these."""
     blocks = rows.view(-1, 210)
     factors = blocks[:, 192:208].view(torch.int8).to(_F32).mul_(_halves(blocks[:, 208:]))
     low, high = blocks[:, :128].view(-1, 2, 2, 32), blocks[:, 128:192].view(-1, 2, 32)

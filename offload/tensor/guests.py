@@ -1,11 +1,11 @@
-"""Guests: the plain tensors that stand for a stored value in an op.
+"""Guests: plain tensors that stand in for a stored value during an op.
 
 Always true:
-- a cut is a meta tensor (a twin): shape, strides, offset, dtype, and the bits of lazy conjugation and negation
-- cutting reads nothing; a cut of a value on the CPU is over the mapped file, elsewhere it is a copy
-- only values in files that nobody writes to stay on an accelerator, and only within a budget for it: there is no copy
-  that could be stale
-- a value that a compiler traces has no file: it is the compiler's tensor; `torch.jit.trace` sees offloaded ones
+- a cut is a view described by a meta tensor, its twin: shape, strides, offset, dtype, lazy conjugation and negation
+- cutting reads nothing; a cut of a value on the CPU maps the file, on another device it is a copy
+- only values in files that are never written to stay on an accelerator, and only within a budget: no copy can become
+  stale
+- a value traced by a compiler has no file, it is the compiler's tensor; `torch.jit.trace` sees offloaded tensors
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from offload.torch_api import set_conj, set_neg
 CPU = torch.device("cpu")
 
 
-# Twins: how a view is cut
+# Twins: meta tensors that describe views
 
 
 @lru_cache(maxsize=1024)
 def whole_twin(layout: Layout) -> torch.Tensor:
-    """The meta tensor that stands for a whole value, shared by values of the same layout; it is not to be changed."""
+    """The meta tensor for a whole value, shared by values of the same layout; do not change it."""
     with no_functions(), no_modes():
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
@@ -48,14 +48,14 @@ def twin_of(handle: Handle) -> torch.Tensor:
 
 
 def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that tells one cut from another."""
+    """Everything that distinguishes one cut from another."""
     return (
         tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
     )  # fmt: skip
 
 
 def twin_with(twin: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
-    """A cut of the value that `twin` is a cut of, with what `metadata_of` gave. A plain tensor serves as well."""
+    """A cut of the same value as `twin`, with the metadata from `metadata_of`. Works for a plain tensor, too."""
     shape, stride, offset, dtype, conjugate, negative = metadata
     cut = torch.empty(0, dtype=dtype, device=twin.device)
     cut.set_(twin.untyped_storage(), offset, shape, stride)
@@ -75,7 +75,7 @@ def with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """A tensor over the storage of `base`, which is plain, cut as `twin` is."""
+    """A tensor over the storage of `base`, a plain tensor, cut like `twin`."""
     if base is twin:
         return base
     if base.dtype != twin.dtype:
@@ -85,10 +85,10 @@ def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
 
 
 def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
-    """`base`, which is of a tensor subclass, for a twin that is the whole of it.
+    """`base`, of a tensor subclass, for a twin of the whole value.
 
     Raises:
-        StaleViewError: the twin was cut from a plain value, which stood there before.
+        StaleViewError: the twin is a cut of the plain value that was there before.
     """
     if (twin.shape, twin.stride(), twin.dtype) != (base.shape, base.stride(), base.dtype):
         raise StaleViewError(
@@ -99,9 +99,9 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, twin: torch.Tensor) -> torch.Tensor:
-    """`value`, what `twin` cuts out, at the place in its storage that `twin` says: compilers look at it (2.13).
+    """`value`, the cut by `twin`, at the storage offset of `twin`, which compilers check (2.13).
 
-    What is carried out is elsewhere: in the file of a piece, or in memory for itself.
+    A computed value is elsewhere: in the file of a piece, or in memory of its own.
     """
     if handle.composed is None or value.storage_offset() == twin.storage_offset():
         return value
@@ -111,7 +111,7 @@ def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, twin: torc
 
 
 def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
-    """The byte of the file at which a view begins whose elements lie there as they read; None for any other view."""
+    """The first byte in the file of a view whose elements are contiguous there; None for any other view."""
     if (
         handle.recipe is not None
         or handle.composed is not None
@@ -127,7 +127,7 @@ def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
 
 
 def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """A copy of `guest` on `target`, with the same strides; sends the bytes that it spans and no others."""
+    """A copy of `guest` on `target`, with the same strides; transfers only the bytes that it spans."""
     if guest.device == target:
         return guest
     if is_subclass_value(guest):
@@ -138,10 +138,10 @@ def sent_to(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
 
 
 def copied(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """An independent tensor of the same value, on `target`, whatever modes are on.
+    """An independent tensor with the same value on `target`, whatever modes are on.
 
-    Of a subclass the inner tensors are copied: some classes of torchao 0.18 lack `clone`, or have it wrong. One byte an
-    element is copied as bytes, since torch has no copy kernel for some dtypes (2.13).
+    For a subclass the inner tensors are copied: some classes of torchao 0.18 lack `clone` or get it wrong. One-byte
+    elements are copied as bytes, since torch has no copy kernel for some of their dtypes (2.13).
     """
     with no_functions(), no_modes():
         if guest.device != target:
@@ -163,7 +163,7 @@ class Copy(Value):
         self.base: torch.Tensor | None = None
 
     def cached_bytes(self) -> int:
-        """How much of it is on the device."""
+        """How many of its bytes are on the device."""
         return 0 if self.base is None else self.nbytes
 
     def let_go(self) -> None:
@@ -172,9 +172,9 @@ class Copy(Value):
 
 
 def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> torch.Tensor | None:
-    """What `twin` cuts out of the value on a device, if that stays there; None if it is to be sent for each op.
+    """The cut by `twin` of a value that stays on a device; None if it has to be sent for each op.
 
-    Raises: as `Handle.base`, also where the file is not read.
+    Raises: as `Handle.base`, even if the file is not read.
     """
     copy = _copy_to_stay(handle, target)
     if copy is None:
@@ -182,7 +182,7 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
     base, there = handle.base(), copy.base
     if there is None:
         brought_in(handle, twin_of(handle))
-        with no_functions(), no_modes():  # it outlives the mode that it was first asked for in
+        with no_functions(), no_modes():  # it outlives the mode in which it is first used
             there = sent_to(base, target)
             settle(target)
         copy.base = there
@@ -207,12 +207,12 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
         let_go(leaving)
 
 
-# What stands for a value while it is traced
+# Stand-ins while a value is traced
 
 
 @final
 class Traced:
-    """Stands for a handle while a compiler traces: the value is a tensor of the compiler's."""
+    """Stands in for a handle while a compiler traces: the value is one of the compiler's tensors."""
 
     __slots__ = ("generation", "inner")
     owned = True
@@ -235,12 +235,12 @@ class Traced:
 
 
 def as_called_from(frame: FrameType, func: Any) -> Callable[..., Any]:
-    """`func`, called so that who looks for its caller finds the line and the variables of `frame`.
+    """`func`, called so that code that looks up its caller finds the line and the variables of `frame`.
 
-    `torch.jit.trace` notes which line calls an op, and what the values are called there. It checks its trace against
-    one over plain clones of the arguments, and does not pass another line or name (2.13).
+    `torch.jit.trace` records which line calls an op, and how the values are named there. It compares its trace with one
+    over plain clones of the arguments, and accepts no other line or name (2.13).
     """
-    if isinstance(func, FunctionType):  # calls by itself
+    if isinstance(func, FunctionType):  # makes its own calls
         return func
     line = "\n" * (frame.f_lineno - 1) + "_traced(*_args, **_kwargs)"
     code = compile(line, frame.f_code.co_filename, "eval")

@@ -1,8 +1,8 @@
-"""A tensor of many processes, and what this one has of it: the local tensor of a DTensor.
+"""This process's part of a tensor spread over many: the local tensor of a DTensor.
 
 Always true:
-- a DTensor is outside, and a tensor on disk inside: never the other way
-- torch.distributed is not imported here: where a DTensor came in, somebody has
+- the DTensor is outside and the tensor on disk inside, never the other way round
+- torch.distributed is not imported here: where there is a DTensor, it has been imported already
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def local_of(x: Any) -> Any:
 
 
 def with_local(outer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor as `outer`, with another local tensor: that itself, where `outer` is no DTensor.
+    """A tensor like `outer` with another local tensor: `local` itself if `outer` is not a DTensor.
 
     Args:
-        local: of the shape that the local tensor of `outer` has; the DTensor has its dtype.
+        local: of the same shape as the local tensor of `outer`; the DTensor gets its dtype.
     """
     return dtensor_like(outer, local) if is_dtensor(outer) else local
 

@@ -1,8 +1,8 @@
-"""Coming back: offloaded tensors, wherever they stand, made plain.
+"""Offloaded tensors, wherever they are nested, made plain.
 
 Always true:
-- what was one tensor stays one, and tensors over the same bytes stay tied
-- the files stay as they are
+- one tensor in several places stays one, and tensors over the same bytes stay tied
+- the files are left as they are
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ops that the rules of `offload.tensor` do not fit.
+"""Rules for ops that the general rules do not fit.
 
 Always true:
-- each handler says in one line why the rule does not do
+- each handler says in one line why the general rule does not work
 - an op has one handler; a second registration is an error
 """
 
@@ -66,7 +66,7 @@ aten = torch.ops.aten
 
 @overrides(torch.tensor_split, torch.Tensor.tensor_split)
 def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """torch reads the indices in memory, under every dispatcher."""
+    """torch reads the indices from memory, below every dispatcher."""
     tensor, where, *rest = [
         *args,
         *(kwargs.pop(key) for key in ("indices_or_sections", "tensor_indices_or_sections") if key in kwargs),
@@ -78,7 +78,7 @@ def split_at_offloaded_indices(func: Any, args: Sequence[Any], kwargs: dict[str,
 
 @overrides(torch.chunk, torch.narrow)
 def refuse_to_be_sharded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """torch.distributed would copy each rank's share into memory, or send it from one rank to the others."""
+    """torch.distributed would copy each rank's shard into memory, or send it from one rank to the others."""
     if dtensor_class() is not None and is_sharding():
         tensor = next((one for one in (*args, *kwargs.values()) if type(one) is OffloadedTensor), None)
         name = "a value" if tensor is None else repr(tensor.name)
@@ -94,7 +94,7 @@ def refuse_to_be_sharded(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 @overrides(torch.sparse.mm)
 def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """With a reduction, torch reads the dense factor in memory, under every dispatcher."""
+    """With a reduction, torch reads the dense factor from memory, below every dispatcher."""
     return on_guests(func, args, kwargs, plain_copies((*args, *kwargs.values())))
 
 
@@ -103,7 +103,7 @@ def read_above_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn,
 )  # fmt: skip
 def read_resolved(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A lazily conjugated argument is resolved first: torch would, and then exclude what these need (torch 2.13)."""
+    """A lazily conjugated argument is resolved first: torch would do it, and then exclude keys needed here (2.13)."""
     return read_directly(func, [_resolved(arg) for arg in args], kwargs)
 
 
@@ -113,14 +113,14 @@ def _resolved(arg: Any) -> Any:
 
 @implements(aten._fused_sdp_choice.default)
 def choose_attention(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Chooses by whether its arguments ask for grad, which guests do not."""
+    """The kernel depends on whether the arguments require grad, which guests don't."""
     memo = guests_that_ask_for_grad(args, kwargs)
     return read(func, args, kwargs, memo)
 
 
 @overrides(F.embedding)
 def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `read_directly`, but rows are read, not the table; not where it writes to that (`max_norm`)."""
+    """Like `read_directly`, but reads rows instead of the table; unless it writes to the table (`max_norm`)."""
     table = args[1] if len(args) > 1 else kwargs["weight"]
     writes = len(args) > 3 or kwargs.get("max_norm") is not None
     with DisableTorchFunctionSubclass():
@@ -135,22 +135,22 @@ def embed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.convolution.default)
 def convolve(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.jit.trace` records the op that it is made of, and not this one."""
+    """`torch.jit.trace` records the op that it decomposes into, not this one."""
     return decompose_in_sight(func, args, kwargs) if is_traced() else read(func, args, kwargs)
 
 
 @implements(aten.linear.default, aten.matmul.default)
 def multiply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """In inference mode they come whole, and take another kernel for a weight that requires grad."""
+    """In inference mode they arrive whole, and use another kernel if a weight requires grad."""
     return decompose_with_views(func, args, kwargs)
 
 
-# What only needs to know the tensor, not its value
+# Ops that need a tensor's metadata, not its value
 
 
 @implements(aten.detach.default, aten.alias.default)
 def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another tensor over the same value: nothing is cut, so the twin serves both, and no subclass is asked."""
+    """Another tensor over the same value: the same twin serves both, and no subclass is called."""
     base = args[0]
     twin = func(base._handle.inner) if type(base._handle) is Traced else current_twin(base)
     return view_of(base, twin)
@@ -165,7 +165,7 @@ def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     aten.new_full.default,
 )  # fmt: skip
 def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Needs shape, strides and dtype only: the file stays closed."""
+    """Needs only shape, strides and dtype: the file stays closed."""
     tensor = args[0]
     if not _has_file(tensor) or tensor._handle.is_subclass:
         return read(func, args, kwargs)
@@ -175,7 +175,7 @@ def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 @implements(aten._nested_view_from_jagged.default)
 def read_into_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Its schema promises a view, but a copy is given, which may be written to: over a copy in memory."""
+    """Its schema promises a view, but it returns a writable copy: run it on a copy in memory."""
     values, *rest = args
     values = values.materialize() if _has_file(values) else values
     return func(values, *guests_of(rest, {}), **named_guests(kwargs, {}))
@@ -183,7 +183,7 @@ def read_into_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 @implements(aten._to_copy.default)
 def move_or_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another device alone needs no value: the same file, another target. On `meta` there are no values."""
+    """Only another device needs no value: same file, another target. On `meta` there are no values."""
     tensor, device = args[0], kwargs.get("device")
     if device is None or not _has_file(tensor):
         return read(func, args, kwargs)
@@ -206,12 +206,12 @@ def _changes_more_than_device(tensor: torch.Tensor, options: dict[str, Any]) -> 
 
 @overrides(torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
 def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A moved tensor writes to the same file: without a graph, it shares the version counter as a view does."""
+    """A moved tensor writes to the same file: without a graph, it shares the version counter, as a view does."""
     with DisableTorchFunctionSubclass():
         moved = func(*args, **kwargs)
         if type(moved) is not OffloadedTensor or moved is args[0] or is_followed(moved):
             return moved
-        if moved._handle is not args[0]._handle:  # a cast, whose result is on disk by itself
+        if moved._handle is not args[0]._handle:  # a cast, whose result has a file of its own
             return moved
         if not are_swappable(args[0], moved):
             return moved
@@ -226,16 +226,16 @@ def _has_file(tensor: Any) -> bool:
 
 @implements(aten._has_compatible_shallow_copy_type.default)
 def compare_kinds(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Needs the kinds of two tensors only; torch asks it when a wrapper gets other metadata."""
+    """Needs only the types of two tensors; torch calls it when a wrapper gets other metadata."""
     return func.decompose(*args, **kwargs)
 
 
-# What needs some rows of the value
+# Ops that need some rows of the value
 
 
 @implements(aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.gather.default)
 def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Only what is picked is read, not the whole table, and elsewhere than on the CPU only that is sent."""
+    """Only the picked rows are read, not the whole table, and only these are sent to another device."""
     table, *picks = args
     if not _has_file(table) or table._handle.is_subclass:
         return read(func, args, kwargs)
@@ -253,13 +253,13 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
-    """Have the system read all of them, and nothing around, before the first is waited for."""
+    """Start reading all of the rows, and nothing around them, before waiting for the first."""
     if rows is not None and rows.device == CPU and table.dim() > 1 and table.numel():
         rows_coming(handle_of(table), current_twin(table), rows)
 
 
 def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of a recipe the rows that are picked are carried out, each once, and picked from these."""
+    """Of a recipe, only the picked rows are computed, each once, and picked from these."""
     table, place = args[0], _PICKS.get(func)
     if place is None or modes_are_on():
         return read(func, args, kwargs)
@@ -268,43 +268,43 @@ def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, 
         return read(func, args, kwargs)
     rows, again = torch.unique(found, return_inverse=True)
     if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
-        return read(func, args, kwargs)  # also for the error that torch has for numbers that are none of its rows
+        return read(func, args, kwargs)  # also for torch's error when an index is out of range
     twin = current_twin(table)
     few = sent_to(table._handle.composed.picked(twin, rows), table._target)
     again = again.view(found.shape).to(table._target)
     given = [few, *args[1:]]
     given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again
-    named = {} if func is aten.embedding.default else kwargs  # a padding's number, which only backward asks for
+    named = {} if func is aten.embedding.default else kwargs  # the padding index, which only backward needs
     if func is aten.embedding.default:
         given = given[:2]
     return call(func, guests_of(given, {}), named_guests(named, {}))
 
 
 def _is_of_rows(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an op that picks does so along the first dimension."""
+    """Whether a picking op works along the first dimension."""
     return func is not aten.index_select.default or args[1] % max(args[0].dim(), 1) == 0
 
 
 def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
-    """The rows that an op picks, on the CPU, from 0; None if it picks something else."""
+    """The rows that an op picks, on the CPU, counted from 0; None if it picks something else."""
     numbers = picks[0] if func is aten.index.Tensor else picks
     if not isinstance(numbers, torch.Tensor) or numbers.dtype not in (torch.int64, torch.int32) or numbers.is_meta:
         return None
     return guest_of(numbers).to(CPU)
 
 
-_TOGETHER = 8  # matrices that begin to be read together
-_PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument says the rows
+_TOGETHER = 8  # matrices whose reads start together
+_PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument has the rows
 
 
 @implements(aten._grouped_mm.default)
 def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Only the matrices of groups that have rows are read: of a layer's experts, those that tokens were routed to."""
+    """Only matrices of groups with rows are read: of a layer's experts, those that tokens were routed to."""
     rows, matrices, *rest = args
     ends = rest[0] if rest else kwargs.get("offs")
     if ends is None or not _has_file(matrices) or rows.dim() != 2 or ends.shape != matrices.shape[:-2]:
         return read(func, args, kwargs)
-    if ends.is_meta or modes_are_on():  # nobody knows which groups have rows
+    if ends.is_meta or modes_are_on():  # which groups have rows is unknown
         return read(func, args, kwargs)
     ends = guest_of(ends)
     groups = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu")).nonzero().flatten()
@@ -330,7 +330,7 @@ def _multiply_one_by_one(
     rest: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Of a recipe one matrix after the other is carried out: all of a layer's would be many times what is stored."""
+    """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
     recipe, cuts = matrices._handle.composed, current_twin(matrices).split(1)
     assert recipe is not None
     results, begin = [], 0
@@ -343,13 +343,13 @@ def _multiply_one_by_one(
         arguments = [rows[begin:end], matrix, only, *guests_of(rest[1:], {})]
         results.append(call(func, arguments, _without_ends(kwargs)))
         begin = end
-    if begin < len(rows) or not results:  # rows of no group: torch leaves them as they were in memory
+    if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
         results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
     return torch.cat(results)
 
 
 def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Some matrices, each laid out as before."""
+    """Some of the matrices, with the same memory order."""
     if matrices.stride(-2) == 1:
         return matrices.mT.index_select(0, groups).mT
     return matrices.index_select(0, groups)
@@ -370,12 +370,12 @@ def _sent_to_cpu(values: Iterable[Any]) -> list[Any]:
     ]
 
 
-# What changes which memory a tensor is over
+# Ops that change which memory a tensor is over
 
 
 @implements(aten.resize_.default, aten.resize_as_.default)
 def resize(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Tagged as a view, but it may need another storage, hence another file."""
+    """Tagged as a view, but may need another storage, and so another file."""
     return write(func, args, kwargs)
 
 
@@ -403,7 +403,7 @@ def become_another(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 @overrides(torch.ops.aten.set_data, torch.ops.aten.set_data.default)
 def refuse_set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """torch swaps metadata below every dispatcher, and the file would keep the old value."""
+    """torch swaps metadata below every dispatcher, so that the file would keep the old value."""
     names = [repr(arg.name) for arg in (*args, *kwargs.values()) if type(arg) is OffloadedTensor]
     raise UnsupportedOpError(
         f"aten.set_data can't be followed on {names[0]}: assign to its .data, or use update_values"
@@ -418,11 +418,11 @@ def refuse_set_data(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.share_memory_, torch.Tensor.is_shared,
 )  # fmt: skip
 def method_of_the_class(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """They read memory under every dispatcher."""
+    """They read memory below every dispatcher."""
     return getattr(OffloadedTensor, func.__name__)(*args, **kwargs)
 
 
-# Values that are themselves of a tensor subclass, such as a quantized weight
+# Values of a tensor subclass, such as quantized weights
 
 
 _OF_THE_TENSOR = {
@@ -439,7 +439,7 @@ _VALUE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
 
 @overrides(INNER)
 def call_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Below torch functions, autograd would take `linear` apart into ops that the inner class lacks."""
+    """Below torch functions, autograd would decompose `linear` into ops that the inner class lacks."""
     if _is_of_the_tensor(func, args, kwargs):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -460,7 +460,7 @@ def _is_of_the_tensor(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _casts(tensor: torch.Tensor, *given: Any) -> bool:
-    """Whether `tensor.to` of these arguments gives another dtype."""
+    """Whether `tensor.to` with these arguments changes the dtype."""
     dtypes = (one if isinstance(one, torch.dtype) else getattr(one, "dtype", None) for one in given)
     return any(dtype not in (None, tensor.dtype) for dtype in dtypes)
 
@@ -473,7 +473,7 @@ def _is_inplace(func: Callable[..., Any]) -> bool:
 
 
 def _as_the_class_has_it(func: Any, args: Sequence[Any]) -> Any:
-    """The method that the value's class has under this name, for a method of `torch.Tensor`."""
+    """For a method of `torch.Tensor`, the one that the value's class has under this name."""
     name = getattr(func, "__name__", "")
     if not args or type(args[0]) is not OffloadedTensor or getattr(torch.Tensor, name, None) is not func:
         return func
@@ -494,7 +494,7 @@ def _call_inplace(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 def _independent(results: Any, files: set[int]) -> Any:
-    """Results that would share memory with a file, copied."""
+    """Copies of those results that would share memory with a file."""
     if isinstance(results, (list, tuple)):
         return type(results)([_independent(result, files) for result in results])
     if isinstance(results, torch.Tensor) and not files.isdisjoint(_places(results)):
@@ -503,7 +503,7 @@ def _independent(results: Any, files: set[int]) -> Any:
 
 
 def _places(tensor: torch.Tensor) -> Iterator[int]:
-    """Where the storages of the plain tensors inside `tensor` begin."""
+    """The storage addresses of the plain tensors inside `tensor`."""
     if is_subclass_value(tensor):
         attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for attribute in attributes:

@@ -1,10 +1,10 @@
-"""Passing tensors to other processes: what travels is the reference, not the data.
+"""Passing tensors to other processes: a reference is sent, not the data.
 
 Always true:
-- a few hundred bytes travel, whatever the tensor's size
-- tensors over one value are over one value in the other process too, and on their way back
-- a write to a file of ours is seen by all; a checkpoint is copied at its first write by each process that writes
-- only the process that made a temporary file removes it: it has to keep the tensor while others use it
+- a few hundred bytes are sent, whatever the tensor's size
+- tensors over one value are over one value in the other process, too, and on their way back
+- a write to a file of ours is visible to all; a checkpoint is copied at the first write, by each process that writes
+- only the process that created a temporary file removes it: it has to keep the tensor while others use it
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class by_reference:
 
 @lru_cache
 def _pickler() -> Any:
-    """Of cloudpickle, which takes functions and classes of a script along, or else of Python; with our reductions."""
+    """cloudpickle's pickler, which includes functions and classes of a script, or Python's; with our reductions."""
     try:
         from cloudpickle import Pickler
     except ImportError:
@@ -75,11 +75,11 @@ def _pickler() -> Any:
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a value is, and in which state it was when it was passed.
+    """Where a value is, and its state when it was passed.
 
     Attributes:
-        identity: of a file that is not ours, which must not have changed; None for a file of ours.
-        entry: where the value lies in a file without a header; None for one that says so itself.
+        identity: of a file that is not ours and must not change; None for a file of ours.
+        entry: where the value lies in a file without a header; otherwise None.
         part: see `Handle.part`.
     """
 
@@ -94,7 +94,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ComposedReference:
-    """How a value is carried out that has no file; `number` tells it from others."""
+    """How to compute a value that has no file; `number` distinguishes it from others."""
 
     composed: Composed
     name: str
@@ -142,7 +142,7 @@ def _rebuild_piece(reference: Reference | ComposedReference, cut: Any) -> Piece:
 
 
 def _handle(reference: Reference | ComposedReference) -> Handle:
-    """The value in this process: one for all the tensors over it."""
+    """The value's handle in this process, shared by all tensors over it."""
     if isinstance(reference, ComposedReference):
         with _LOCK:
             handle = _COMPOSED.get(reference.number)
@@ -173,7 +173,7 @@ def _rebuild(
 
 
 def _opened(reference: Reference) -> Handle:
-    """A handle over the file in this process."""
+    """A handle for the file in this process."""
     where, entry = reference.path, reference.entry
     file = TensorFile.open(where) if entry is None else TensorFile.raw(where, entry)
     if reference.identity is None:

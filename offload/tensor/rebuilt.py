@@ -1,8 +1,8 @@
-"""A tensor subclass that is rebuilt over its inner tensors, in the files where these lie.
+"""Tensor subclasses rebuilt over inner tensors that stay in their files.
 
 Always true:
 - nothing is copied: the inner tensors are views of their files
-- it is rebuilt once, and again only where a file is mapped anew
+- a value is rebuilt once, and again only if a file has been mapped anew
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from offload.tensor.recipes import Digest, Piece, Recipe
 
 
 class Rebuilt(Recipe):
-    """A tensor subclass over its inner tensors where these lie: nothing is copied.
+    """A tensor subclass over inner tensors that stay in their files: nothing is copied.
 
     Args:
         name: of the value.
-        pieces: the inner tensors, each whole in a file, by key; and
-        recipe: how it is rebuilt from them, as `flatten` gives both.
+        pieces: the inner tensors by key, each a whole value of a file; and
+        recipe: how to rebuild it from them; `flatten` returns both.
     """
 
     __slots__ = ("_keys", "_made", "_name", "recipe")
@@ -37,14 +37,14 @@ class Rebuilt(Recipe):
         self.recipe = recipe
         self._name = name
         self._keys = tuple(pieces)
-        self._made: tuple[list[torch.Tensor], torch.Tensor] | None = None  # over which mappings, and what
+        self._made: tuple[list[torch.Tensor], torch.Tensor] | None = None  # the mappings, and the result
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Rebuilt, (self._name, dict(zip(self._keys, self.pieces, strict=True)), self.recipe)
 
     @property
     def form(self) -> str:
-        """As of all recipes: it is in the checkpoint as it is."""
+        """As in all recipes: it is stored in the checkpoint as is."""
         return "referenced"
 
     def note(self, digest: Digest) -> None:

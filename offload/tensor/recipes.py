@@ -1,11 +1,11 @@
-"""Values that are carried out from others when they are read: joined, cut, cast, laid out anew, decoded.
+"""Values that are computed from others when they are read: joined, sliced, cast, rearranged, decoded.
 
 Always true:
-- what they are carried out from is stored, and nobody writes to it; it is read, and read ahead, as any value is
-- what an op needs of a value is carried out, and no more: its rows, its expert; where a piece lies as it reads, a view
-  of its mapping serves, and nothing is copied
-- it is carried out by blocks that fit the processor's cache, into memory that is used again once nobody holds it
-- the numbers are those of carrying out the whole at once
+- their sources are stored values that are never written to; they are read, and read ahead, like any value
+- only what an op needs of a value is computed, its rows, its expert; if a piece is stored exactly as needed, a view of
+  its mapping is used and nothing is copied
+- it is computed in blocks that fit the processor's cache, into memory that is reused once nothing refers to it
+- the numbers are the same as if the whole were computed at once
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
 from offload.tensor.rooms import room
 
-BLOCK = 512 << 10  # bytes that are carried out at a time, so that what is done with them finds them in the cache
-_CAST = 1 << 20  # the same, where all that is done is a cast
-_WRITTEN = 4 << 20  # the same, for what is written to a file, while another one is made
-_GENERATION = b"1"  # another one once a decoder gives other numbers than it did: what was stored is stored anew
+BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
+_CAST = 1 << 20  # the same, if the only step is a cast
+_WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
+_GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
 Decode: TypeAlias = Callable[..., torch.Tensor]
-Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # what a piece has of a box, and where in that it is
+Inside: TypeAlias = "tuple[Piece, torch.Tensor, list[int]]"  # a piece, its cut in a box, and where that goes
 
 
 class Digest(Protocol):
-    """One of `hashlib`."""
+    """A hash object from `hashlib`."""
 
     def update(self, data: bytes, /) -> None: ...
 
 
 class Piece:
-    """What a value is carried out from: a cut of another one."""
+    """A source of a computed value: a cut of another value."""
 
     __slots__ = ("handle", "twin")
 
@@ -55,7 +55,7 @@ class Piece:
         self.twin = twin_of(handle) if twin is None else twin
 
     def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
-        """What `twin`, a cut of its own, has: over the file where it can be.
+        """The value of `twin`, a cut of this piece: mapped if possible.
 
         Raises: as `Handle.base`.
         """
@@ -67,14 +67,14 @@ class Piece:
         return cut(base, twin)
 
     def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """The views of stored values that `twin`, a cut of its own, is carried out from, as they are read."""
+        """The views of stored values that are read to compute `twin`, a cut of this piece."""
         composed = self.handle.composed
         return iter([(self.handle, twin)]) if composed is None else composed.reads(twin)
 
     def alone(self) -> Piece:
-        """The same numbers, as far as can be from a value that has no others: a part of a file, or of a recipe.
+        """The same numbers, from as small a value as possible: a part of a file, or of a recipe.
 
-        What is not asked for is then neither counted, nor read ahead, nor copied at a first write.
+        What is not needed is then neither counted, nor read ahead, nor copied at a first write.
         """
         handle, twin, layout = self.handle, self.twin, self.handle.layout
         start = None if handle.is_subclass or handle.owned else _start_in(layout, twin)
@@ -82,7 +82,7 @@ class Piece:
             return self
         if isinstance(composed := handle.composed, Recipe):
             return composed.part(start, tuple(twin.shape)) or self
-        outermost = layout.order[0] if layout.order else 0  # of the others all is taken along, and cut again
+        outermost = layout.order[0] if layout.order else 0  # the other dimensions are taken whole, and cut again
         if handle.composed is not None or not layout.order or twin.shape[outermost] == layout.shape[outermost]:
             return self
         rows = list(layout.shape)
@@ -96,7 +96,7 @@ class Piece:
         return part
 
     def note(self, digest: Digest) -> None:
-        """Tell what it is apart from any other: its file's state, or what it is carried out from; and its cut."""
+        """Add what identifies it to a digest: the state of its file, or its sources; and its cut."""
         if isinstance(composed := self.handle.composed, Recipe):
             composed.note(digest)
         else:
@@ -106,7 +106,7 @@ class Piece:
         digest.update(repr(metadata_of(self.twin)).encode())
 
     def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
-        """Copy what `twin`, a cut of its own, has to a tensor, in the dtype of that."""
+        """Copy the value of `twin`, a cut of this piece, to `place`, in the dtype of `place`."""
         composed = self.handle.composed
         if isinstance(composed, Decoded):
             composed.put(place, twin)
@@ -115,7 +115,7 @@ class Piece:
 
 
 def _put(place: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a tensor; a cast is faster by blocks than as a whole (torch 2.13)."""
+    """Copy a tensor; a cast is faster in blocks than as a whole (torch 2.13)."""
     if place.dtype == value.dtype or place.dim() == 0 or place.nbytes <= _CAST:
         place.copy_(value)
         return
@@ -125,12 +125,12 @@ def _put(place: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class Recipe(ABC):
-    """What the kinds have in common.
+    """What all kinds have in common.
 
     Attributes:
         layout: of the value.
         recipe: see `Composed`.
-        pieces: all that it is carried out from.
+        pieces: all its sources.
     """
 
     __slots__ = ("layout", "pieces")
@@ -144,24 +144,24 @@ class Recipe(ABC):
         return self.pieces[0].handle.file
 
     def handles(self) -> Iterator[Handle]:
-        """Of the stored values that it is carried out from in the end, in the order in which they are read."""
+        """The handles of the stored values at the bottom, in the order in which they are read."""
         return stored_in(piece.handle for piece in self.pieces)
 
     def part(self, _: tuple[int, ...], __: tuple[int, ...], /) -> Piece | None:
-        """A box, by its start and shape, carried out from no more than it takes, or a cut of some more.
+        """A box, by its start and shape, computed from no more than it needs, or a cut of a slightly larger one.
 
-        None for one of all of it.
+        None if the whole value is needed.
         """
         return None
 
     @property
     @abstractmethod
     def form(self) -> str:
-        """What is done to what is stored, in words."""
+        """What is done to the stored values, in words."""
 
     @property
     def mark(self) -> str:
-        """Tells it from a recipe that may give other numbers, in any process."""
+        """Differs between recipes that may give different numbers; the same in every process."""
         digest = sha256(_GENERATION)
         self.note(digest)
         return digest.hexdigest()
@@ -177,7 +177,7 @@ class Recipe(ABC):
         """See `Composed`."""
 
     def reads(self, _: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """See `Composed`: all of its pieces, whatever is cut out."""
+        """See `Composed`: all of its pieces, whichever cut is read."""
         for piece in self.pieces:
             yield from piece.reads(piece.twin)
 
@@ -187,7 +187,7 @@ class Recipe(ABC):
 
 
 class Plain(Recipe):
-    """One whose value is a plain tensor: what the kinds of it have in common."""
+    """A recipe whose value is a plain tensor: what these kinds have in common."""
 
     __slots__ = ()
 
@@ -204,21 +204,21 @@ class Plain(Recipe):
             return _recut(self._in_box(box), box.first * layout.dtype.itemsize, twin)
 
     def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """See `Composed`: what `twin` takes, and no more."""
+        """See `Composed`: only what `twin` needs."""
         with no_functions(), no_modes():
             for piece, part in self._read_in(Box.around(self.layout, twin)) if twin.numel() else ():
                 yield from piece.reads(part)
 
     @abstractmethod
     def _in_box(self, box: Box) -> torch.Tensor:
-        """A tensor whose elements lie as those of the box do in the whole value."""
+        """A tensor whose elements are in the same memory order as those of the box in the whole value."""
 
     @abstractmethod
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """The pieces that a box is carried out from, and what of each."""
+        """The pieces that a box is computed from, and the cut of each that it needs."""
 
     def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of what `twin` cuts out, by their sorted numbers, as a tensor of their own."""
+        """Some rows of the cut by `twin`, by sorted index, as a new tensor."""
         with no_functions(), no_modes():
             made = torch.empty((len(rows), *twin.shape[1:]), dtype=twin.dtype, device="cpu")
             runs = [twin[begin:end] for begin, end in runs_of(rows.tolist(), len(twin))]
@@ -230,7 +230,7 @@ class Plain(Recipe):
             return made
 
     def put_into(self, place: torch.Tensor) -> None:
-        """Carry all of it out into a plain tensor of its shape, in the dtype of that."""
+        """Compute all of it into a plain tensor of its shape, in the dtype of that tensor."""
         with no_functions(), no_modes():
             place.copy_(self.value())
 
@@ -243,7 +243,7 @@ class Plain(Recipe):
 
 
 def _start_in(layout: Layout, twin: torch.Tensor) -> tuple[int, ...] | None:
-    """Where in a dense value the box begins that a cut is; None for a cut of another kind."""
+    """Where in a dense value the box begins that a cut describes; None for other cuts."""
     if twin.dtype != layout.dtype or twin.dim() != len(layout.shape) or twin.is_conj() or twin.is_neg():
         return None
     steps = zip(twin.stride(), layout.stride, twin.shape, strict=True)
@@ -256,7 +256,7 @@ def _start_in(layout: Layout, twin: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _cuts(twin: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A cut by blocks of rows, and of rows of rows, until they are small."""
+    """A cut split into blocks of rows, recursively, until they are small."""
     nbytes = twin.numel() * twin.itemsize
     if nbytes <= _WRITTEN:
         yield twin
@@ -269,11 +269,11 @@ def _cuts(twin: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a value that lies in one piece in its memory; dimensions are from the outermost there to the innermost.
+    """A contiguous part of a value's memory; dimensions are ordered from the outermost to the innermost there.
 
     Attributes:
         start, size: in each dimension.
-        first: the element of the value, as they lie, at which it begins.
+        first: its first element in the value, in memory order.
     """
 
     start: tuple[int, ...]
@@ -282,7 +282,7 @@ class Box:
 
     @classmethod
     def around(cls, layout: Layout, twin: torch.Tensor) -> Box:
-        """The smallest that holds what `twin` cuts out of a dense value."""
+        """The smallest box that contains the cut by `twin` of a dense value."""
         shape = [layout.shape[dim] for dim in layout.order]
         first = int(twin.storage_offset()) * twin.itemsize
         steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
@@ -300,7 +300,7 @@ class Box:
 
 
 def _recut(found: torch.Tensor, first: int, twin: torch.Tensor) -> torch.Tensor:
-    """`found` lies as a part of a value does that begins at the byte `first`: what `twin` cuts out of the value."""
+    """The cut by `twin`, from `found`, which is laid out like the part of the value that begins at byte `first`."""
     if found.dtype == twin.dtype:
         offset = found.storage_offset() + int(twin.storage_offset()) - first // twin.itemsize
         value = found.as_strided(twin.shape, twin.stride(), offset)
@@ -312,11 +312,11 @@ def _recut(found: torch.Tensor, first: int, twin: torch.Tensor) -> torch.Tensor:
 
 
 class Joined(Plain):
-    """Pieces that cover a value, each put at its place, in another dtype or order if need be.
+    """Pieces that cover a value, each put in its place, converted to the value's dtype and memory order.
 
     Args:
         layout: of the value; dense.
-        places: for each piece where its first element is in the value; it has as many dimensions.
+        places: for each piece, the index of its first element in the value, which has as many dimensions.
     """
 
     __slots__ = ("_places", "_rows")
@@ -336,7 +336,7 @@ class Joined(Plain):
         self._places = [place for place, _ in turned]
         ends = [place[0] + piece.twin.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
-        self._rows = [place[0] for place in self._places] if order and covered else None  # one piece after the other
+        self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.is_picked = True
@@ -344,7 +344,7 @@ class Joined(Plain):
 
     @property
     def form(self) -> str:
-        """As of all recipes."""
+        """As in all recipes."""
         composed = (piece.handle.composed for piece in self.pieces)
         said = sorted({one.form for one in composed if isinstance(one, Recipe)})
         said += ["joined"] if len(self.pieces) > 1 else []
@@ -365,7 +365,7 @@ class Joined(Plain):
         return piece.handle.composed is None or piece.handle.composed.stands(twin)
 
     def _only_one(self, inside: list[Inside]) -> tuple[Piece, torch.Tensor] | None:
-        """The piece that a box is all in, and lies in as in the value; None if there is none."""
+        """The piece that contains the whole box, in the value's memory order; None if there is none."""
         if len(inside) == 1:
             [(piece, twin, _)] = inside
             if twin.dtype == self.layout.dtype and _lies_as(twin, contiguous_stride(self._turned_shape())):
@@ -392,13 +392,13 @@ class Joined(Plain):
         return whole
 
     def parts(self, twin: torch.Tensor) -> Iterator[Piece]:
-        """What a cut of the value is carried out from."""
+        """The pieces that a cut of the value is computed from."""
         with no_functions(), no_modes():
             for piece, part, _ in self._inside(Box.around(self.layout, twin)) if twin.numel() else ():
                 yield Piece(piece.handle, part)
 
     def put_into(self, place: torch.Tensor) -> None:
-        """As of all recipes, piece by piece."""
+        """As in all recipes, piece by piece."""
         with no_functions(), no_modes():
             turned = place.permute(self.layout.order)
             for piece, begin in zip(self.pieces, self._places, strict=True):
@@ -408,7 +408,7 @@ class Joined(Plain):
                 piece.put(part, piece.twin)
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
-        """As of all recipes."""
+        """As in all recipes."""
         if self.layout.order != tuple(range(len(shape))):
             return None
         pieces, places = [], []
@@ -428,7 +428,7 @@ class Joined(Plain):
         return tuple(self.layout.shape[dim] for dim in self.layout.order)
 
     def _inside(self, box: Box) -> Iterator[Inside]:
-        """What each piece has of a box, and where in the box that is."""
+        """The cut of each piece that is in a box, and where in the box it goes."""
         first, end = 0, len(self.pieces)
         if self._rows is not None:
             first = max(0, bisect_right(self._rows, box.start[0]) - 1)
@@ -448,7 +448,7 @@ class Joined(Plain):
 
 
 def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]], name: str) -> Piece:
-    """Pieces that cover a value, as one: the only one itself, if it lies as the value does."""
+    """Pieces that cover a value, as one piece: the only one itself, if its layout is the value's."""
     [first, *others] = pieces
     if not others and first.twin.dtype == layout.dtype and _lies_as(first.twin, layout.stride):
         return first
@@ -456,25 +456,25 @@ def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, 
 
 
 def _lies_as(twin: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether its elements lie as those of a value with these strides."""
+    """Whether its elements are laid out like those of a value with these strides."""
     return not (twin.is_conj() or twin.is_neg()) and all(
         has == step or size == 1 for has, step, size in zip(twin.stride(), strides, twin.shape, strict=True)
     )
 
 
 class Decoded(Plain):
-    """Rows that a function makes of rows of the pieces.
+    """Rows that a function computes from rows of the pieces.
 
     Args:
-        layout: of the value; row-major, of one dimension at least.
-        decode: makes a tensor of some rows from the pieces' rows, in any dtype that a copy takes to that of the layout.
-            It is pure, and can be pickled.
-        pieces: what it is called with, in its order.
-        granule: rows that can be made only together, as blocks that share a scale.
-        per: for each piece, how many of its rows a granule takes; None for all of it, always.
-        is_divisible: whether some rows of a granule can be made by themselves: from as many rows of each piece in
-            proportion, or from all that a granule takes where these are fewer than its rows.
-        stacked: whether value and pieces are stacks, as of experts: the rows are those of one of them.
+        layout: of the value; row-major, with at least one dimension.
+        decode: computes some rows from the pieces' rows, as a tensor of any dtype that can be copied to the layout's.
+            It is pure and picklable.
+        pieces: its arguments, in order.
+        granule: number of rows that have to be computed together, such as blocks that share a scale.
+        per: for each piece, its rows per granule; None if all of it is always needed.
+        is_divisible: whether some rows of a granule can be computed alone: from a proportional number of rows of
+            each piece, or from all that a granule takes if a piece has fewer rows per granule than it.
+        stacked: whether value and pieces are stacks, as of experts: rows are counted within one element.
     """
 
     __slots__ = ("_order", "_row", "decode", "granule", "is_divisible", "per", "stacked")
@@ -499,7 +499,7 @@ class Decoded(Plain):
         self.stacked = stacked
         self._row = layout.shape[1 + stacked :]
         sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
-        self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # what comes in last is used next
+        self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # the last one read is used first
         if stacked:
             for handle in self.handles():
                 handle.is_picked = True
@@ -507,12 +507,12 @@ class Decoded(Plain):
 
     @property
     def form(self) -> str:
-        """As of all recipes: which module knows how."""
+        """As in all recipes: the module with the decoder."""
         module = getattr(self.decode, "func", self.decode).__module__
         return f"decoded from {module.rpartition('.')[2]}"
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
-        """As of all recipes: of whole granules, and whole rows."""
+        """As in all recipes: whole granules and whole rows."""
         dim = int(self.stacked)
         first, last = start[dim] // self.granule, -(-(start[dim] + shape[dim]) // self.granule)
         begin, end = first * self.granule, min(last * self.granule, self.layout.shape[dim])
@@ -548,20 +548,20 @@ class Decoded(Plain):
         return stored_in(self.pieces[number].handle for number in self._order)
 
     def _rows_of(self, box: Box) -> tuple[int, int]:
-        """The rows that a box is in: the first, and the end."""
+        """The range of rows that contains a box: first, and end."""
         step = math.prod(self._row)
         return box.first // step, -(-(box.first + math.prod(box.size)) // step)
 
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         start, end = self._rows_of(box)
-        rows = self.layout.shape[1] if self.stacked else end  # of one of a stack
+        rows = self.layout.shape[1] if self.stacked else end  # of one element of the stack
         while start < end:
             count = min(end, (start // rows + 1) * rows) - start
             yield from ((self.pieces[number], part) for number, part in self._parts_of_pieces(start, count))
             start += count
 
     def _parts_of_pieces(self, start: int, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Of each piece, by its number, what these rows are made from; of one of a stack."""
+        """The cuts of the pieces, by piece number, that give these rows; within one element of a stack."""
         only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
         first, last = start // self.granule, -(-(start + count) // self.granule)
         for number in self._order:
@@ -578,7 +578,7 @@ class Decoded(Plain):
         return whole.view(-1)[inside:] if inside else whole
 
     def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
-        """As `Piece.put`: whole rows are decoded straight to their place, also those of an expert in a stack."""
+        """As `Piece.put`: whole rows are decoded straight to their place, also those of one expert in a stack."""
         while twin.dim() > len(self.layout.shape) and len(twin) == 1:
             place, twin = place[0], twin[0]
         step = math.prod(self._row)
@@ -592,7 +592,7 @@ class Decoded(Plain):
             place.copy_(self.value(twin))
 
     def _into(self, place: torch.Tensor, start: int) -> None:
-        """Make the rows from `start` on that `place` has room for."""
+        """Compute the rows that `place` has room for, beginning with row `start`."""
         left = self.layout.shape[1] - start % self.layout.shape[1] if self.stacked else len(place)
         if place.dim() > 1 + len(self._row):
             for number, part in enumerate(place):
@@ -609,7 +609,7 @@ class Decoded(Plain):
         first = start // granule
         for low, high in self._blocks_of_rows(start, end):
             begin, stop = low // granule, -(-high // granule)
-            inside = begin * granule  # the first row that is made
+            inside = begin * granule  # the first row that is computed
             given = []
             for value, per in zip(found, self.per, strict=True):
                 if per is None:
@@ -625,7 +625,7 @@ class Decoded(Plain):
             _put_rows(place[low - start : high - start], self.decode(*given), low - inside, self.layout.dtype)
 
     def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Rows that are made at a time: of whole granules, or of one."""
+        """Ranges of rows to compute at a time: of whole granules, or within one."""
         granule = self.granule
         row = math.prod(self._row) * self.layout.dtype.itemsize
         step = max(1, BLOCK // max(1, row))
@@ -640,18 +640,18 @@ class Decoded(Plain):
 
 
 def _put_rows(place: torch.Tensor, made: torch.Tensor, first: int, dtype: torch.dtype) -> None:
-    """Copy rows to their place, by way of a dtype: no block of them is held while the next one is made."""
+    """Copy rows to their place through a dtype: no block of them is alive while the next one is computed."""
     rows = made[first : first + len(place)]
     place.copy_(rows if place.dtype == dtype else rows.to(dtype))
 
 
 def files_in(handle: Handle) -> list[TensorFile]:
-    """The file of a value, or, of a composed one, each file that it is carried out from."""
+    """The file of a value; for a composed one, each file that it is computed from."""
     return list({one.file.path: one.file for one in stored_in([handle])}.values())
 
 
 def stored_in(handles: Iterable[Handle]) -> Iterator[Handle]:
-    """Of the stored values that these are carried out from; those that are not composed as they are."""
+    """The stored values that these are computed from; values that are not composed stand for themselves."""
     for handle in handles:
         if isinstance(handle.composed, Recipe):
             yield from handle.composed.handles()

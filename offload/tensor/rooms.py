@@ -1,8 +1,8 @@
-"""Memory that values are carried out into, used again once nobody holds it.
+"""Memory for computed values, reused once nothing refers to it.
 
 Always true:
-- memory that anybody holds, by a view too, is given to nobody else
-- of what nobody holds, no more is kept than the next values are likely to need
+- memory that anything refers to, even a view, is never handed out again
+- of unused memory, no more is kept than the next values are likely to need
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import scratch
 from offload.torch_api import storage_id, storage_uses
 
-_LEAST = 512 << 10  # bytes of a room
-_MOST_KEPT = 32 << 20  # bytes of memory that are kept for the next value
-_MOST_TIMES = 4  # times as much as is needed that a room may have
-_BY_US = 2  # holders of a storage that is not in use: the tensor over all of it, and the storage that stands beside
+_LEAST = 512 << 10  # smallest size in bytes
+_MOST_KEPT = 32 << 20  # bytes of unused memory to keep
+_MOST_TIMES = 4  # most times the needed size that a reused block may have
+_BY_US = 2  # references to an unused storage: the tensor over all of it, and our own
 
 
 class _Rooms:
-    """Memory that values were carried out into, for others once nobody holds these."""
+    """Memory of earlier computed values, to be reused once nothing refers to it."""
 
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes, with anything in them."""
+        """At least `nbytes` bytes, uninitialized."""
         with self._lock:
             for flat, storage in self._kept:
                 if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, _LEAST) and _is_free(storage):
@@ -40,7 +40,7 @@ class _Rooms:
             return flat[:nbytes]
 
     def _shrink(self) -> None:
-        """Let go of the oldest that nobody holds, where there is too much; the newest stays."""
+        """Free the oldest unused blocks when there are too many; the newest stays."""
         total = sum(flat.numel() for flat, _ in self._kept)
         left = []
         for flat, storage in self._kept[:-1]:
@@ -56,7 +56,7 @@ def _is_free(storage: torch.UntypedStorage) -> bool:
 
 
 def room(layout: Layout) -> torch.Tensor:
-    """A plain tensor of that dense layout, with anything in it."""
+    """A plain tensor of that dense layout, uninitialized."""
     flat = _ROOMS.take(max(layout.nbytes, 1))
     return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
 

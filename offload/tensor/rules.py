@@ -1,8 +1,8 @@
-"""How ops are carried out on offloaded tensors, as their schemas say.
+"""How ops are executed on offloaded tensors, according to their schemas.
 
 Always true:
-- an op that gives views reads nothing; every other op runs on guests
-- what the schema says was mutated reaches the file before the op returns, and the argument itself is returned
+- an op that returns views reads nothing; every other op runs on guests
+- what the schema marks as mutated reaches the file before the op returns, and the argument itself is returned
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from offload.torch_api import (
 
 
 def guests_of(args: Iterable[Any], memo: dict[int, torch.Tensor]) -> list[Any]:
-    """`args` with guests for the offloaded tensors, also inside lists and tuples; one guest a tensor."""
+    """`args` with guests for offloaded tensors, also inside lists and tuples; one guest per tensor."""
     guests: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -76,12 +76,12 @@ def named_guests(kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> dict[
 
 
 def on_guests(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int, torch.Tensor]) -> Any:
-    """Call `func` with guests for the offloaded tensors; `memo` are those that there are, by id."""
+    """Call `func` with guests for offloaded tensors; `memo` has existing guests, by id."""
     return func(*guests_of(args, memo), **named_guests(kwargs, memo))
 
 
 def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Copies, by id, of those that somebody follows, for functions that need plain tensors: a guest hides from them."""
+    """Plain copies, by id, of tensors that autograd or a tracer follows: guests would hide them from a function."""
     if not (torch.is_grad_enabled() or is_dual_level() or is_traced()):
         return {}
     with DisableTorchFunctionSubclass():
@@ -104,14 +104,14 @@ def plain_copies(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.pow,
     torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__, torch.Tensor.__truediv__,
     torch.Tensor.__radd__, torch.Tensor.__rmul__,
-    # These take another branch, with other last bits, when an argument is of a subclass (torch 2.13):
+    # These take another branch, with different last bits, if an argument is a subclass (torch 2.13):
     torch.norm, torch.linalg.cond, torch.linalg.eigvalsh, torch.linalg.matrix_norm,
     torch.linalg.norm, torch.linalg.svdvals,
 )  # fmt: skip
 def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Without a graph to record, the whole function runs on guests: one step instead of one for each op inside.
+    """Without a graph to record, the whole function runs on guests: one step instead of one per op inside.
 
-    Only for functions that neither write nor give views.
+    Only for functions that neither write nor return views.
     """
     with DisableTorchFunctionSubclass():
         if modes_are_on() or records_graph(args, kwargs):
@@ -120,7 +120,7 @@ def read_directly(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 def guests_that_ask_for_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """By id, guests of those that do: `matmul` and others pick a kernel by that, also where there is no graph."""
+    """By id, guests that require grad as their tensors do: `matmul` and others choose a kernel by it, graph or not."""
     memo = {}
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if type(arg) is OffloadedTensor and arg.requires_grad:
@@ -128,7 +128,7 @@ def guests_that_ask_for_grad(args: Sequence[Any], kwargs: dict[str, Any]) -> dic
     return memo
 
 
-# The rules that a schema implies
+# Rules derived from schemas
 
 
 @implements(BY_SCHEMA)
@@ -146,27 +146,27 @@ def rule_of(func: Any, *_: Any) -> Rule:
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an op is only made of others. In inference mode such ops come here whole."""
+    """Whether an op only consists of others. In inference mode such ops arrive whole."""
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 
 
 def decompose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The ops that it is made of each find their rule: the schema of `to` or `reshape` may, or may not, give a view.
+    """Each op that it consists of finds its own rule: the schemas of `to` or `reshape` may or may not return a view.
 
-    `func.decompose` would take decompositions in Python where there are some, with other last bits.
+    `func.decompose` would use Python decompositions if there are any, with different last bits.
     """
     return call(kernel_of(func), (DispatchKey.CompositeImplicitAutograd, *args), kwargs)
 
 
 def decompose_with_views(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `decompose`, and views know whether their base requires grad, as outside of this."""
+    """Like `decompose`, and views know whether their base requires grad, as outside of this."""
     with keys_kept():
         exclude_key(_VIEWS, False)
         return decompose(func, args, kwargs)
 
 
 def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `decompose`, of an op that has a kernel for all: and `torch.jit.trace`, excluded here, records the others."""
+    """Like `decompose`, for an op with a kernel of its own: `torch.jit.trace`, re-enabled here, records the parts."""
     caller = sys._getframe(3)  # above this, the rule, and `__torch_dispatch__`
     with keys_kept():
         exclude_key(TRACER_KEY, False)
@@ -175,7 +175,7 @@ def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 @cache
 def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an op writes to."""
+    """Position and name of the arguments that an op mutates."""
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(op_schema(func).arguments)
@@ -187,7 +187,7 @@ def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _returned_arguments(func: OpOverload) -> tuple[int | None, ...]:
-    """For each return value, which of the written arguments it is; None for a new value."""
+    """For each return value, which mutated argument it is; None for a new value."""
     aliases = [op_schema(func).arguments[position].alias_info for position, _ in written_arguments(func)]
     names = [alias.before_set if alias else None for alias in aliases]
     return tuple(
@@ -199,7 +199,7 @@ def _returned_arguments(func: OpOverload) -> tuple[int | None, ...]:
 
 
 def _is_received(func: OpOverload, argument: Any) -> bool:
-    """c10d schemas do not say what an op that ends in `_` writes: all tensors but the inputs (torch 2.13)."""
+    """c10d schemas don't say what an op that ends in `_` mutates: all tensors but the inputs (torch 2.13)."""
     return (
         func.namespace == "c10d"
         and func.overloadpacket.__name__.endswith("_")
@@ -214,7 +214,7 @@ _UNANNOTATED_VIEWS = {
     torch.ops.aten.unsafe_split_with_sizes.default,
 }
 UNANNOTATED_WRITES = {
-    # Running mean and variance: the schemas do not say that training updates them (torch 2.13).
+    # Running mean and variance: the schemas don't say that training updates them (torch 2.13).
     torch.ops.aten.native_batch_norm.default: (3, 4),
     torch.ops.aten.cudnn_batch_norm.default: (3, 4),
     torch.ops.aten.miopen_batch_norm.default: (3, 4),
@@ -222,9 +222,9 @@ UNANNOTATED_WRITES = {
 
 
 def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op on guests, with lazy conjugation, negation and zeros understood inside it.
+    """Run an op on guests, with lazy conjugation, negation and zero tensors handled inside it.
 
-    Below Python dispatch these keys are excluded, and composite kernels that rely on them give wrong values.
+    Below Python dispatch these keys are excluded, and composite kernels that rely on them return wrong values.
     """
     with keys_kept():
         for key in _LAZY_KEYS:
@@ -237,7 +237,7 @@ _VIEWS = DispatchKey.ADInplaceOrView
 
 
 def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int, torch.Tensor] | None = None) -> Any:
-    """Run on guests; the result is plain. `memo`: guests that there are, by id."""
+    """Run on guests; the result is plain. `memo` has existing guests, by id."""
     memo = {} if memo is None else memo
     return call(func, guests_of(args, memo), named_guests(kwargs, memo))
 
@@ -259,7 +259,7 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
-    """The view of the value of `base` that is cut as `twin`. That of a normal tensor is one in inference mode, too."""
+    """The view of the value of `base` that `twin` describes. Of a normal tensor it is normal, in inference mode too."""
     if torch.is_inference_mode_enabled() and not is_inference(base):
         with InferenceMode(False):
             return view_of(base, twin)
@@ -267,7 +267,7 @@ def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
 
 
 def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`t_`, `squeeze_`...: only the metadata change."""
+    """`t_`, `squeeze_`...: only the metadata changes."""
     tensor = args[0]
     if type(tensor) is not OffloadedTensor:
         return write(func, args, kwargs)
@@ -279,7 +279,7 @@ def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run on guests over the writable file; what the schema returns as mutated is the argument itself."""
+    """Run on guests over the writable file; results that the schema marks as mutated are the arguments themselves."""
     changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     results = write_into(changed, partial(call, func), args, kwargs)
     _count_writes_to_lists(changed)
@@ -291,14 +291,14 @@ def write(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _count_writes_to_lists(changed: Iterable[Any]) -> None:
-    """The dispatcher moves the version of an argument, but not those of the tensors in a list."""
+    """The dispatcher increments the version of an argument, but not of the tensors in a list."""
     for tensors in changed:
         if isinstance(tensors, (list, tuple)) and not torch.is_inference_mode_enabled():
             torch.autograd.graph.increment_version([tensor for tensor in tensors if type(tensor) is OffloadedTensor])
 
 
 def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """As `write`, but the values may come later: they have to come into the mapped file itself."""
+    """Like `write`, but the values may arrive later: they have to go into the mapped file itself."""
     received = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
     tensors = [tensor for tensor in tensors_in(*received) if type(tensor) is OffloadedTensor]
     for tensor in tensors:
@@ -315,7 +315,7 @@ def _communicate(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @overrides(OUT)
 def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call with `out=`: run as for plain tensors (some composite ops never write the `out` of a subclass)."""
+    """A call with `out=`: run as for plain tensors (some composite ops never write to the `out` of a subclass)."""
     out = kwargs["out"]
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
     with DisableTorchFunctionSubclass():
@@ -331,7 +331,7 @@ def write_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd, or `torch.jit.trace`, is to see the offloaded tensors among these arguments."""
+    """Whether autograd or `torch.jit.trace` needs to see the offloaded tensors among these arguments."""
     if is_traced():
         return True
     if is_dual_level() and any(
@@ -342,7 +342,7 @@ def records_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
-    """Whether autograd follows what is done with a tensor, backward or forward."""
+    """Whether autograd tracks a tensor, backward or forward."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or (is_dual_level() and _has_tangent(tensor))
 
 
@@ -371,7 +371,7 @@ def tensors_in(*values: Any) -> Iterable[torch.Tensor]:
 def write_into(
     changed: Iterable[Any], run: Callable[[list[Any], dict[str, Any]], Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run with writable guests for the offloaded tensors in `changed`, then store what became of them."""
+    """Run with writable guests for the offloaded tensors in `changed`, then store their new values."""
     targets = [tensor for tensor in tensors_in(*changed) if type(tensor) is OffloadedTensor]
     guests = {id(tensor): _writable_guest(tensor) for tensor in targets}
     before = [None if type(tensor._handle) is Traced else _metadata(guests[id(tensor)]) for tensor in targets]
@@ -393,10 +393,10 @@ def write_into(
 def _writable_guest(tensor: OffloadedTensor) -> torch.Tensor:
     handle = tensor._handle
     if type(handle) is Traced:
-        return handle.inner  # itself: a compiler finds out what is written by that
+        return handle.inner  # the tensor itself: this is how a compiler sees writes
     if not handle.owned or handle.has_holes:
         handle.writable_base()
-    guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not brought in
+    guest = sent_to(mapped_value(tensor), tensor._target)  # the op may not need the old value: it is not prefetched
     return guest.detach() if handle.recipe is None else guest.clone()
 
 
@@ -408,7 +408,7 @@ def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...] | None) -> None:
-    """After a write: nothing to do for a guest over the file; else bring its value, or its new shape, home."""
+    """After a write: nothing to do for a guest over the file; otherwise store its value, or its new shape."""
     handle, twin = tensor._handle, tensor._twin
     if type(handle) is Traced:
         return

@@ -1,8 +1,8 @@
-"""Tensors of any kind, as they go into a file that is not theirs.
+"""Writing tensors of any kind into other files than their own.
 
 Always true:
-- a value on disk is copied from file to file, or read through its mapping: it does not come into memory as a whole
-- nothing here changes a tensor, or what stays in memory of it
+- a value on disk is copied from file to file, or read through its mapping: it is never in memory as a whole
+- nothing here changes a tensor, or which of its pages stay in memory
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_
 
 
 def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Write the elements of a dense tensor in row-major order into a file, converted to `dtype` on the way.
+    """Write the elements of a dense tensor to a file in row-major order, converted to `dtype`.
 
     Raises:
-        OSError: the file does not take it.
+        OSError: writing failed.
         StaleViewError, and as `Handle.base`.
     """
     with no_functions(), no_modes():
@@ -55,7 +55,7 @@ def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> N
 def write_box(
     fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], start: Sequence[int]
 ) -> None:
-    """As `write_value`, of the box at the index `start` of a value of `shape`, which itself begins at byte `at`."""
+    """Like `write_value`, for the box at index `start` of a value of `shape`, which begins at byte `at`."""
     sides, stride = tensor.shape, contiguous_stride(tuple(shape))
     cut = max((dim for dim, side in enumerate(sides) if side != shape[dim]), default=0)
     rows = product(*(range(first, first + side) for first, side in zip(start[:cut], sides[:cut], strict=True)))
@@ -70,9 +70,9 @@ def write_box(
 
 
 def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, Any]) -> None:
-    """Write a new file of its own for a value of any kind, as a handle would; the caller removes what is left.
+    """Write a separate new file for a value of any kind, as a handle would; the caller removes what is left on failure.
 
-    `notes` are what the file says beside what a handle notes.
+    `notes` are added to those of a handle.
 
     Raises:
         WriteError, UnknownSubclassError, and as `write_value`.
@@ -98,17 +98,17 @@ def identity_of(tensor: torch.Tensor) -> Hashable:
         return type(tensor), tuple(identity_of(getattr(tensor, attribute)) for attribute in attributes)
     if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
-    shape, stride, _, *rest = metadata_of(tensor)  # two storages may be over one memory
+    shape, stride, _, *rest = metadata_of(tensor)  # two storages may share memory
     return tensor.device, tensor.data_ptr(), shape, stride, *rest
 
 
 def files_of(tensor: torch.Tensor) -> list[Path]:
-    """The files that an offloaded tensor is over: several, if it is a recipe over values in several; none otherwise."""
+    """The files behind an offloaded tensor: several for a recipe over several; none for other tensors."""
     return [file.path for file in files_in(handle_of(tensor))] if type(tensor) is OffloadedTensor else []
 
 
 def refuse_sources(sources: Mapping[str, Iterable[Path]], replaced: Iterable[Path]) -> None:
-    """Raises `ForeignFileError` if one of the files that values come from, by name, is one that is to be replaced."""
+    """Raises `ForeignFileError` if a file that values come from (files by name) is among those to be replaced."""
     known = {place for path in replaced for place in _places(path)}
     for name, files in sources.items() if known else ():
         for source in files:
@@ -119,7 +119,7 @@ def refuse_sources(sources: Mapping[str, Iterable[Path]], replaced: Iterable[Pat
 
 
 def refuse_referenced(replaced: Iterable[Path]) -> None:
-    """Raises `ForeignFileError` if a live tensor refers to one of the files that are to be replaced."""
+    """Raises `ForeignFileError` if a live tensor refers to a file that is to be replaced."""
     for path in replaced:
         if TensorFile.is_open(path) and gc.collect() >= 0 and TensorFile.is_open(path):
             raise ForeignFileError(
@@ -135,7 +135,7 @@ def _places(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The wrapper subclass, such as a quantized weight, that this is or holds, over its mapped file; None if none."""
+    """The wrapper subclass, such as a quantized weight, that this is or stores, over its mapped file; None if none."""
     if type(tensor) is not OffloadedTensor:
         return tensor if is_subclass_value(tensor) else None
     if not handle_of(tensor).is_subclass:
@@ -145,7 +145,7 @@ def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _copied(fd: int, at: int, tensor: OffloadedTensor) -> bool:
-    """Whether it could be copied from file to file."""
+    """Copy it from file to file if possible; returns whether it was."""
     handle, twin = handle_of(tensor), current_twin(tensor)
     start = start_of_run(handle, twin)
     if start is None:

@@ -1,10 +1,10 @@
-"""The class: a tensor that knows its file, how it is cut, and where it computes.
+"""The class: a tensor that knows its file, its view of it, and its compute device.
 
 Always true:
-- `_handle` is shared by all the views of a value, `_twin` is this view's own: a meta tensor with its metadata
-- the wrapper's metadata, as torch sees it, are those of its twin
-- a guest, the plain tensor that stands for it in an op, is not kept and not handed out
-- an op has one rule at most: of an aten overload in `RULES`, of a function of torch's Python interface in `FUNCTIONS`
+- `_handle` is shared by all views of a value; `_twin` is this view's own meta tensor with its metadata
+- the wrapper's metadata, as torch sees it, is that of its twin
+- a guest, the plain tensor that stands in during an op, is neither kept nor handed out
+- an op has at most one rule: in `RULES` for an aten overload, in `FUNCTIONS` for one of torch's Python functions
 """
 
 from __future__ import annotations
@@ -86,22 +86,22 @@ _attributes: Any = vars(torch.Tensor)["__dict__"]
 Rule: TypeAlias = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 RULES: dict[Any, Any] = {}
 FUNCTIONS: dict[Any, Rule] = {}
-BY_SCHEMA = "by schema"  # makes the rule of an aten op that has none
+BY_SCHEMA = "by schema"  # builds the rule of an aten op that has none
 OUT = "out="  # a call with `out=`
-INNER = "inner"  # a call on a value that is itself of a tensor subclass
+INNER = "inner"  # a call on a value of a tensor subclass
 
 
 def implements(*ops: Any) -> Callable[[Rule], Rule]:
     """Register the rule of aten ops, below autograd.
 
     Raises:
-        ArgumentError: one of them has a rule.
+        ArgumentError: one of them already has a rule.
     """
     return _registrar(RULES, ops)
 
 
 def overrides(*functions: Any) -> Callable[[Rule], Rule]:
-    """As `implements`, of functions of torch's Python interface, above autograd."""
+    """Like `implements`, for functions of torch's Python interface, above autograd."""
     return _registrar(FUNCTIONS, functions)
 
 
@@ -117,11 +117,11 @@ def _registrar(table: dict[Any, Any], keys: Iterable[Any]) -> Callable[[Rule], R
 
 
 class _unless_swapped:
-    """A method that a parameter does not have for those who swap what can be flattened, and set anything else.
+    """A method that a parameter hides from code that swaps parameters with this method, and sets the data of others.
 
-    `nn.Module.to`, `float`, `share_memory`... would swap a parameter that stays what it is with a copy, which fails
-    while a graph holds it; they set its `data` to itself instead. Parametrizations would swap it with a plain one; they
-    `set_` it, which is stored (2.13).
+    `nn.Module.to`, `float`, `share_memory`... would swap an unchanged parameter for a copy, which fails while a graph
+    holds it; without this method they set its `data` to itself. Parametrizations would swap it for a plain one; without
+    it they call `set_`, which is stored (2.13).
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -155,14 +155,14 @@ class OffloadedTensor(torch.Tensor):
     _twin: torch.Tensor
     _target: torch.device
     _generation: int
-    _range: Range | None = None  # what is known of its bytes in memory
+    _range: Range | None = None  # what is known about its pages
 
     @staticmethod
     def __new__(cls: type[OffloadedTensor], *tensors: Any, **noted: Any) -> OffloadedTensor:
         """How accelerate and peft rebuild a parameter: `type(old)(tensor, requires_grad=...)`, also with `**vars(old)`.
 
         Raises:
-            ArgumentTypeError: anybody calls it in another way.
+            ArgumentTypeError: it is called in any other way.
         """
         requires_grad = noted.pop("requires_grad", None)
         is_rebuilt = len(tensors) == 1 and isinstance(tensors[0], torch.Tensor) and isinstance(requires_grad, bool)
@@ -411,7 +411,7 @@ class OffloadedTensor(torch.Tensor):
             log.debug("%s: copied from %s to %s", handle.name, handle.path, memo[id(handle)].path)
         copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
         memo[id(self)] = copy
-        if not isinstance(self, torch.nn.Parameter):  # as torch has it
+        if not isinstance(self, torch.nn.Parameter):  # as in torch
             copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
             copy_attributes(self, copy, memo)
         return copy
@@ -430,7 +430,7 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def __dict__(self) -> dict[str, Any]:
-        """Its attributes; for torch's stager, whose copy is in memory, those that others noted."""
+        """Its attributes; for torch's stager, which makes a copy in memory, only those set by others."""
         noted: dict[str, Any] = _attributes.__get__(self)
         if memo_of_stager(sys._getframe(1)) is None:
             return noted
@@ -508,7 +508,7 @@ class OffloadedTensor(torch.Tensor):
             with no_functions(), no_modes():
                 value = self._on_cpu()
                 text = repr(value) if handle.is_subclass else tensor_text(value, tensor_contents=tensor_contents)
-        except OffloadError as error:  # who debugs that looks at it
+        except OffloadError as error:  # someone who debugs that error may print the tensor
             why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
             kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
             path = next((file.path for file in files_in(handle) if not file.is_current()), handle.path)
@@ -518,7 +518,7 @@ class OffloadedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    # Addresses, for those who find shared memory by them
+    # Addresses, for code that detects shared memory by them
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The bytes of the whole value, mapped: its own address, in a storage that no op computes with."""
@@ -528,7 +528,7 @@ class OffloadedTensor(torch.Tensor):
         with no_functions(), no_modes():
             storage = handle_of(self).pointers()
         if (memo := memo_of_stager(sys._getframe(1))) is not None:
-            memo.setdefault(id(memo), []).append(storage)  # or another one would get its id
+            memo.setdefault(id(memo), []).append(storage)  # keeps it alive, or another one could get its id
         return storage
 
     def data_ptr(self) -> int:
@@ -561,7 +561,7 @@ class OffloadedTensor(torch.Tensor):
             plain = plain.detach().requires_grad_(self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    # How ops are carried out
+    # Executing ops
 
     @classmethod
     def __torch_function__(
@@ -590,8 +590,8 @@ class OffloadedTensor(torch.Tensor):
         return rule(func, args, kwargs or {})
 
     def _on_cpu(self) -> torch.Tensor:
-        """The value over the mapping, as a tensor of its own."""
-        with no_functions(), no_modes():  # a fake mode would make a fake tensor
+        """The value over the mapping, as a new tensor object."""
+        with no_functions(), no_modes():  # a fake mode would create a fake tensor
             return mapped_value(self).detach() if self._handle.recipe is None else handle_of(self).another_base()
 
 
@@ -599,7 +599,7 @@ class OffloadedTensor(torch.Tensor):
 
 
 def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> OffloadedTensor:
-    """An offloaded tensor over `handle`, cut as the meta tensor `twin` is."""
+    """An offloaded tensor over `handle`, the view described by the meta tensor `twin`."""
     nbytes = twin.untyped_storage().nbytes()
     wrapper: OffloadedTensor = make_wrapper(
         OffloadedTensor,
@@ -616,7 +616,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
     wrapper._generation = handle.generation
     if type(handle) is Traced:
         wrapper._range = UNTRACKED
-    refuse_pointers(wrapper)  # functions that read memory under every dispatcher raise, and do not crash
+    refuse_pointers(wrapper)  # functions that read memory below every dispatcher raise instead of crashing
     if twin.is_conj() or twin.is_neg():
         with_bits_of(wrapper, twin)
     return wrapper
@@ -624,7 +624,7 @@ def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> O
 
 @lru_cache(maxsize=4096)
 def _unread(nbytes: int) -> torch.SymInt:
-    """A size that stops who would read so much: `torch.jit.save` crashes otherwise, or writes zeros (2.13)."""
+    """A size that raises for code that would copy so many bytes: `torch.jit.save` crashes, or writes zeros (2.13)."""
     return torch.SymInt(ConstantIntNode(nbytes))
 
 
@@ -634,13 +634,13 @@ def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
 
 
 def wrap_handles(handles: Iterable[tuple[Handle, torch.device]]) -> list[OffloadedTensor]:
-    """As `wrap_handle`, of many: the modes are left once."""
+    """Like `wrap_handle`, for many: the modes are left once."""
     with no_functions(), no_modes():
         return [wrap(handle, twin_of(handle), target) for handle, target in handles]
 
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
-    """An offloaded tensor that stands for a tensor of a compiler's."""
+    """An offloaded tensor that stands for a compiler's tensor."""
     return wrap(Traced(inner), inner, inner.device)
 
 
@@ -654,14 +654,14 @@ def is_offloaded(x: object) -> TypeIs[OffloadedTensor]:
     return type(x) is OffloadedTensor
 
 
-# What others ask of a tensor
+# Questions about a tensor
 
 
 def handle_of(tensor: OffloadedTensor) -> Handle:
     """The stored value that it is a view of.
 
     Raises:
-        UnsupportedOpError: a compiler traces it.
+        UnsupportedOpError: a compiler is tracing it.
     """
     handle = tensor._handle
     if type(handle) is not Handle:
@@ -670,12 +670,12 @@ def handle_of(tensor: OffloadedTensor) -> Handle:
 
 
 def target_of(tensor: OffloadedTensor) -> torch.device:
-    """Where ops on it compute."""
+    """The device on which its ops compute."""
     return tensor._target
 
 
 def is_part(tensor: OffloadedTensor) -> bool:
-    """Whether it is cut from its value, and not the whole of it."""
+    """Whether it is a view of a part of its value, not the whole."""
     layout, twin = handle_of(tensor).layout, tensor._twin
     return (tuple(twin.shape), twin.dtype) != (layout.shape, layout.dtype) or (
         twin.stride() != layout.stride and twin.numel() > 1
@@ -683,12 +683,12 @@ def is_part(tensor: OffloadedTensor) -> bool:
 
 
 def is_stale(tensor: OffloadedTensor) -> bool:
-    """Whether the value that it was cut from was replaced by one of another layout."""
+    """Whether its value has been replaced by one of another layout since the view was made."""
     return tensor._generation != tensor._handle.generation
 
 
 def dressed(stored: OffloadedTensor, *, requires_grad: bool, is_parameter: bool) -> OffloadedTensor:
-    """`stored`, made to require grad, and a parameter."""
+    """`stored`, with `requires_grad` set, and marked as a parameter if it is one."""
     stored.requires_grad_(requires_grad)
     if is_parameter:
         setattr(stored, PARAMETER_MARK, True)
@@ -708,12 +708,12 @@ def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) 
 
 
 def become(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
-    """Make a wrapper one more name for what `other` is."""
+    """Turn a wrapper into an alias of `other`."""
     _take_on(wrapper, wrap(other._handle, current_twin(other), other._target))
 
 
 def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
-    _set_metadata(wrapper, other)  # raises where torch can't exchange one kind of device for another
+    _set_metadata(wrapper, other)  # raises if torch can't exchange one device type for another
     wrapper._handle = other._handle
     wrapper._twin = other._twin
     wrapper._target = other._target
@@ -725,9 +725,9 @@ def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
 
 
 def guest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that stands for `tensor` in an op: over the mapped file on the CPU, a copy elsewhere.
+    """The plain tensor that stands in for `tensor` during an op: over the mapped file on the CPU, a copy elsewhere.
 
-    It is not to be written to, nor handed out.
+    Do not write to it or hand it out.
 
     Raises:
         StaleViewError, and as `Handle.base`.
@@ -743,9 +743,9 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
-    """As `guest_of`, but where the file is mapped, whatever the target device."""
+    """Like `guest_of`, but where the file is mapped, whatever the target device."""
     value = mapped_value(tensor)
-    if tensor._handle.composed is not None:  # reading it has brought in what it is carried out from
+    if tensor._handle.composed is not None:  # computing it has read its sources already
         return value
     known = tensor._range
     if known is None or known.calm_until < monotonic():
@@ -754,7 +754,7 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
 
 
 def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
-    """As `value_on_cpu`, but not brought into memory: for those that read a part of it, or write to it."""
+    """Like `value_on_cpu`, but not prefetched: for code that reads only a part of it, or writes to it."""
     handle, twin = tensor._handle, tensor._twin
     if tensor._generation != handle.generation:
         current_twin(tensor)  # raises
@@ -764,14 +764,14 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     if twin is not handle.twin:
         base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)
     if not handle.owned and version_of(base) > _AS_MAPPED and handle.recipe is None:
-        # Compiled code stored into the mapping, which is only memory where the file is not ours.
+        # Compiled code stored into the mapping, which is only memory if the file is not ours.
         handle_of(tensor).replace(handle.base())
         return mapped_value(tensor)
     return base
 
 
 def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
-    """How `tensor` is cut, if that still fits what is stored."""
+    """The twin of `tensor`, if it still fits the stored value."""
     if tensor._generation != tensor._handle.generation:
         raise StaleViewError(
             f"the value {handle_of(tensor).name!r} was replaced (by one of another shape or dtype, or in a "
@@ -783,7 +783,7 @@ def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
 def replace_value(
     tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None, *, strict_shape: bool, strict_dtype: bool
 ) -> None:
-    """As `OffloadedTensor.update_values`; `notes` go into the file's header."""
+    """Like `OffloadedTensor.update_values`; `notes` go into the file's header."""
     handle = handle_of(tensor)
     with DisableTorchFunctionSubclass():
         refuse_new_value(tensor, values, handle.name)
@@ -804,7 +804,7 @@ def replace_value(
 def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) -> None:
     """Make `values` the whole stored value, and `tensor` the whole of it, on its own device.
 
-    The value may have been replaced although an error is raised: that it is, the disk may not have noted for good.
+    On an error the value may have been replaced already, without the disk having confirmed it.
     """
     handle = handle_of(tensor)
     before = handle.file
@@ -818,13 +818,13 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
 
 
 def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
-    """As `store`, but other tensors over the value are left with the old one."""
+    """Like `store`, but other tensors over the value keep the old one."""
     if _holders(tensor) <= _ONE_HOLDER:
         store(tensor, values)
         return
     handle = handle_of(tensor)
     if handle.owned and handle.folder is not None and not is_part(tensor):
-        store(tensor, values)  # one name, one file: the others can't keep the old value, and will say so
+        store(tensor, values)  # one name, one file: the others can't keep the old value, and will raise
         handle.generation += 1
         tensor._generation = handle.generation
     else:
@@ -834,12 +834,12 @@ def _store_alone(tensor: OffloadedTensor, values: torch.Tensor) -> None:
 
 
 def _holders(tensor: Any) -> int:
-    """How many tensors are over the same value, and a constant more."""
+    """How many tensors are over the same value, plus a constant."""
     return sys.getrefcount(tensor._handle)
 
 
 def _holds_subclass(values: Iterable[Any]) -> bool:
-    """Whether one of `values` is an offloaded tensor of a subclass, such as a quantized weight."""
+    """Whether one of `values` is an offloaded tensor that holds a subclass, such as a quantized weight."""
     for value in values:
         kind = type(value)
         if kind is OffloadedTensor:
@@ -850,31 +850,31 @@ def _holds_subclass(values: Iterable[Any]) -> bool:
     return False
 
 
-_AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  # where nobody has written
+_AS_MAPPED = version_of(torch.empty(0).set_(torch.empty(0).untyped_storage()))  # version of an unwritten mapping
 _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
 
 
-# What users and libraries note on a tensor, as attributes of Python, goes along with its value
+# Python attributes that users and libraries set on a tensor follow its value
 
 
 _OWN = {"_handle", "_twin", "_target", "_generation", "_range", PARAMETER_MARK}
 
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Have `target`, which stands for the value of `source`, say what `source` says: `ds_id`, `_is_hf_initialized`."""
+    """Give `target`, which stands for the value of `source`, its attributes, such as `ds_id`, `_is_hf_initialized`."""
     vars(target).update(_more(source, target))
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor, memo: dict[int, Any]) -> None:
-    """As `carry_attributes`, but copies of its own, as `copy.deepcopy` makes them."""
+    """Like `carry_attributes`, but with copies of them, as `copy.deepcopy` makes."""
     vars(target).update(copy.deepcopy(_more(source, target), memo))
 
 
 def _more(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-    """What `source` says and `target` does not."""
+    """The attributes of `source` that `target` lacks."""
     is_offloaded = type(source) is OffloadedTensor
     noted = vars(source) if is_offloaded else extras_of(source)
-    keeps_tensors = is_offloaded or not is_subclass_value(source)  # a subclass may keep its values a second time
+    keeps_tensors = is_offloaded or not is_subclass_value(source)  # a subclass may also keep its values as attributes
     return {
         name: value
         for name, value in noted.items()

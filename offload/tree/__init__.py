@@ -2,6 +2,6 @@
 
 | module | what |
 | --- | --- |
-| `saved` | `save_tree` and `load_tree`: a folder, its manifest, and who may be in it |
-| `structure` | a nest as JSON, and back |
+| `saved` | `save_tree` and `load_tree`: a folder, its manifest, and which files may be in it |
+| `structure` | nested data as JSON, and back |
 """

@@ -1,12 +1,12 @@
-"""Trees in folders: the structure in a manifest, each tensor in a file of its own.
+"""Trees in folders: the structure in a manifest, each tensor in its own file.
 
 Always true:
-- `tree.json` is the tree: it is replaced in one step, when every file that it names is on the disk. A crash before
-  that leaves the old tree, after it the new one
-- each save puts its files in a numbered folder of its own; files of the tree before it that the new one shares stay
-  where they are, those that it does not are removed
-- what is removed are files of trees, in numbered folders, that no manifest names, and what a killed process left
-- no value comes into memory as a whole
+- `tree.json` defines the tree: it is replaced in one step, once every file that it names is on the disk. A crash before
+  that leaves the old tree, a crash after it the new one
+- each save puts its files in a new numbered folder; files of the previous tree that the new one shares stay where
+  they are, the others are removed
+- only two things are removed: tree files in numbered folders that no manifest names, and what a killed process left
+- no value is ever in memory as a whole
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from offload.tree.structure import ROOT, Named, Way, decode, encode, told
 _log = logging.getLogger("offload.tree")
 _MANIFEST = "tree.json"
 _VERSION = 1
-_NOTES = {"tree": _VERSION}  # what the files of a tree say beside their values
+_NOTES = {"tree": _VERSION}  # what the files of a tree note in addition to their values
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _FILE = re.compile(r"[1-9][0-9]*/[^/\\]+\.safetensors")
 _KIND = Kind(
@@ -61,7 +61,7 @@ _KIND = Kind(
     most=MOST_NESTED,
     indent=1,
 )
-# What a tensor is beside its values: whether it requires grad, and whether it is a parameter.
+# What a tensor is apart from its values: whether it requires grad, and whether it is a parameter.
 _DRESSES = {
     "tensor": (False, False),
     "trained": (True, False),
@@ -167,7 +167,7 @@ def load_tree(
         try:
             return _tree_of(folder, manifest, types, target, offload_dir)
         except MissingFileError:
-            if _manifest(folder) == manifest:  # else another process has just replaced the tree
+            if _manifest(folder) == manifest:  # otherwise another process has just replaced the tree
                 raise
 
 
@@ -175,17 +175,17 @@ def load_tree(
 
 
 def _kind_of(tensor: torch.Tensor, way: Way) -> str:
-    """What a tensor is beside its values."""
+    """What a tensor is apart from its values."""
     refuse_unstorable(tensor, ".".join(way) or ROOT)
     return _KINDS[tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)]
 
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No two processes save in one folder at a time, where folders can be locked.
+    """Only one process at a time saves in a folder, where folders can be locked.
 
     Raises:
-        WriteError: another one does.
+        WriteError: another process is saving.
     """
     with writing(folder):
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -204,7 +204,7 @@ def _write_files(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | None:
-    """The file of the tree in `folder` that has this very value; None if there is none."""
+    """The file of the tree in `folder` that holds exactly this value; None if there is none."""
     if not is_offloaded(tensor):
         return None
     handle, twin = handle_of(tensor), current_twin(tensor)
@@ -223,23 +223,23 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
 
 
 def _sweep(folder: Path, files: Collection[str]) -> None:
-    """Remove what a killed process left, and the files of ours in numbered folders that are not among `files`."""
+    """Remove what a killed process left, and files of ours in numbered folders that are not among `files`."""
     for place in list(folder.iterdir()):
         if not _NUMBER.fullmatch(place.name) or not place.is_dir() or place.is_symlink():
-            continue  # what a link leads to is somebody else's
+            continue  # the target of a link is somebody else's
         there = list(place.iterdir())
         unused = [path for path in there if f"{place.name}/{path.name}" not in files and _is_ours(path)]
         if unused:
             _log.debug("%s: %s files of earlier trees are removed", place, len(unused))
         if unused and len(unused) == len(there):
-            remove_folder(place)  # an empty one, left by a process that was killed here, would look like a user's
+            remove_folder(place)  # an empty one, left by a process killed here, would look like a user's
         else:
             for path in unused:
                 path.unlink()
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether `save_tree` wrote it: a folder of values may be called by a number too."""
+    """Whether `save_tree` wrote it: a folder of values may have a number as its name, too."""
     try:
         return not path.is_symlink() and TensorFile.open(path).notes.get("tree") is not None
     except OffloadError:
@@ -258,7 +258,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _files_that_stand(folder: Path) -> set[str]:
-    """The files of the tree in a folder, if there is one."""
+    """The files of the current tree in a folder, if there is one."""
     if not is_there(folder / _MANIFEST):
         return set()
     return {spec["file"] for spec in _manifest(folder)["tensors"].values() if _is_spec(spec)}
@@ -275,7 +275,7 @@ def _tree_of(
     target: torch.device,
     offload_dir: str | os.PathLike[str] | None,
 ) -> Any:
-    """The tree of a manifest; tensors that were one are one."""
+    """The tree of a manifest; tensors that were shared are shared again."""
 
     @cache
     def handle(name: str) -> Handle:

@@ -1,10 +1,10 @@
 """Nested data as JSON, and back.
 
 Always true:
-- a container, and what JSON has no word for, is an object of one key, which says what it is: nothing else is an object
-- a tensor stands under its name; one that stands in several places has one
-- a class is looked for among those that the reader hands in or has registered, never imported by the name in a file
-- an error says where in the tree
+- containers, and whatever JSON has no word for, are objects with one key that names the kind; nothing else is
+- a tensor is stored under its name; one that is in several places has one name
+- a class is looked up among those passed in or registered, never imported by a name in a file
+- an error says where in the tree it is
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from offload.storage.nodes import NONE, PLAIN, Node, container_node, plain_value
 from offload.storage.subclasses import registered
 from offload.tensor.saved import identity_of
 
-Way: TypeAlias = tuple[str, ...]  # from the root of a tree to a place in it
+Way: TypeAlias = tuple[str, ...]  # path from the root of a tree to a place in it
 
-ROOT = "tensor"  # the name of a tensor that is the whole nest
-_DEEPEST = 200  # containers in each other: well within what `json` and Python take
+ROOT = "tensor"  # the name of a tensor that is the whole tree
+_DEEPEST = 200  # containers nested in each other: well within what `json` and Python allow
 
 
 def told(way: Way) -> str:
-    """A place in a tree, for an error."""
+    """A place in a tree, for an error message."""
     return repr(".".join(way)) if way else "the tree itself"
 
 
@@ -49,7 +49,7 @@ class Named:
     _names: dict[Hashable, str] = field(default_factory=dict)
 
     def name_of(self, tensor: torch.Tensor, way: Way) -> str:
-        """The way with dots; numbered where another way reads the same, or no tensor can be called so."""
+        """The path joined by dots; numbered if another path reads the same, or if it is not a valid name."""
         same = identity_of(tensor)
         if same not in self._names:
             name, number = ".".join(way) or ROOT, 1
@@ -64,12 +64,12 @@ def encode(value: Any, tensor: Callable[[torch.Tensor, Way], Node], *, classes: 
     """The node for `value`.
 
     Args:
-        value: a nest of what this module knows.
-        tensor: gives the node for a tensor, by itself and the way to it.
-        classes: whether there may be enums, dataclasses and named tuples, which a reader has to be told of.
+        value: nested data of the supported kinds.
+        tensor: returns the node for a tensor, given the tensor and its path.
+        classes: whether enums, dataclasses and named tuples are allowed, which a reader has to be given.
 
     Raises:
-        UnknownTypeError: something in it has no form, is in itself, or is nested too deeply.
+        UnknownTypeError: something in it can't be stored, contains itself, or is nested too deeply.
     """
 
     def node(value: Any, way: Way, around: tuple[int, ...], tensor: Callable[[torch.Tensor, Way], Node]) -> Node:
@@ -100,16 +100,16 @@ def encode(value: Any, tensor: Callable[[torch.Tensor, Way], Node], *, classes: 
 
 
 def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterable[type]) -> Any:
-    """The value that `encode` made the node of.
+    """The value for which `encode` made the node.
 
     Args:
-        node: from a file, and not to be trusted.
-        tensor: gives a tensor, by the kind of its node and what the node says.
+        node: from a file, not trusted.
+        tensor: returns a tensor, given the kind of its node and the node's content.
         types: the classes that may be made.
 
     Raises:
-        UnknownTypeError: the tree holds a class that is not among `types`, or that can't be made of its fields.
-        CorruptFileError: that is no node.
+        UnknownTypeError: the tree contains a class that is not among `types`, or that can't be built from its fields.
+        CorruptFileError: it is not a valid node.
     """
     known = tuple(types)
 
@@ -127,7 +127,7 @@ def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterab
         return value(node)
     except OffloadError:
         raise
-    except Exception as error:  # whatever made-up nodes lead to
+    except Exception as error:  # malformed nodes can raise anything
         raise CorruptFileError(f"its structure is malformed ({type(error).__name__}: {str(error)[:100]})") from error
 
 
@@ -135,7 +135,7 @@ def decode(node: Node, tensor: Callable[[str, Any], torch.Tensor], types: Iterab
 
 
 def _instance(value: Any, below: Callable[[Any, object], Node], way: Way) -> Node:
-    """The node of a value of a class that a reader has to be told of; None for any other."""
+    """The node of an instance of a class that a reader has to be given; None for anything else."""
     kind = type(value)
     if isinstance(value, enum.Enum) and value.name in kind.__members__:
         return {"enum": [_word(kind), value.name]}
@@ -152,7 +152,7 @@ def _instance(value: Any, below: Callable[[Any, object], Node], way: Way) -> Nod
 
 
 def _has_more(value: Any, names: Iterable[str]) -> bool:
-    """Whether a dataclass holds something beside its fields: a batch size, as tensorclasses do, or items."""
+    """Whether a dataclass holds more than its fields: a batch size, as in tensorclasses, or items."""
     if isinstance(value, Mapping):
         return not set(value) <= set(names)  # a ModelOutput of transformers has its fields as items
     return hasattr(value, "load_memmap") or (isinstance(value, Collection) and len(value) > 0)
@@ -180,7 +180,7 @@ def _word(cls: type) -> str:
 
 
 def class_among(types: Iterable[type], name: str) -> type | None:
-    """By its full name; or by that of the class alone, as a module may be a script once and imported later."""
+    """The class with the full name; or the only one with that class name: its module may have been a script before."""
     exact = [cls for cls in types if f"{cls.__module__}.{cls.__qualname__}" == name]
     alike = [cls for cls in types if cls.__name__ == name.rpartition(".")[2]]
     return exact[0] if exact else alike[0] if len(alike) == 1 else None
@@ -200,7 +200,7 @@ def _class_called(word: str, types: tuple[type, ...], base: Callable[[type], boo
 def _made(make: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
     try:
         return make(**fields)
-    except Exception as error:  # a class that has changed since may raise anything
+    except Exception as error:  # a class changed since then may raise anything
         name = getattr(make, "__name__", str(make))
         raise UnknownTypeError(
             f"a {name} can't be made of the fields {list(fields)} that were saved: {error}"
@@ -214,7 +214,7 @@ def _object(data: Any, types: tuple[type, ...], value: Callable[[Node], Any]) ->
     computed = {field.name for field in dataclasses.fields(cls) if not field.init}
     made = _made(cls, {name: child for name, child in fields.items() if name not in computed})
     for name in computed & fields.keys():
-        object.__setattr__(made, name, fields[name])  # also where it is frozen
+        object.__setattr__(made, name, fields[name])  # works on frozen ones, too
     return made
 
 
