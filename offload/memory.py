@@ -64,11 +64,12 @@ def _in_status(field: str) -> int | None:
 def available_bytes() -> int:
     """Memory that this process can still take without swapping, and within its cgroup's limit.
 
-    Where a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share of that.
+    Where a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share of that; of a
+    cgroup that it has for itself, all.
     """
-    free = int(psutil.virtual_memory().available)
-    room = cgroup_room()
-    return (free if room is None else min(free, room)) // _local_ranks()
+    ranks = _local_ranks()
+    free, room = int(psutil.virtual_memory().available) // ranks, cgroup_room(ranks=ranks)
+    return free if room is None else min(free, room)
 
 
 def _local_ranks() -> int:
@@ -129,14 +130,22 @@ def _in_bytes(amount: Any, whole: int) -> int:
     return int(float(number) * _UNITS[unit.lower()]) if "." in number else int(number) * _UNITS[unit.lower()]
 
 
-def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS) -> int | None:
+def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
     """What the tightest memory limit of the cgroups that this process is in still allows; None without a limit.
 
     Files that are only cached count as room: the kernel drops them first.
 
+    Args:
+        own, mounted: where the system tells of cgroups.
+        ranks: how many processes share each cgroup that this one does not have for itself.
+
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
     """
-    rooms = [room for folder in _memory_cgroups(own, mounted) if (room := _room_in(folder)) is not None]
+    rooms = [
+        room if ranks == 1 or _is_alone_in(folder) else room // ranks
+        for folder in _memory_cgroups(own, mounted)
+        if (room := _room_in(folder)) is not None
+    ]
     return max(min(rooms), 0) if rooms else None
 
 
@@ -162,6 +171,16 @@ def _room_in(folder: Path) -> int | None:
             if most < _UNLIMITED:
                 return most - int((folder / usage).read_bytes()) + _cached_in(folder)
     return None
+
+
+def _is_alone_in(folder: Path) -> bool:
+    """Whether a cgroup, with those below, has this process and what it has started, and no other."""
+    try:
+        found = {int(pid) for path in folder.rglob("cgroup.procs") for pid in path.read_bytes().split()}
+    except OSError:
+        return False
+    others = found - {os.getpid()}
+    return others < found and (not others or others <= {one.pid for one in psutil.Process().children(recursive=True)})
 
 
 def _cached_in(folder: Path) -> int:

@@ -6,6 +6,8 @@ import gc
 import json
 import math
 import os
+import subprocess
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -210,9 +212,9 @@ def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_pa
 
 def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allows(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(memory, "cgroup_room", lambda: None)
+    monkeypatch.setattr(memory, "cgroup_room", lambda **_: None)
     free = available_bytes()
-    monkeypatch.setattr(memory, "cgroup_room", lambda: 4096)
+    monkeypatch.setattr(memory, "cgroup_room", lambda **_: 4096)
 
     assert 4096 == available_bytes()
     assert 0 < free <= psutil.virtual_memory().total
@@ -221,13 +223,41 @@ def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allow
 @pytest.mark.parametrize(("said", "ranks"), [("4", 4), ("1", 1), ("0", 1), ("many", 1)])
 def test_ranks_of_a_host_have_a_share_each_of_its_memory(monkeypatch, said, ranks):
     """So has what is a fraction of it, and a budget that nobody sets."""
-    monkeypatch.setattr(memory, "cgroup_room", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "cgroup_room", lambda *, ranks: (1 << 20) // ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
 
     assert (1 << 20) // ranks == available_bytes()
     pool = Pool()
     pool.reconsider(anew=True)
     assert int((1 << 20) // ranks * 0.85) == pool.room
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_share_what_a_cgroup_allows_and_each_has_all_of_one_for_itself(tmp_path, own, ranks):
+    """What a rank has started is no other rank; where nobody tells who is in a cgroup, it is shared."""
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        cgroup(tmp_path / "cg" / "a", memory__max=4000, memory__current=0, cgroup__procs=os.getpid())
+        alone = cgroup_room(own("0::/a"), tmp_path / "cg", ranks=ranks)
+        cgroup(tmp_path / "cg" / "a" / "below", cgroup__procs=child.pid)
+        with_child = cgroup_room(own("0::/a"), tmp_path / "cg", ranks=ranks)
+        cgroup(tmp_path / "cg" / "a" / "below", cgroup__procs=f"{child.pid}\n1")
+        with_another = cgroup_room(own("0::/a"), tmp_path / "cg", ranks=ranks)
+        cgroup(tmp_path / "cg" / "b", memory__max=2000, memory__current=0)
+        nobody_tells = cgroup_room(own("0::/b"), tmp_path / "cg", ranks=ranks)
+    finally:
+        child.kill()
+        child.wait()
+
+    assert [4000, 4000, 4000 // ranks, 2000 // ranks] == [alone, with_child, with_another, nobody_tells]
+
+
+def test_machine_memory_is_shared_by_ranks_whose_cgroups_are_their_own(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+    monkeypatch.setattr(memory, "cgroup_room", lambda *, ranks: 3000)
+
+    assert 2000 == available_bytes()
 
 
 @pytest.mark.parametrize("was_on", [True, False])
