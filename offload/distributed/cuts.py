@@ -1,9 +1,9 @@
-"""Shares that are cut from a checkpoint once, into files in a folder for each rank.
+"""Shards that are cut from a checkpoint once, and stored in one folder per rank.
 
 Always true:
-- a file appears whole, and says what it was cut from: after a kill only the rest is cut
-- ranks of a host that have the same share share the file: one of them cuts it
-- what was cut from something else, or for another mesh, is an error: never another rank's numbers
+- a file appears whole, and says what it was cut from: after a kill only the missing ones are cut
+- ranks of a host with the same shard share its file: one of them cuts it
+- a file cut from something else, or for another mesh, is an error: never another rank's numbers
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANK = re.compile(r"rank-[\d.]+-of-([\d.]+)")
 
 
 def refuse_other_meshes(outers: Iterable[Any], offload_dir: PathLike | None) -> None:
-    """Raises `CheckpointError` if a folder has shares for another mesh than those that tensors are on."""
+    """Raises `CheckpointError` if a folder has shards for a different mesh from that of the tensors."""
     shapes = {found[1] for outer in outers if (found := _RANK.fullmatch(folder_of_rank(outer, "").name))}  # type: ignore[union-attr]
     if offload_dir is None or not shapes or not is_folder(absolute(offload_dir)):
         return
@@ -42,7 +42,7 @@ def refuse_other_meshes(outers: Iterable[Any], offload_dir: PathLike | None) -> 
 
 
 def taken_up(handle: Handle, mark: str) -> bool:
-    """Whether a share was cut by an earlier start; it is referred to then.
+    """Use a shard that an earlier run has cut, if there is one; returns whether there was.
 
     Raises:
         CheckpointError: its file was cut from something else.
@@ -58,7 +58,7 @@ def taken_up(handle: Handle, mark: str) -> bool:
 
 
 def cut_once(handle: Handle, mark: str, outer: Any) -> None:
-    """Cut a share into its file, or refer to that of a rank which has the same one.
+    """Cut a shard into its file, or use the file of a rank with the same one.
 
     Raises:
         WriteError, NameInUseError, ForeignFileError, and as `Handle.base`.
@@ -75,7 +75,7 @@ def cut_once(handle: Handle, mark: str, outer: Any) -> None:
         first = handle.elsewhere(owner)
         if not first.take_up(mark) and not is_there(path):
             first.put_down(mark)
-        if first.composed is None:  # else the owner has another value there by now
+        if first.composed is None:  # otherwise the owner has another value there by now
             _link(path, named_folder(handle.folder) / path.name)
     if not handle.take_up(mark):
         handle.put_down(mark)
@@ -83,7 +83,7 @@ def cut_once(handle: Handle, mark: str, outer: Any) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No two processes cut into one folder at a time, where folders can be locked."""
+    """Only one process at a time cuts into a folder, where folders can be locked."""
     with writing(folder):
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with closed_after(fd):
@@ -92,7 +92,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _link(path: Path, to: Path) -> None:
-    """One more name for a file, where the file system has such."""
+    """A hard link to a file, if the file system has them."""
     with suppress(OSError):
         to.unlink(missing_ok=True)
         os.link(path, to)

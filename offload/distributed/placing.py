@@ -1,9 +1,9 @@
-"""The share that this rank has of a value, by the placements of a DTensor.
+"""This rank's shard of a value, according to the placements of a DTensor.
 
 Always true:
-- nothing is read: a share is a cut of what is stored, or joined from such cuts
-- torch says which rows, or columns, are whose: those that this rank has of a plain tensor
-- the share is a value of its own: the rest of the checkpoint is neither counted, nor read ahead, nor copied
+- nothing is read: a shard is a view of the stored value, or joined from such views
+- torch decides which rows or columns belong to whom: those that this rank has of a plain tensor
+- a shard is a value of its own: the rest of the checkpoint is neither counted, nor read ahead, nor copied
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from offload.tensor.recipes import Piece, joined
 from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, handle_of, target_of, wrap_handle
 from offload.torch_api import offsets_of_shard, world_of
 
-Run: TypeAlias = tuple[int, int]  # where successive rows, or columns, begin and end
+Run: TypeAlias = tuple[int, int]  # first and end of consecutive rows or columns
 
 
 def share_of(value: torch.Tensor, outer: Any, name: str) -> torch.Tensor:
-    """What this rank has of a value.
+    """This rank's shard of a value.
 
     Args:
-        value: the whole; one whose slices and joins read nothing.
-        outer: a DTensor of its shape.
+        value: the whole; slicing and joining it must not read it.
+        outer: a DTensor of the same shape.
 
     Raises:
-        UnsupportedOpError: a placement gives a rank no part of the value, but a term of it.
+        UnsupportedOpError: with a partial placement, a rank has a summand of the value, not a part of it.
     """
     for dim, runs in sorted(runs_of(outer, name).items(), key=lambda one: len(one[1])):
         parts = [value.narrow(dim, begin, end - begin) for begin, end in runs]
@@ -44,7 +44,7 @@ def share_of(value: torch.Tensor, outer: Any, name: str) -> torch.Tensor:
 
 
 def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
-    """Of each dimension that is cut, the runs that this rank has of it: one at least, which may be empty."""
+    """For each sharded dimension, this rank's runs of indices: at least one, which may be empty."""
     of_dims: dict[int, Sequence[int]] = {}
     mesh, coordinate = outer.device_mesh, outer.device_mesh.get_coordinate()
     for axis, placement in enumerate(outer.placements):
@@ -66,7 +66,7 @@ def runs_of(outer: Any, name: str) -> dict[int, list[Run]]:
 
 
 def _runs(numbers: Sequence[int]) -> list[Run]:
-    """Successive numbers as runs."""
+    """Consecutive numbers as runs."""
     if isinstance(numbers, range):
         return [(numbers.start, max(numbers.start, numbers.stop))]
     found = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0])]
@@ -74,7 +74,7 @@ def _runs(numbers: Sequence[int]) -> list[Run]:
 
 
 def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
-    """A share on disk as a value of its own, whose first write goes to its rank's folder.
+    """A shard on disk as a value of its own, whose first write goes to its rank's folder.
 
     Args:
         offload_dir: that folder; None for a private one.
@@ -92,12 +92,12 @@ def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> Of
 
 
 def folder_of_rank(outer: Any, offload_dir: PathLike | None, *, of_owner: bool = False) -> Path | None:
-    """Where a rank's shares of a DTensor are stored: in a folder of its own, called by its place in the mesh.
+    """The folder for a rank's shards of a DTensor, named for its coordinate in the mesh.
 
-    On a mesh without all ranks, others have the same place in theirs: then it is called by the rank's number.
+    If the mesh does not have all ranks, another mesh may have the same coordinate: then it has the rank's number.
 
     Args:
-        of_owner: the folder of the first rank that has the same share.
+        of_owner: return the folder of the first rank that has the same shard.
     """
     if offload_dir is None:
         return None

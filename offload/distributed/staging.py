@@ -1,9 +1,9 @@
-"""The state of a training as it is now, in files, for a checkpoint that is written while the training goes on.
+"""A snapshot of training state in files, for a checkpoint that is written while training goes on.
 
 Always true:
-- what is staged does not change, whatever becomes of the tensors; its files go with the last that knows it
-- nothing comes into memory as a whole: what refers to a checkpoint, or is made of one, is referred to once more, and
-  all else is copied to files
+- staged values don't change, whatever happens to the tensors; their files go with the last user
+- nothing is in memory as a whole: what refers to a checkpoint, or is computed from one, is referenced again, and
+  everything else is copied to files
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from offload.tensor.wrapper import (
 )
 from offload.torch_api import tree_map
 
-_SMALL = 64 << 10  # bytes up to which a tensor that is in memory is copied there
+_SMALL = 64 << 10  # bytes up to which a tensor in memory is copied in memory
 
 
 class FileStager:
@@ -51,13 +51,13 @@ class FileStager:
         ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], 7)
     """
 
-    should_synchronize_after_execute = False  # what `stage` gives is staged
+    should_synchronize_after_execute = False  # `stage` is synchronous
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else absolute(folder)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The same state, which nobody changes: tensors on disk, or small ones, and copies of all else.
+        """The same state, frozen: tensors on disk, or small ones, and copies of everything else.
 
         Raises:
             WriteError: the disk is full...
@@ -77,10 +77,10 @@ class FileStager:
             return tree_map(stage, state_dict)  # type: ignore[no-any-return]
 
     def synchronize_staging(self) -> None:
-        """Nothing is left to wait for."""
+        """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing is left to close: files go with what was staged."""
+        """Nothing to close: files go with the staged values."""
 
 
 def _staged(tensor: torch.Tensor, folder: Path | None) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _staged(tensor: torch.Tensor, folder: Path | None) -> torch.Tensor:
             return copy.deepcopy(tensor)
         return _copied(tensor, "staged", tensor.device, folder)
     handle = handle_of(tensor)
-    if handle.owned or handle.was_stored:  # a write to it would change its file, or put another one in its place
+    if handle.owned or handle.was_stored:  # a write would change its file, or replace it
         return _copied(tensor, handle.name, target_of(tensor), folder)
     with no_functions(), no_modes():
         return wrap(handle.elsewhere(None), current_twin(tensor), target_of(tensor))

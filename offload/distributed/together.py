@@ -1,9 +1,9 @@
-"""What several ranks do together, or none of them does.
+"""Steps that several ranks do together, or none of them does.
 
 Always true:
-- an error on one rank is an error on all, at the same step: nobody waits for one that has given up
-- one process by itself does the same steps, and asks nobody
-- nothing but what is said here travels: no weight
+- an error on one rank is an error on all, at the same step: no rank waits for one that has given up
+- a single process does the same steps without communication
+- only these messages are sent: no weight
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of a group of torch.distributed, or of a mesh; or this one alone.
+    """The processes of a torch.distributed group, or of a mesh; or only this one.
 
     Attributes:
-        rank: the number of this one among them.
-        size: how many they are.
+        rank: this process's number among them.
+        size: their number.
     """
 
     def __init__(self, *groups: Any) -> None:
-        """`groups` are a process group, or those that this one is in of each dimension of a mesh."""
+        """`groups` are one process group, or this process's group in each dimension of a mesh."""
         self._groups = groups
         self.size = prod(group.size() for group in groups)
         self.rank = 0
@@ -37,7 +37,7 @@ class Ranks:
 
     @classmethod
     def of(cls, values: Iterable[object], group: Any = None) -> Ranks:
-        """Those of `group`; if that is None, all of them where one of the values is a DTensor, else this one alone."""
+        """The ranks of `group`; for None, all ranks if one of the values is a DTensor, otherwise only this process."""
         if group is None and any(is_dtensor(value) for value in values):
             import torch.distributed
 
@@ -46,17 +46,17 @@ class Ranks:
 
     @classmethod
     def of_mesh(cls, mesh: Any) -> Ranks:
-        """Those that a DTensor's mesh is of."""
+        """The ranks of a DTensor's mesh."""
         return cls(*(mesh.get_group(dim) for dim in range(mesh.ndim)))
 
     def all(self, act: Callable[[], T], here: str = "nothing was done here either") -> T:
-        """What `act` gives here, once it has ended well everywhere.
+        """The result of `act` on this rank, once it has succeeded on every rank.
 
         Args:
-            here: what is to be said where it failed elsewhere.
+            here: what to add to the error if it failed elsewhere.
 
         Raises:
-            RankError: it failed on another rank, or that one has gone. Where it failed, its own error.
+            RankError: it failed on another rank, or that rank is gone. Where it failed, its own error.
         """
         if self.size == 1:
             return act()
@@ -72,7 +72,7 @@ class Ranks:
         return done
 
     def first(self, act: Callable[[], T]) -> T:
-        """What `act` gives on the first rank, which alone does it.
+        """The result of `act` on the first rank, the only one that runs it.
 
         Raises: as `all`.
         """
@@ -80,10 +80,10 @@ class Ranks:
         return self.gather(done)[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T]:
-        """What each rank says, by its number.
+        """What each rank passes, by rank.
 
         Raises:
-            RankError: one of them has gone.
+            RankError: one of them is gone.
         """
         if self.size == 1:
             return [value]

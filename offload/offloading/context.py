@@ -2,8 +2,8 @@
 
 Always true:
 - a thread has at most one pair of modes; a context inside another only changes where they put things
-- what another thread sees of it is nothing
-- views, and what an op writes to, stay what they are
+- other threads are not affected
+- views, and tensors that an op writes to, stay what they are
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def offloading(
     try:
         with results, loads:
             yield
-    finally:  # an interrupt as a mode begins to be left leaves it on
+    finally:  # an interrupt just as a mode is left can leave it on
         if loads in function_modes():
             loads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if results in dispatch_modes():
@@ -116,16 +116,16 @@ def offloading(
 
 
 class _Results(TorchDispatchMode):
-    """Below autograd: sees each op, and what it gives."""
+    """Below autograd: sees each op and its results."""
 
     supports_higher_order_operators = True
 
     def __init__(self, place: Place) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.place = place
-        self.rebuilt: torch.Tensor | None = None  # what an unpickler believes to be empty, and sets to its storage next
-        # torch notes for the whole process, once for each mode, that there is one. The notes of threads that leave in
-        # another order than they came in must be taken back in any order (torch 2.13).
+        self.rebuilt: torch.Tensor | None = None  # empty, in an unpickler's view, which sets its storage next
+        # torch notes for the whole process, once per mode, that there is one. Threads may leave in another order than
+        # they came in, so their notes must be removable in any order (torch 2.13).
         for name, value in vars(self).items():
             if isinstance(value, deque):
                 setattr(self, name, _NOTES.setdefault(name, value))
@@ -147,7 +147,7 @@ class _Results(TorchDispatchMode):
             return args[0]
         if not isinstance(func, OpOverload) or _is_left_alone(types):
             return func(*args, **kwargs)
-        if is_composite(func):  # in inference mode; it may give a view, or not
+        if is_composite(func):  # in inference mode; may or may not return a view
             with self:
                 return decompose(func, args, kwargs)
         if func.is_view:
@@ -160,7 +160,7 @@ class _Results(TorchDispatchMode):
         return self._put_away(func, results, args, kwargs)
 
     def _put_away(self, func: Any, results: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What is new and large goes to disk; what an op has written to, or shares memory with an argument, stays."""
+        """Put new, large results on disk; those that an op wrote to, or that share memory with an argument, stay."""
         if isinstance(results, (tuple, list)):
             return type(results)([self._put_away(func, result, args, kwargs) for result in results])
         what = func.overloadpacket.__name__
@@ -173,13 +173,13 @@ class _Results(TorchDispatchMode):
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """Which memory a plain tensor is over."""
+    """The id of the storage of a plain tensor."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return storage_id(tensor.untyped_storage()) if is_plain else None
 
 
 class _Loads(TorchFunctionMode):
-    """Above autograd: sees what no op shows, such as memory that becomes a tensor."""
+    """Above autograd: sees what is not an op, such as memory that becomes a tensor."""
 
     def __init__(self, results: _Results) -> None:
         super().__init__()
@@ -195,14 +195,14 @@ class _Loads(TorchFunctionMode):
         return func(*args, **kwargs) if made is None else made
 
     def _made(self, frame: FrameType, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What is to be given in place of the result of a call in `frame`; None for the result itself."""
+        """The replacement for the result of a call in `frame`; None to keep the result."""
         place = self.results.place
-        if func is torch.empty:  # so an unpickler begins to rebuild a tensor
+        if func is torch.empty:  # how an unpickler begins to rebuild a tensor
             self.results.rebuilt = rebuilt(place, frame, kwargs)
             return self.results.rebuilt
-        if func is torch.Tensor.untyped_storage:  # so torch.load takes what it has read
+        if func is torch.Tensor.untyped_storage:  # how torch.load takes what it has read
             return record_of(place, frame, args[0])
-        if func is torch.asarray:  # so safetensors makes a tensor of mapped memory
+        if func is torch.asarray:  # how safetensors makes a tensor of mapped memory
             return as_opened(place, func(*args, **kwargs))
         if func is torch.tensor:
             return self._put_away(func, func(*args, **kwargs))
@@ -220,13 +220,13 @@ class _Loads(TorchFunctionMode):
 
 
 def _active() -> _Results | None:
-    """The mode of the context that this thread is in."""
+    """The mode of this thread's context."""
     stack = dispatch_modes()
     return next((mode for mode in stack if isinstance(mode, _Results)), None)
 
 
 def _is_left_alone(types: Sequence[type]) -> bool:
-    """Whether tensors stand for others, so that what an op gives is nothing to store."""
+    """Whether tensors stand for others, so that there is nothing to store."""
     return (
         any(kind is not OffloadedTensor for kind in types)
         or any(get_dispatch_mode(key) is not None for key in TRACING_MODES)
@@ -240,7 +240,7 @@ def _is_left_alone(types: Sequence[type]) -> bool:
 
 
 def _watch_modules() -> None:
-    """Have each parameter looked at that is set on a module; in a thread that is in no context, nothing comes of it."""
+    """Look at each parameter that is set on a module; no effect in threads outside the context."""
     global _watching
     with _LOCK:
         if not _watching:
@@ -264,7 +264,7 @@ def _put_parameter_away(_module: torch.nn.Module, name: str, parameter: Any) -> 
     return dressed(stored, requires_grad=parameter.requires_grad, is_parameter=True)
 
 
-# In those that follow the first four, torch takes another branch where a mode is on, with other last bits (2.13).
+# With the functions after the first four, torch takes another branch under a mode, with other last bits (2.13).
 _WATCHED = {
     *(torch.empty, torch.Tensor.untyped_storage, torch.asarray, torch.tensor),
     *(torch.norm, torch.linalg.norm, torch.linalg.matrix_norm, torch.linalg.cond, torch.linalg.eigvalsh),

@@ -1,9 +1,9 @@
-"""Results that are computed straight into their file: what they hold is never in memory as a whole.
+"""Results computed straight into their file: they are never in memory as a whole.
 
 Always true:
-- the kernel is the one that would have made the result in memory, and random numbers come in the same order
-- shape, strides and dtype are what the op says of meta tensors; where it says nothing, the result is made in memory
-- a tensor that the op reads is not written to
+- the kernel is the same as in memory, and random numbers come in the same order
+- shape, strides and dtype are those of the op on meta tensors; if it has no meta kernel, the result is made in memory
+- tensors that the op reads are not written to
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blo
 
 
 def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> OffloadedTensor | None:
-    """The large result of an op, computed into its file; None for any other, which is to be computed as ever.
+    """The large result of an op, computed into its file; None for results that are to be computed as usual.
 
     Raises:
         WriteError: there is no room for it.
@@ -58,7 +58,7 @@ def made_on_disk(place: Place, func: Any, args: Sequence[Any], kwargs: dict[str,
 
 @cache
 def _way_of(func: Any) -> Fill | None:
-    """How the result of an op is filled in; None if that is not known."""
+    """How to fill in the result of an op; None if unknown."""
     if not isinstance(func, OpOverload) or op_schema(func).is_mutable or func.is_view:
         return None
     packet = func.overloadpacket
@@ -71,7 +71,7 @@ def _way_of(func: Any) -> Fill | None:
 
 
 def _out_variant(func: OpOverload) -> OpOverload | None:
-    """The overload that does the same, but for a result that is there already."""
+    """The overload that does the same with a given output tensor."""
     if [str(returned.type) for returned in op_schema(func).returns] != ["Tensor"]:
         return None
     wanted = [(one.name, str(one.type)) for one in op_schema(func).arguments if one.name not in _OPTIONS]
@@ -101,7 +101,7 @@ def _fill_with_integers(out: torch.Tensor, args: Sequence[Any], kwargs: dict[str
 
 
 def _are_here(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether all tensors, and the result, are on the CPU, and the tensors are plain or offloaded."""
+    """Whether all tensors and the result are on the CPU, and the tensors are plain or offloaded."""
     device = kwargs.get("device")
     return (
         (device is None or torch.device(device) == CPU)
@@ -123,13 +123,13 @@ def _is_dense_here(tensor: torch.Tensor) -> bool:
 
 
 def _may_be_large(place: Place, func: Any, args: Sequence[Any]) -> bool:
-    """False for an op on small tensors; of the ops here, none gives more elements than the product of what it gets."""
+    """False for an op on small tensors; no op here returns more elements than the product of its inputs' sizes."""
     sizes = [tensor.numel() for tensor in tensors_in(*args)]
     return not sizes or func.overloadpacket in _SIZED or math.prod(sizes) * 16 >= place.min_bytes
 
 
 def _layout_of_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | None:
-    """What the op makes of meta tensors; None where it can't tell, or fails: the op itself says it better."""
+    """The layout of the op's result on meta tensors; None if that fails: the op itself gives the better error."""
     options = {name: value for name, value in kwargs.items() if name != "generator"}
     if any(argument.name == "device" for argument in op_schema(func).arguments):
         options["device"] = "meta"
@@ -151,7 +151,7 @@ def _twins_of(values: Iterable[Any]) -> list[Any]:
 
 
 def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A number stays as it is: whether it was one in Python counts for the dtype of the result."""
+    """The meta tensor of a tensor; scalars stay, since a Python number counts differently for the result's dtype."""
     if is_offloaded(tensor):
         return current_twin(tensor)
     if tensor.dim() == 0:
@@ -160,7 +160,7 @@ def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _FILLS: dict[Any, Fill] = {
-    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), lambda *_: None),  # it is zeros already
+    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), lambda *_: None),  # it reads as zeros already
     **dict.fromkeys((_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted), lambda *_: None),
     **dict.fromkeys((_aten.new_empty, _aten.new_empty_strided), lambda *_: None),
     **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), lambda out, *_: out.fill_(1)),

@@ -1,8 +1,8 @@
-"""Where results go, how large they have to be, and what they are called.
+"""Where results go, how large they have to be, and their names.
 
 Always true:
-- a name is given once, also by another process that uses the same folder
-- what holds no dense values of its own, or is on the meta device, is not taken
+- a name is used once, even by other processes that use the same folder
+- tensors without dense values of their own, or on the meta device, are not taken
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Place:
 
     Attributes:
         folder: the user's; None for a private one.
-        min_bytes: the size from which on a result is large.
+        min_bytes: the size from which a result is large.
     """
 
     folder: Path | None
@@ -39,11 +39,11 @@ class Place:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def name(self, what: str) -> str:
-        """A name that nothing in the folder has, also if this process was forked in the context, as others were."""
+        """A name that is new in the folder, even if processes were forked inside the context."""
         return f"{what}.{next(self._numbers)}.{secrets.token_hex(8)}"
 
     def takes(self, tensor: object, what: str) -> bool:
-        """Whether this, which is of `what`, is a large plain tensor that can be stored just as it is."""
+        """Whether this result of `what` is a large plain tensor that can be stored as it is."""
         if type(tensor) is not torch.Tensor or tensor.is_meta:
             return False
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -58,7 +58,7 @@ class Place:
         return True
 
     def put(self, tensor: torch.Tensor, what: str) -> OffloadedTensor:
-        """A tensor's value, in a file of its own."""
+        """Put a tensor's value in a file of its own."""
         with no_functions(), no_modes():
             handle = Handle.create(tensor, self.name(what), self.folder)
             log.debug("%s: written to %s", what, handle.path)
@@ -66,14 +66,14 @@ class Place:
 
 
 def over_mappings(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor subclass with plain tensors over their files in place of the offloaded ones inside it."""
+    """A tensor subclass with plain tensors over their files instead of the offloaded ones inside it."""
     if is_offloaded(tensor):
         return mapped_value(tensor)
     return with_inner(tensor, over_mappings) if is_subclass_value(tensor) else tensor
 
 
 def bytes_inside(tensor: torch.Tensor) -> int:
-    """What the tensors inside a tensor subclass take."""
+    """The size of the tensors inside a tensor subclass."""
     if not is_subclass_value(tensor):
         return tensor.numel() * tensor.itemsize
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
-"""A read of a value: which bytes of its file that is, whether they are in memory, and what comes next.
+"""A read of a value: which bytes of its file it needs, whether they are in memory, and what comes next.
 
 Always true:
-- one engine a process; a forked child has one of its own
-- where the window is full of what leaves, who reads for himself drops it first
+- one engine per process; a forked child has its own
+- if the window is full of values waiting to be dropped, a thread that has to read by itself drops them first
 - the lock is not held while the disk is read, nor while an op waits for the reader
-- an op that is interrupted gives up what was ahead for its thread, so that the books hold again
-- what is small, and not known to be read soon, is left to the mapping; so is a view of small pieces that lie far apart.
-  In a file whose values are picked from, the system is told to read it, and then reads nothing around it
-- where what lies between the pieces of a view is so little that the system reads it along, it counts as read
-- a view of most of a value counts as the value: one that grows by a row at a time is one range, not a new one each time
+- an op that is interrupted gives up what was ahead for its thread, so that the accounting stays correct
+- small values that are not expected soon are left to the mapping, and so are views of small scattered pieces. In a file
+  whose values are picked individually, the system is told to read just these, and reads nothing around them
+- if the gaps between the pieces of a view are so small that the system reads them anyway, they count as read
+- a view of most of a value counts as the value: a view that grows row by row is one range, not a new one each time
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from offload.prefetch.stream import Lease, Streams
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
-CALM = 2.0  # seconds for which, at most, a value that was in memory is taken to be there still
+CALM = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
 _FOREVER = float("inf")
 _MOST_OVERLAP = 2  # times a value's size that it and its parts may be tracked
-_MOST_SCATTERED = 2  # times as many bytes as are read
-_BETWEEN = 64 << 10  # bytes between two pieces that the system reads along: half of what it reads around a page
-_LEAST_PIECE = 64 << 10  # bytes from which on a piece that lies apart is worth a look
-_MOST = 2  # times a part is more than the value
-_LOOKED_AT = 8  # pieces of a view that are looked at, whether they are in memory
+_MOST_SCATTERED = 2  # limit of the bytes spanned, as a multiple of the bytes read
+_BETWEEN = 64 << 10  # gap in bytes that the system reads anyway: half its read-around for a page fault
+_LEAST_PIECE = 64 << 10  # smallest scattered piece, in bytes, that is worth checking
+_MOST = 2  # a part larger than the value divided by this counts as the value
+_LOOKED_AT = 8  # pieces of a view to check for being in memory
 _OF_MATRICES = 3  # dimensions of a stack of matrices, of which some are read
 
 
 def brought_in(handle: Handle, twin: torch.Tensor) -> Value:
-    """What a view cut as `twin` reads, now in memory.
+    """The bytes that the view described by `twin` needs, now in memory.
 
     Raises:
-        ReadError: the disk did not give it.
+        ReadError: the disk failed.
     """
     if sys.is_finalizing():  # the reader may have stopped anywhere
         return UNTRACKED
@@ -63,7 +63,7 @@ def brought_in(handle: Handle, twin: torch.Tensor) -> Value:
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
-    """Begin to read what several views read, before the first of them is waited for: as far as the window goes."""
+    """Start reading what several views need, before waiting for the first, as far as the window allows."""
     now, values = monotonic(), []
     for handle, twin in views:
         found = _range_of(handle, twin)
@@ -77,13 +77,13 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
 
 
 def span_of(twin: torch.Tensor) -> int:
-    """Bytes from the first element of a view to the end of the last."""
+    """Bytes from the start of the first element of a view to the end of the last."""
     steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
     return (1 + int(steps)) * twin.itemsize
 
 
 def _announce(handle: Handle, twin: torch.Tensor) -> None:
-    """Begin to read a view that is left to the mapping, which would read megabytes of others around each piece."""
+    """Start reading a view that is left to the mapping, whose page faults would read megabytes around each piece."""
     mapped = handle.file.mapping(shared=handle.owned) if handle.file.is_picked_from else None
     if mapped is None or not twin.numel():
         return
@@ -98,7 +98,7 @@ def _announce(handle: Handle, twin: torch.Tensor) -> None:
 
 
 def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
-    """The bytes that are read as one; None for several pieces, each worth a look of its own."""
+    """The bytes that are read as one range; None for several pieces, each worth checking."""
     nbytes = twin.numel() * twin.itemsize
     start, most = handle.extent
     whole = books_of(handle).ranges.get(handle.extent)
@@ -119,9 +119,9 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
 
 
 def _piece_of(twin: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tuple[int, int]]]:
-    """The bytes of a piece of a scattered view; and how often, and at which distances, there are others.
+    """The size in bytes of one piece of a scattered view; and the counts and distances of the others.
 
-    What has `between` bytes or less between it is one piece.
+    Gaps of up to `between` bytes don't split a piece.
     """
     piece, others = twin.itemsize, []
     for step, size in sorted(zip(twin.stride(), twin.shape, strict=True)):
@@ -134,7 +134,7 @@ def _piece_of(twin: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tu
 
 
 def _starts(first: int, others: Iterable[tuple[int, int]]) -> list[int]:
-    """Where each piece of a view begins, of which the first one begins there."""
+    """The first byte of every piece of a view, given the first piece's."""
     starts = [first]
     for size, distance in others:
         starts = [start + number * distance for start in starts for number in range(size)]
@@ -142,7 +142,7 @@ def _starts(first: int, others: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _pieces_brought_in(handle: Handle, twin: torch.Tensor) -> Value:
-    """The pieces of a scattered view, now in memory; the one that is to be looked at again first."""
+    """The pieces of a scattered view, now in memory; returns the one that expires first."""
     piece, others = _piece_of(twin)
     first = handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
     found = [tracked(handle, start, piece) for start in _starts(first, others)]
@@ -153,16 +153,16 @@ def _pieces_brought_in(handle: Handle, twin: torch.Tensor) -> Value:
 
 
 class Engine:
-    """What the threads of a process share: the reader with its lock and counts, and the streams of all threads."""
+    """What the threads of a process share: the reader with its lock and counters, and the streams of all threads."""
 
     def __init__(self) -> None:
         self.reader = Reader()
         self.streams = Streams(self.reader)
-        self._chance = random.Random()  # of its own: that of the process is for its user
-        self._glance = Value.nowhere()  # for all small values that are read about now
+        self._chance = random.Random()  # separate: the global one belongs to the user
+        self._glance = Value.nowhere()  # shared by all small values that are read around this time
 
     def glance(self, handle: Handle, twin: torch.Tensor) -> Value:
-        """A view that nothing is to be known of is read; what says when to look again."""
+        """Read a view that is not tracked; the result says when to check again."""
         if not handle.file.is_picked_from:
             return UNTRACKED
         _announce(handle, twin)
@@ -174,10 +174,10 @@ class Engine:
         return seen
 
     def arrive(self, value: Value) -> None:
-        """Bring `value` in, if it is not in memory, and see to what comes next.
+        """Read `value` if it is not in memory, and start on what comes next.
 
         Raises:
-            ReadError: the disk did not give it.
+            ReadError: the disk failed.
         """
         try:
             self._arrive(value)
@@ -213,21 +213,21 @@ class Engine:
             value.calm_until = monotonic() + calm
 
     def _mend(self, value: Value) -> None:
-        """After a read that did not end: what this thread has ahead is given up, and what was to leave leaves."""
+        """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""
         with self.reader.lock:
             self.streams.give_up_own()
             value.is_leaving = not value.kept
             self.reader.mend()
 
     def _make_sure(self, value: Value, *, found: bool) -> None:
-        """Read what the reader has not."""
+        """Read what the reader has not read."""
         reader = self.reader
         if found or value.is_cached():
             with reader.lock:
                 reader.counts.found += 1
             return
         started = monotonic()
-        with reader.lock:  # where the reader is behind with what is to leave, that makes room
+        with reader.lock:  # if the reader is behind with dropping, this makes room
             leaving = reader.take_leaving() if self.streams.in_flight() > value.pool.window else []
         reader.let_go(leaving)
         missing = value.missing_bytes()
@@ -239,7 +239,7 @@ class Engine:
 
 
 def tracked(handle: Handle, start: int, nbytes: int) -> Value:
-    """What is read at these bytes of the file of `handle`; `UNTRACKED` if enough parts of that are known already."""
+    """The range of these bytes in the file of `handle`; `UNTRACKED` if enough of its parts are tracked already."""
     key, books = (start, nbytes), books_of(handle)
     leaving: list[Value] = []
     try:
@@ -250,18 +250,18 @@ def tracked(handle: Handle, start: int, nbytes: int) -> Value:
                     return UNTRACKED
                 value = _track(handle, key, books)
                 leaving.extend(value.pool.add([value]))
-                books.ranges[key] = value  # last: what is known is under its budget
+                books.ranges[key] = value  # last: every tracked value must be under its budget
     finally:
         let_go(leaving)
     return value
 
 
 def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
-    """Say that these values, as wholes, will be read in this order.
+    """Announce that these whole values will be read in this order.
 
     Args:
-        handles: of the values.
-        pool: the budget that they are to be under; None for that of the process.
+        handles: the values.
+        pool: their budget; None for the process's.
     """
     leaving: list[Value] = []
     try:
@@ -283,28 +283,28 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
             for its_pool, members in new.items():
                 leaving.extend(its_pool.add(members))
             for handle, value in values.items():
-                books_of(handle).ranges[handle.extent] = value  # last: what is known is under its budget
+                books_of(handle).ranges[handle.extent] = value  # last: every tracked value must be under its budget
     finally:
         let_go(leaving)
 
 
 def lock() -> threading.RLock:
-    """That of the engine, for those who change a pool. What a change gives to drop is dropped without it."""
+    """The engine's lock, for changing a pool. Whatever a change wants dropped is dropped without the lock."""
     return _ENGINE.reader.lock
 
 
 def lease() -> Lease:
-    """For threads that are about to use the same values, one after the other; it ends with `end`."""
+    """For threads that are about to use the same values, one after the other; call `end` on it when done."""
     return Lease(_ENGINE.streams)
 
 
 def fill(whole: ReadInParts) -> None:
-    """Have something read part by part, while nothing else is to be read. Under the lock."""
+    """Read something part by part whenever nothing else is to be read. Called under the lock."""
     _ENGINE.reader.fill(whole)
 
 
 def counts() -> Counts:
-    """A copy of what was counted so far."""
+    """A copy of the counters."""
     with _ENGINE.reader.lock:
         return replace(_ENGINE.reader.counts)
 
@@ -319,7 +319,7 @@ def _track(handle: Handle, key: tuple[int, int], books: Books) -> Value:
 
 
 def _begin_anew() -> None:
-    """In a forked child there is no reader, and nothing is on its way."""
+    """A forked child has no reader, and nothing is in flight."""
     global _ENGINE
     _ENGINE = Engine()
     for pool in Pool.all():
@@ -328,7 +328,7 @@ def _begin_anew() -> None:
             value.state = AWAY
 
 
-POOL = Pool()  # of the process
+POOL = Pool()  # the process's
 UNTRACKED = Value.nowhere()
 _ENGINE = Engine()
 os.register_at_fork(after_in_child=_begin_anew)

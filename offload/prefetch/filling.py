@@ -1,10 +1,10 @@
-"""Rows of a file, or of a table in one, that are picked here and there: all are brought in, where they have room.
+"""Rows picked from a file, or a table in one, at random: once that happens often, all are read in, if there is room.
 
 Always true:
-- nothing is brought in before 256 rows, and one in 64 of the bytes, had to be read from the disk row by row
-- nothing that has no room beside the values that stay, which is looked at again for each part
-- the reader does it while nothing else is to be read, and stops soon after the last row that had to be read
-- what was brought in, and is gone again, is brought in the less readily: most of what is read so is not in vain
+- only after 256 rows, and 1/64 of the bytes, had to be read from the disk row by row
+- only if there is room beside the values that stay, which is checked again for each part
+- the reader does it while it has nothing else to read, and stops soon after the last row that had to be read
+- each time that what was read in has been evicted, the threshold rises: most of such reading must not be in vain
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from offload.prefetch.residency import Pool, log
 from offload.storage.pages import announce, populated, read_in_huge_pages
 
 _LEAST_ROWS = 256
-_ONE_IN = 64  # bytes that were read row by row, until all are
-_LESS_READILY = 4  # times as many the next time
-_PART = 16 << 20  # bytes that are waited for at a time, while the next are on their way
-_GOES_ON = 2.0  # seconds after a row that had to be read
+_ONE_IN = 64  # all is read once 1/64 of the bytes was read row by row
+_LESS_READILY = 4  # factor by which the threshold rises
+_PART = 16 << 20  # bytes read before each check, while the next part is being read
+_GOES_ON = 2.0  # seconds to go on after the last row that had to be read
 
 
 class Filling:
-    """What of one file was read row by row, and how far all of it has been brought in.
+    """What was read of one file row by row, and how much of it has been read in as a whole.
 
     Args:
-        pool: the budget that it is to have room in.
-        in_huge_pages: whether it may be read in them; not what is written to where it is mapped.
+        pool: the budget that it needs room in.
+        in_huge_pages: whether huge pages may be used; not for a mapping that is written to.
     """
 
     def __init__(self, pool: Pool | None = None, *, in_huge_pages: bool = True) -> None:
@@ -44,21 +44,21 @@ class Filling:
         self._coming: torch.Tensor | None = None
         self._done = 0
         self._here: torch.Tensor | None = None
-        self._filled = 0  # bytes that were brought in
+        self._filled = 0  # bytes read in so far
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it has been begun and not ended."""
+        """Whether it has begun and not ended."""
         return self._coming is not None
 
     def missed(self, rows: int, nbytes: int, size: int, mapped: Callable[[], torch.Tensor | None]) -> None:
-        """Rows here and there are not in memory, and are to be read from the disk.
+        """Some rows are not in memory, and are about to be read from the disk.
 
         Args:
-            rows: how many.
-            nbytes: of the pages that they lie on, or about so many.
+            rows: their number.
+            nbytes: size of the pages they are on, approximately.
             size: bytes of all rows.
-            mapped: maps them; gives None if they are not to be brought in.
+            mapped: maps all rows; returns None if they should not be read in.
 
         Raises: as `mapped`.
         """
@@ -85,17 +85,17 @@ class Filling:
         return True
 
     def end(self) -> None:
-        """Bring nothing more in; what was is nobody's any more."""
+        """Read in nothing more, and forget what was."""
         self._coming = self._here = None
         self._filled = 0
 
     def take(self) -> torch.Tensor | None:
-        """All rows, mapped, if they have been brought in; once."""
+        """All rows, mapped, if they have just been read in; returned once."""
         here, self._here = self._here, None
         return here
 
     def read_on(self) -> bool:
-        """Bring the next part in; whether there is more to do now. Called by the reader."""
+        """Read the next part; returns whether there is more to do now. Called by the reader."""
         coming, done = self._coming, self._done
         if coming is None or time.monotonic() > self._until:
             return False
@@ -105,9 +105,9 @@ class Filling:
         address, behind = coming.data_ptr(), min(done + _PART, coming.nbytes)
         announce(address + behind, min(_PART, coming.nbytes - behind))
         is_here = False
-        with suppress(OSError):  # who asks for the rows meets it too, and tells
+        with suppress(OSError):  # the code that wants the rows meets the same error, and reports it
             is_here = populated(address + done, behind - done)
-        if not is_here:  # nor are they touched: if another cuts the file, that would end the process
+        if not is_here:  # not by touching: if another process truncates the file, that would kill this one
             self.end()
             return False
         with lock():
@@ -118,7 +118,7 @@ class Filling:
             return self.is_under_way
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes may be in memory beside the values of all models, and what else was brought in."""
+        """Whether so many bytes fit in memory beside the values of all models and everything else that was read in."""
         with lock():
             pools = Pool.all()
             elsewhere = {on_device for pool in pools for on_device in pool.on_devices.values()}
@@ -128,4 +128,4 @@ class Filling:
             return has_own and nbytes + values + filled <= POOL.spare()
 
 
-_FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # that were begun; under the lock
+_FILLINGS: weakref.WeakSet[Filling] = weakref.WeakSet()  # those that have begun; under the lock

@@ -1,10 +1,10 @@
-"""Which values stay of those that ops pick some of, such as experts: the ones that are used most.
+"""Of values that ops pick some of, such as experts, which ones stay: those that are used most.
 
 Always true:
-- a use counts less as others follow it: half, once each value has been used some times since
-- who is read takes a place only if he was used more, before that, than who has it: values in a circle, whose last use
-  is always the newest, do not take turns in being dropped just before they are asked for
-- a use costs an addition, a change of places some steps in a heap; nothing looks at all values but a new plan
+- a use loses weight as others follow: it counts half once each value has been used a few more times
+- a value that is read replaces another only if it was used more before: values read in a circle, where the last one
+  used is always the newest, would otherwise evict each other just before they are needed
+- counting a use is one addition, a replacement is a few heap steps; only a new plan looks at all values
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
-_HALF = 8  # uses of each value, on average, after which a use counts half
-_RESCALE = 1e100  # worth of a use from which on all are counted in larger units
+_HALF = 8  # average further uses of each value after which a use counts half
+_RESCALE = 1e100  # weight of a use at which all counts are rescaled
 
 
 class Pick(Protocol):
@@ -27,28 +27,28 @@ class Pick(Protocol):
     uses: float
 
 
-_Place: TypeAlias = "tuple[float, int, weakref.ref[Pick], int]"  # uses once, a number, who stays, and its bytes
+_Place: TypeAlias = "tuple[float, int, weakref.ref[Pick], int]"  # uses, tie-breaker, value, bytes
 
 
 class Picked:
-    """The places of those that stay, and what a use is worth. Not thread-safe, but for `count`."""
+    """The values that stay, and the weight of a use. Not thread-safe except for `count`."""
 
     def __init__(self) -> None:
         self._free = 0  # bytes
-        self._places: list[_Place] = []  # a heap, the least used first; who has been used since is looked up
+        self._places: list[_Place] = []  # a heap, least used first; entries are checked when popped
         self._numbers = itertools.count()
-        self._worth = 1.0  # of a use: it grows, in place of all that was counted before getting less
+        self._worth = 1.0  # weight of a use: it grows, instead of all earlier counts shrinking
         self._growth = 1.0
 
     def count(self, value: Pick) -> None:
-        """`value` is used. Called without a lock: a use that gets lost changes little."""
+        """`value` is used. Called without a lock: a lost count changes little."""
         value.uses += self._worth
         self._worth *= self._growth
 
     def choose(self, values: Iterable[Pick], room: int) -> list[Pick]:
-        """Plan anew: the most used of `values` for which there is room, those that stay now first among equals.
+        """A new plan: the most used of `values` that fit, preferring those that stay now among equals.
 
-        Those are equals of whom one was used a round before the other.
+        Values whose uses differ by up to a round are equal.
         """
         ranked = sorted(values, key=lambda value: -value.uses * (2 ** (1 / _HALF) if value.kept else 1))
         self._growth = 2.0 ** (1 / (_HALF * max(len(ranked), 1)))
@@ -60,7 +60,7 @@ class Picked:
         return chosen
 
     def rescale(self, values: Iterable[Pick]) -> None:
-        """Count in larger units, before numbers get too large."""
+        """Rescale the counts before they get too large."""
         if self._worth > _RESCALE:
             for value in values:
                 value.uses /= self._worth
@@ -68,7 +68,7 @@ class Picked:
             self._worth = 1.0
 
     def admit(self, value: Pick) -> list[Pick]:
-        """`value`, which does not stay, is used: does it from now on? Gives those that leave for it."""
+        """`value`, which does not stay so far, is used: decide whether it does now. Returns what it replaces."""
         before = value.uses - self._worth
         leaving: list[_Place] = []
         free = self._free
@@ -94,7 +94,7 @@ class Picked:
         self._free -= value.nbytes
 
     def _least(self) -> _Place | None:
-        """The place of the one that is used least, taken out."""
+        """Remove and return the entry of the least used value."""
         while self._places:
             uses, number, known, nbytes = heapq.heappop(self._places)
             value = known()

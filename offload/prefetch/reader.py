@@ -1,9 +1,9 @@
-"""The thread that reads ahead, and the one that drops what is done with, so that the disk need not wait for that.
+"""The thread that reads ahead, and the one that drops used values, so that reads need not wait for that.
 
 Always true:
 - the lock is not held while the disk is read
-- whatever happens to the thread, nobody waits for ever
-- what leaves counts until it has gone
+- whatever happens to the thread, no op waits forever
+- a value that is being dropped counts until it is gone
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from offload.prefetch.residency import AWAY, HERE, QUEUED, READ, Pool, Value, lo
 from offload.storage.background import Background
 from offload.storage.locks import Waiters
 
-_NEAR = 4  # values in the queue, of which one that follows in the file goes first
-_BATCH = 4 << 20  # bytes of small values that are asked for at once
+_NEAR = 4  # entries at the front of the queue among which the next in the file goes first
+_BATCH = 4 << 20  # bytes of small values to request at once
 
 
 @dataclass
 class Counts:
-    """What was read since the process began.
+    """What was read since the process started.
 
     Attributes:
-        bytes_read: brought in from the disk, in whole pages of values that are larger than 64 KiB. What was in memory
-            already, as a part of another view, does not count again.
-        ahead: reads of what was here, or on its way, when it was asked for.
-        found: reads of what was in memory for another reason.
-        missed: reads that had to be waited for from their beginning.
-        wasted: values that were read ahead for nothing.
+        bytes_read: read from the disk, in whole pages of values larger than 64 KiB. Bytes that were in memory already,
+            as part of another view, are not counted again.
+        ahead: reads of values that were read ahead, or were on their way.
+        found: reads of values that were in memory for another reason.
+        missed: reads that had to wait from the start.
+        wasted: values that were read ahead in vain.
         waited: seconds that ops waited for the disk.
     """
 
@@ -48,19 +48,19 @@ class Counts:
 
 
 class ReadInParts(Protocol):
-    """What is read when nothing else is to be."""
+    """Something that is read when nothing else has to be."""
 
     def read_on(self) -> bool:
-        """Read the next part; whether there is more to do now. Called without the lock."""
+        """Read the next part; returns whether there is more to do now. Called without the lock."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is read at a time.
+    """What to read next.
 
     Attributes:
         batch: values.
-        part: a part of this.
+        part: or something to read one part of.
     """
 
     batch: list[Value]
@@ -68,14 +68,14 @@ class Work:
 
 
 class Dropper(Background["list[Value]"]):
-    """What is to leave, under the lock of the reader."""
+    """Drops values. Uses the reader's lock."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__("offload-dropper", reader.lock)
         self._reader = reader
 
     def take(self) -> list[Value] | None:
-        """All of it."""
+        """Everything that waits to be dropped."""
         return self._reader.take_leaving() or None
 
     def carry_out(self, work: list[Value]) -> None:
@@ -85,7 +85,7 @@ class Dropper(Background["list[Value]"]):
 
 
 class Reader(Background[Work]):
-    """What is to be read, and what is to leave. What needs the lock says so."""
+    """Queues of what to read and what to drop. Methods that need the lock say so."""
 
     def __init__(self) -> None:
         super().__init__("offload-reader")
@@ -93,15 +93,15 @@ class Reader(Background[Work]):
         self.counts = Counts()
         self._queue: deque[Value] = deque()
         self._leaving: list[Value] = []
-        self._going: dict[int, int] = {}  # bytes that a thread is dropping
-        self._taken: Value | None = None  # last, by the reader
+        self._going: dict[int, int] = {}  # bytes being dropped, by thread
+        self._taken: Value | None = None  # the last one read
         self._parts: list[ReadInParts] = []
-        self._ops = Waiters()  # for the reader to do something
+        self._ops = Waiters()  # ops that wait for the reader
 
     # Under the lock
 
     def queue(self, value: Value) -> None:
-        """Have `value` brought in."""
+        """Queue `value` to be read."""
         value.is_leaving = False
         if value.state == AWAY:
             value.state = QUEUED
@@ -109,37 +109,37 @@ class Reader(Background[Work]):
             _begin(self)
 
     def fill(self, whole: ReadInParts) -> None:
-        """Have something read part by part, until it says that there is nothing to do."""
+        """Read something part by part until it says that nothing is left."""
         if whole not in self._parts:
             self._parts.append(whole)
         _begin(self)
 
     def queue_first(self, values: list[Value]) -> None:
-        """Have values brought in before all others, in their order."""
+        """Queue values before all others, in their order."""
         for value in values:
             self.queue(value)
         self._queue.rotate(len(values))
 
     def drop(self, value: Value) -> None:
-        """Have `value` dropped, unless it is asked for before."""
+        """Queue `value` to be dropped, unless it is needed before."""
         value.is_leaving = True
         self._leaving.append(value)
         _begin(self.dropper)
 
     @property
     def leaving_bytes(self) -> int:
-        """Of what is to leave, and has not gone yet."""
+        """Bytes that will be dropped, or are being dropped."""
         return sum(value.nbytes for value in self._leaving) + sum(self._going.values())
 
     def take_leaving(self) -> list[Value]:
-        """What is to leave, for this thread to `let_go`."""
+        """Take over what is to be dropped; this thread then calls `let_go`."""
         leaving, self._leaving = self._leaving, []
         if leaving:
             self._going[threading.get_ident()] = sum(value.nbytes for value in leaving)
         return leaving
 
     def mend(self) -> None:
-        """After an op that did not end: what was to leave leaves."""
+        """After an unfinished op: queue again what was to be dropped."""
         self._going.pop(threading.get_ident(), None)
         known = (value for pool in Pool.all() for value in pool.values())
         self._leaving = [value for value in known if value.is_leaving]
@@ -152,10 +152,10 @@ class Reader(Background[Work]):
         value.waited += waited
         self.counts.waited += waited
 
-    # For those who ask for a value
+    # For ops that need a value
 
     def brings(self, value: Value) -> bool:
-        """Wait for the thread, if it is at work on `value`; whether it has brought it."""
+        """Wait if the thread is reading `value`; returns whether it has read it."""
         started = 0.0
         while True:
             with self.lock:
@@ -164,14 +164,14 @@ class Reader(Background[Work]):
                         self.count_waited(value, started)
                     here = value.state == HERE
                     self.counts.ahead += here
-                    value.state = AWAY  # if it was queued, the reader will pass over it
+                    value.state = AWAY  # if it is queued, the reader will skip it
                     return here
                 done = self._ops.add()
             started = started or time.monotonic()
             done.acquire()
 
     def let_go(self, leaving: list[Value]) -> None:
-        """Drop what `take_leaving` gave."""
+        """Drop what `take_leaving` returned."""
         try:
             for value in leaving:
                 if value.is_leaving:
@@ -183,7 +183,7 @@ class Reader(Background[Work]):
     # The thread
 
     def take(self) -> Work | None:
-        """What is to be read: one value, or several small ones; or a part of what can wait."""
+        """One value to read, or several small ones; otherwise a part of what can wait."""
         batch: list[Value] = []
         size = 0
         while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
@@ -198,7 +198,7 @@ class Reader(Background[Work]):
         return Work([], self._parts[0]) if self._parts else None
 
     def _next(self) -> Value:
-        """The next in turn; before it, one that follows in the file what was read last, if it is soon due too."""
+        """The next in the queue; before it, a value due soon that follows the last one read in its file."""
         for value in islice(self._queue, _NEAR):
             if self._taken is not None and value.follows(self._taken):
                 self._queue.remove(value)
@@ -213,7 +213,7 @@ class Reader(Background[Work]):
         log.debug("reading %d values ahead", len(work.batch))
         try:
             self._read(work.batch)
-        finally:  # whatever happened, nobody is to wait for ever
+        finally:  # whatever happened, no op may wait forever
             with self.lock:
                 for value in work.batch:
                     if value.state == READ:
@@ -223,7 +223,7 @@ class Reader(Background[Work]):
     def _read_on(self, whole: ReadInParts) -> None:
         is_more = False
         try:
-            with suppress(Exception):  # who asks for rows meets the same error, and tells
+            with suppress(Exception):  # the code that wants the rows meets the same error, and reports it
                 is_more = whole.read_on()
         finally:
             with self.lock:
@@ -233,7 +233,7 @@ class Reader(Background[Work]):
     def _read(self, batch: list[Value]) -> None:
         runs = list(_runs(batch))
         joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
-        with suppress(Exception):  # the op that asks for a value meets the same error, and tells
+        with suppress(Exception):  # the op that needs the value meets the same error, and reports it
             for extent in joined if len(joined) > 1 else ():
                 extent.announce()
         for run, extent in zip(runs, joined, strict=True):
@@ -249,19 +249,19 @@ class Reader(Background[Work]):
                 for value in run:
                     value.state = AWAY if value.is_leaving else state
                 self.counts.bytes_read += read
-                if extent.may_ask:  # else nobody knows whether the disk gave it
+                if extent.may_ask:  # otherwise it is unknown whether the disk was read
                     run[0].pool.learn_rate(read, seconds)
                 self._ops.wake()
 
 
 def _begin(thread: Reader | Dropper) -> None:
     """Under the lock."""
-    with suppress(RuntimeError):  # the interpreter is ending: who asks for a value will read it
+    with suppress(RuntimeError):  # the interpreter is shutting down: ops will read by themselves
         thread.wake()
 
 
 def _runs(batch: Iterable[Value]) -> Iterator[list[Value]]:
-    """Values that lie behind one another in a file are read in one go."""
+    """Adjacent values in a file, grouped so that each group is read in one go."""
     run: list[Value] = []
     for value in batch:
         if run and not value.follows(run[-1]):

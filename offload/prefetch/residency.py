@@ -1,17 +1,17 @@
 """What may stay in memory between ops: values under a budget.
 
 Always true:
-- what is resident are the pages of the files themselves: there is no copy that could be stale
-- values that fit in the budget all stay; of those that do not, a fixed part stays, spread evenly over the order in
-  which they are read, and the rest streams: a pass then reads from the disk only what is over the budget
-- where several threads use the values lot by lot, what streams of the largest lot has room beside what stays
-- of values that are picked from many, such as experts, those stay that are used most, where there is room beside what
-  each pass reads
+- resident values are pages of the files themselves: there is no copy that could become stale
+- if all values fit in the budget, all stay; if not, a fixed part stays, spread evenly over the order of reads, and the
+  rest streams: a pass then reads from the disk only what exceeds the budget
+- if several threads use the values group by group, there is room for the streaming part of the largest group
+- of values that are picked from many, such as experts, the most used stay, in the room that is left beside what each
+  pass reads
 - values of up to 64 KiB stay once they are read
-- a value is `AWAY` (nothing is known of it), `QUEUED`, being `READ`, or `HERE`: read ahead, and not asked for yet
-- a budget is never more than what the machine and its cgroups have room for
+- a value is `AWAY` (nothing known), `QUEUED`, being `READ`, or `HERE`: read ahead, and not used yet
+- a budget never exceeds what the machine and its cgroups have room for
 
-The functions that change a plan return the values that have to leave; dropping them is for the caller, who holds no
+Functions that change a plan return the values to evict; the caller drops them after releasing the lock.
 lock then.
 """
 
@@ -37,33 +37,33 @@ from offload.storage.pages import Range, joined
 log = logging.getLogger("offload.prefetch")
 
 SMALL = 64 << 10  # bytes up to which a value stays once it is read
-WINDOW = 64 << 20  # bytes that stream, at least: read ahead, in use, and not yet dropped
-_AHEAD = 0.25  # seconds of the disk that are read ahead
-_PART = 0.1  # of the room for what stays that the window takes at most
-_RATES = 0.25  # of the rate of the disk that a read changes
-_SHARE = 0.85  # of the memory that is available, where no budget is set; the rest is for the window and activations
-_LOOK_AGAIN = 2.0  # seconds after which available memory is looked at again
-_MOST_CONTEXTS = 16  # reads before a value that are told apart
+WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
+_AHEAD = 0.25  # seconds of disk reads to have ahead
+_PART = 0.1  # largest share of the resident room that the window takes
+_RATES = 0.25  # weight of a new measurement of the disk rate
+_SHARE = 0.85  # share of the available memory without a set budget; the rest is for the window and activations
+_LOOK_AGAIN = 2.0  # seconds between checks of available memory
+_MOST_CONTEXTS = 16  # contexts (previous reads) to distinguish per value
 AWAY, QUEUED, READ, HERE = range(4)
-_BESIDE = 32 << 20  # bytes of a lot that may stream beside the budget
-_TELLING = 4 << 20  # bytes of a read that tell how fast the disk is
-_NEWS = 0.1  # by how much of itself a total or a room has to change for a new plan
+_BESIDE = 32 << 20  # bytes of a group that may stream beside the budget
+_TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
+_NEWS = 0.1  # relative change of the total or the room that triggers a new plan
 
 
 class Value(Range):
     """A value, or a part of one, that is read as a whole.
 
     Attributes:
-        pool: the budget that it is under.
-        kept: whether it stays in memory once it is read.
-        pinned: whether it stays whatever the plan.
-        is_picked: whether ops pick it from many, as an expert: it is no part of an order.
-        uses: how much it is used, where it is picked.
-        state: where it is on its way, as far as the reader has to do with it.
-        is_leaving: whether it is to be dropped.
-        is_held: whether it stays for the moment, as several threads use it.
-        seeded: what was said to follow.
-        waited: seconds that ops have waited for it, in all.
+        pool: its budget.
+        kept: whether it stays in memory after a read.
+        pinned: whether it stays regardless of the plan.
+        is_picked: whether ops pick it from many, like an expert: it is not part of an order.
+        uses: how much it is used, if it is picked.
+        state: its state in the reader.
+        is_leaving: whether it is queued to be dropped.
+        is_held: whether it stays for now because several threads use it.
+        seeded: its announced successor.
+        waited: total seconds that ops have waited for it.
     """
 
     __slots__ = (
@@ -89,12 +89,12 @@ class Value(Range):
         self.state = AWAY
         self.waited = 0.0
         self.seeded: weakref.ref[Value] | None = None
-        self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the read before
+        self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the previous read
         self._branches = False
 
     @classmethod
     def nowhere(cls) -> Value:
-        """One that nothing is known of, and that is not to be brought in."""
+        """A value about which nothing is known, and that is never read in."""
         nothing = cls.__new__(cls)
         nothing.nbytes = 0
         nothing.is_picked = False
@@ -102,20 +102,20 @@ class Value(Range):
         return nothing
 
     def read(self) -> None:
-        """Bring it in; where not everything stays, without its neighbours.
+        """Read it; unless everything fits, without its neighbours.
 
         Raises:
-            ReadError: the disk did not give it.
+            ReadError: the disk failed.
         """
         self.bring_in(exactly=not self.pool.fits, spare=self.spare)
 
     @property
     def spare(self) -> int:
-        """Bytes of free huge pages that it leaves to what streams, where it stays: these are read again and again."""
+        """Bytes of free huge pages that a resident value leaves for streaming ones, which are read again and again."""
         return self.pool.widest if self.kept and not self.pool.fits else 0
 
     def follower(self, before: Value | None) -> Value | None:
-        """What is expected after `before`, then this one; None if that is anybody's guess."""
+        """What is expected after `before` and then this value; None if that is open."""
         found = self._followers.get(id(before))
         if found is None and not self._branches:
             if self.seeded is not None:
@@ -125,7 +125,7 @@ class Value(Range):
 
     @property
     def has_stayed(self) -> bool:
-        """Whether it stays by the plan, and has been read since that was made."""
+        """Whether it stays by the plan, and has been read since the plan was made."""
         return self.kept and self.calm_until > 0
 
     def let_go(self) -> None:
@@ -135,7 +135,7 @@ class Value(Range):
         super().let_go()
 
     def learn(self, before: Value | None, following: Value) -> None:
-        """After `before`, then this one, came `following`."""
+        """Record that `following` came after `before` and then this value."""
         if self.seeded is not None and self.seeded() is not following:
             self.seeded = None
         known = self._followers.pop(id(before), None)
@@ -147,21 +147,21 @@ class Value(Range):
 
 
 class BroughtIn(Protocol):
-    """What brings all rows of a value in."""
+    """Reads in all rows of a value."""
 
     def end(self) -> None:
-        """Bring nothing more in."""
+        """Read in nothing more."""
 
 
 class Books:
-    """What is known of the bytes of one stored value.
+    """What is known about the bytes of one stored value.
 
     Attributes:
-        pool: the budget that it is under; None for that of the process.
-        ranges: in memory, by start and length.
-        copies: what stays on accelerators, by device.
-        calm_until: until when (`time.monotonic`) rows of it are taken to be in memory without asking.
-        filling: what brings all of it in, if rows are picked from it.
+        pool: its budget; None for the process's.
+        ranges: tracked ranges, by start and length.
+        copies: resident copies on accelerators, by device.
+        calm_until: until when (`time.monotonic`) its rows are assumed to be in memory without checking.
+        filling: reads in all of it, if rows are picked from it.
     """
 
     __slots__ = ("calm_until", "copies", "filling", "pool", "ranges")
@@ -177,12 +177,12 @@ class Books:
         """The value is in another file now."""
         known, self.ranges = self.ranges, {}
         for value in list(known.values()):
-            value.calm_until = 0.0  # who holds on to one asks again
+            value.calm_until = 0.0  # users that hold on to one check again
         self.copies = {}
         self.forget_rows()
 
     def forget_rows(self) -> None:
-        """Of its rows none is taken to be in memory any more, and none is brought in."""
+        """Assume none of its rows to be in memory any more, and stop reading them in."""
         self.calm_until = 0.0
         filling, self.filling = self.filling, None
         if filling is not None:
@@ -190,7 +190,7 @@ class Books:
 
 
 def books_of(handle: Handle) -> Books:
-    """Those that are kept of the value of `handle`."""
+    """The `Books` of the value of `handle`, created on first use."""
     if handle.books is None:
         with _LOCK:
             if handle.books is None:
@@ -201,32 +201,32 @@ def books_of(handle: Handle) -> Books:
 
 @dataclass(eq=False)
 class Turns:
-    """What several threads use lot by lot; each lot is in memory until all of them have used it.
+    """What several threads use group by group (a group is a "lot"); a lot stays in memory until all have used it.
 
     Attributes:
-        lots: what is expected to be used at a time.
-        others: bytes that have streamed with a lot, and are in none.
+        lots: the handles expected to be used together.
+        others: bytes that streamed with a lot without being in any.
     """
 
     lots: Sequence[Sequence[Handle]] = ()
     others: int = 0
 
     def __iter__(self) -> Iterator[list[Value]]:
-        """The values of each lot, as far as they are known."""
+        """The tracked values of each lot."""
         for lot in self.lots:
             yield list(dict.fromkeys(value for handle in lot for value in books_of(handle).ranges.values()))
 
 
 class Pool:
-    """Values under one budget. Not thread-safe: the caller holds a lock.
+    """Values under one budget. Not thread-safe: the caller holds the lock.
 
     Attributes:
-        max_memory: bytes that may stay resident; None for what there is room for.
-        fixed_window: bytes that may be read ahead, as the user said, 0 for none; None for as many as do.
-        rate: bytes per second that the disk has given of late; 0 until it is known.
-        turns: of those who use values lot by lot.
-        at_a_time: bytes of each one's lots that stream at most, as far as is known.
-        picked: who stays of the values that are picked.
+        max_memory: bytes that may stay resident; None for as much as there is room for.
+        fixed_window: bytes that may be read ahead, as set by the user, 0 for none; None for the automatic window.
+        rate: recent disk rate in bytes per second; 0 until known.
+        turns: of the users that work lot by lot.
+        at_a_time: most bytes that stream of any lot, per user, as far as is known.
+        picked: which of the picked values stay.
         on_devices: budgets for what stays on accelerators.
     """
 
@@ -246,15 +246,15 @@ class Pool:
         self.on_devices: dict[torch.device, Pool] = {}
         self._available = available
         _POOLS.add(self)
-        self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # by their turn
+        self._values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()  # in order of arrival
         self._total = 0
-        self._planned = 0  # the total that the plan knows of
+        self._planned = 0  # the total when the plan was made
         self._room = 0
         self._looked = float("-inf")
 
     @staticmethod
     def all() -> list[Pool]:
-        """Every pool that is alive."""
+        """All live pools."""
         return list(_POOLS)
 
     @property
@@ -264,19 +264,19 @@ class Pool:
 
     @property
     def reserved(self) -> int:
-        """Bytes of the budget that are kept free for what streams of lots."""
+        """Bytes of the budget reserved for streaming lots."""
         return self._reserve(self.at_a_time)
 
     @property
     def window(self) -> int:
-        """Bytes that may be read ahead, in use, or not yet dropped: as many as the disk gives in a quarter second."""
+        """Bytes that may be read ahead, in use, or not yet dropped: what the disk delivers in a quarter second."""
         if self.fixed_window is not None:
             return self.fixed_window
         return min(max(WINDOW, int(self.rate * _AHEAD)), self.widest)
 
     @property
     def widest(self) -> int:
-        """Bytes that the window may take for the next few values, where these are large."""
+        """Bytes that the window may grow to for the next few values, if these are large."""
         return max(WINDOW, int(self._room * _PART)) if self.fixed_window is None else self.fixed_window
 
     @property
@@ -286,16 +286,16 @@ class Pool:
 
     @property
     def fits(self) -> bool:
-        """Whether all values may stay."""
+        """Whether all values fit in memory."""
         return self._total <= self._room
 
     @property
     def nbytes(self) -> int:
-        """Of all values whose files are in use, or a little more: views of them may overlap."""
+        """Total size of values whose files are in use; may be a little high, as views can overlap."""
         return sum(value.nbytes for value in self.values() if value.has_file)
 
     def spare(self) -> int:
-        """Bytes that there is room for now beside all values."""
+        """Bytes of room left beside all values."""
         return max(0, self._room_now() - self.nbytes)
 
     def _room_now(self) -> int:
@@ -305,11 +305,11 @@ class Pool:
         return max(0, min(self.max_memory, available - self.window))
 
     def values(self) -> list[Value]:
-        """The live ones, in the order in which they came."""
+        """The live ones, in order of arrival."""
         return list(self._values.values())
 
     def add(self, values: Iterable[Value]) -> list[Value]:
-        """Take values in; those that come in the order in which they will be read are best. Gives those to drop."""
+        """Add values, preferably in the order in which they will be read. Returns those to drop."""
         for value in values:
             self._values[next(_TURNS)] = value
             self._total += value.nbytes
@@ -317,10 +317,10 @@ class Pool:
         return self.reconsider()
 
     def reconsider(self, *, anew: bool = False) -> list[Value]:
-        """Look at how much room there is, and plan again if that or the values have changed. Gives those to drop.
+        """Check how much room there is, and plan again if it or the values have changed. Returns those to drop.
 
         Args:
-            anew: look and plan in any case.
+            anew: check and plan in any case.
         """
         now = time.monotonic()
         room = self._room
@@ -335,19 +335,19 @@ class Pool:
         return []
 
     def learn_rate(self, nbytes: int, seconds: float) -> None:
-        """The disk has given so many bytes, in one go."""
+        """The disk delivered so many bytes in one go."""
         if nbytes >= _TELLING and seconds > 0:
             self.rate += (nbytes / seconds - self.rate) * (_RATES if self.rate else 1)
 
     def admit(self, value: Value) -> list[Value]:
-        """`value`, which is picked, is read: it may stay, in place of others that are used less. Gives those."""
+        """`value`, a picked one, is read: it may stay instead of less used ones, which are returned."""
         self.picked.rescale(self._values.values())
-        if value.kept or self.turns:  # what several threads use is all used as often
+        if value.kept or self.turns:  # all values that several threads use are used equally often
             return []
         return cast("list[Value]", self.picked.admit(value))
 
     def doubt(self) -> None:
-        """A value that should be in memory was not: for none of the others it is taken for granted any more."""
+        """A value that should have been in memory was not: don't assume it of any other."""
         for value in self.values():
             value.calm_until = 0.0
 
@@ -368,11 +368,11 @@ class Pool:
         return leaving
 
     def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
-        """What stays: the pinned and the small ones, what is due of lots, and of the others as many as have room.
+        """What stays: pinned and small values, what lots require, and as many of the others as fit.
 
-        What is picked comes last: no value of it is used more often than those that each pass reads.
+        Picked values come last: none of them is used more often than those that every pass reads.
 
-        Where most values are those of the plan before, as few as can be change: what leaves has to be read again.
+        If most values were in the previous plan, few are exchanged: what is evicted has to be read again.
         """
         kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
         picked = [] if self.turns else [value for value in values if value.is_picked and value not in kept]
@@ -389,7 +389,7 @@ class Pool:
         return kept
 
     def _due_of_lots(self, kept: set[Value]) -> list[Value]:
-        """What stays so that no lot streams more than there is room for beside all that stays."""
+        """What has to stay so that no lot streams more than there is room for."""
         lots = [self._streaming(lot, kept) for turns in self.turns for lot in turns]
         others, room = max(turns.others for turns in self.turns), self._room - _size(kept)
         most = min(max(map(_size, lots), default=0), self.most_at_a_time)
@@ -405,7 +405,7 @@ class Pool:
         return due
 
     def _streaming(self, lot: Iterable[Value], kept: set[Value]) -> list[Value]:
-        """What may stream of a lot: what has stayed first, then the larger ones."""
+        """The part of a lot that may stream: what has stayed so far first, then larger ones first."""
         own = [value for value in lot if value.pool is self and value not in kept]
         return sorted(own, key=lambda value: (not value.has_stayed, -value.nbytes))
 
@@ -428,7 +428,7 @@ def _stayed(values: Iterable[Value]) -> list[Value]:
 
 
 def _due(lots: Iterable[list[Value]], most: int) -> list[Value]:
-    """What has to stay so that no lot streams more than so many bytes: little more of each than that."""
+    """What has to stay so that no lot streams more than `most` bytes: little more of each than that."""
     due: dict[Value, None] = {}
     for lot in lots:
         left = _size(lot) - most
@@ -445,7 +445,7 @@ def _due(lots: Iterable[list[Value]], most: int) -> list[Value]:
 
 
 def _spread(values: list[Value], room: int) -> set[Value]:
-    """As many as have room, evenly spread."""
+    """As many as fit, evenly spread."""
     kept: set[Value] = set()
     left = room
     share = left / max(sum(value.nbytes for value in values), 1)

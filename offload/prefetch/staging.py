@@ -1,9 +1,9 @@
 """Copies of values to an accelerator, through memory that is pinned once.
 
 Always true:
-- while the device reads one slot, the CPU fills the other; a slot is filled again only after its copy has ended
-- what is given is ready for the stream that is current where it was asked for, and is not waited for here
-- nothing is pinned a value; small values, and devices without streams, get a plain copy
+- while the device reads one slot, the CPU fills the other; a slot is refilled only after its copy has ended
+- a copy is ordered before later work on the stream that was current at the call; the call does not wait for it
+- no memory is pinned per value; small values, and devices without streams, get a plain copy
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from offload.storage.modes import no_functions, no_modes
 
 _SLOT = 32 << 20  # bytes
 _SLOTS = 2
-_STAGED = 1 << 20  # bytes from which a value goes through the slots
-_NEEDED = ("Stream", "Event", "stream", "current_stream")  # of a device's module in torch
+_STAGED = 1 << 20  # smallest size in bytes that goes through the slots
+_NEEDED = ("Stream", "Event", "stream", "current_stream")  # what a device's torch module must have
 
 
 def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
@@ -36,38 +36,38 @@ def send(values: torch.Tensor, target: torch.device) -> torch.Tensor:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until what was sent to a device is there, for all of its streams."""
+    """Wait until everything sent to a device has arrived, for all of its streams."""
     torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def lend(values: torch.Tensor, device: torch.device) -> None:
-    """Have memory that stays on a device not be taken for something else before the current stream is done with it."""
+    """Keep memory that stays on a device from being reused before the current stream is done with it."""
     values.record_stream(torch.get_device_module(device).current_stream(device))
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Pinned memory, and the event that ends the last copy out of it."""
+    """Pinned memory, and the event that marks the end of the last copy from it."""
 
     memory: torch.Tensor
     copied: Any
 
 
 class Staging:
-    """The way to one device."""
+    """The path to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
         self._slots = itertools.cycle([Slot(_pinned(_SLOT), self._module.Event()) for _ in range(_SLOTS)])
-        self._uses: deque[Any] = deque()  # events: what the values sent before were used for has ended
+        self._uses: deque[Any] = deque()  # events: the use of each previously sent value has ended
         self._lock = fork_safe_lock()
 
     def send(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of bytes on the device."""
+        """A copy of the bytes on the device."""
         with self._lock:
-            with self._module.stream(self._stream):  # memory from this stream's pool: nobody else's work is waited for
+            with self._module.stream(self._stream):  # allocated from this stream's pool: waits for nobody else's work
                 copy = torch.empty(len(source), dtype=torch.uint8, device=self._device)
                 for part, place in zip(source.split(_SLOT), copy.split(_SLOT), strict=True):
                     slot = self._copy(part, place)
@@ -78,7 +78,7 @@ class Staging:
             return copy
 
     def _pace(self, here: Any) -> None:
-        """The CPU may run ahead of the device, but not by more than some values: they take memory there."""
+        """The CPU may run ahead of the device, but only by a few values: they take memory there."""
         use = self._module.Event()
         use.record(here)
         self._uses.append(use)

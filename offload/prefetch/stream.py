@@ -1,11 +1,11 @@
-"""What each thread has read, and will read, within the window that all threads share.
+"""What each thread has read, and will read next, within the window that all threads share.
 
 Always true:
-- the order is learned from the last two reads of each thread; where it has branched before, it is followed only after
-  it has been seen twice
-- what is picked, as an expert, is no part of the order, which goes on past it: it is ahead once an op says so
-- what is ahead, and what streams and is in use, is counted in `in_flight` until it is used, dropped or forgotten
-- what a lease holds stays until the lease moves on; a part of the budget has been kept free for it
+- the order is learned from the last two reads of each thread; where it has branched before, it is followed only once it
+  has been seen twice
+- picked values, such as experts, are not part of the order, which goes on past them: they are ahead once an op says so
+- what is ahead, and what streams and is in use, counts as `in_flight` until it is used, dropped or forgotten
+- what a lease holds stays until the lease moves on; a part of the budget is reserved for it
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from offload.prefetch.reader import Reader
 from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Turns, Value, books_of, let_go, log
 from offload.storage.handle import Handle
 
-_LEAST_AHEAD = 3  # values, where there is room for them: while one is used, one is here, and one on its way
-_MOST_STEPS = 256  # that the order is followed at a time
-_NEARLY = 0.75  # of the window: with more in flight, the order is not followed on yet
-_PATIENCE = 2  # reads in a row that were not expected, until what is ahead is given up
+_LEAST_AHEAD = 3  # values, if there is room: one in use, one here, one on its way
+_MOST_STEPS = 256  # steps to follow the order at a time
+_NEARLY = 0.75  # of the window: with more in flight, don't follow the order yet
+_PATIENCE = 2  # unexpected reads in a row until what is ahead is given up
 _OVERDUE = 8  # reads that may overtake a value that is ahead
-_FORGET = 5.0  # seconds after which a thread that reads no more loses its part of the window
+_FORGET = 5.0  # seconds without a read after which a thread loses its part of the window
 
 
 class Streams:
-    """Those of all threads. Its methods, and theirs, are called under the reader's lock."""
+    """The streams of all threads. Methods here and in `Stream` are called under the reader's lock."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -38,7 +38,7 @@ class Streams:
         self._local = threading.local()
 
     def own(self) -> Stream:
-        """That of the running thread."""
+        """The stream of the running thread."""
         stream: Stream | None = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = Stream(self)
@@ -48,36 +48,36 @@ class Streams:
         return stream
 
     def join(self, stream: Stream) -> None:
-        """Have the running thread read as one with others."""
+        """Make the running thread read as one with others."""
         self._local.stream = stream
 
     def give_up_own(self) -> None:
-        """Let go of everything that is ahead for the running thread."""
+        """Drop everything that is ahead for the running thread."""
         stream: Stream | None = getattr(self._local, "stream", None)
         if stream is not None:
             stream.give_up()
 
     def reap(self) -> None:
-        """Take their part of the window from threads that have ended, or read no more."""
+        """Take the window share of threads that have ended or stopped reading."""
         for stream in [stream for stream in self.live if stream.is_idle()]:
             stream.give_up()
             self.live.remove(stream)
 
     def in_flight(self) -> int:
-        """Bytes that are ahead, that stream and are in use, or that have not gone yet."""
+        """Bytes that are ahead, that stream and are in use, or that are still being dropped."""
         return sum(stream.in_flight for stream in self.live) + self.reader.leaving_bytes
 
     def share(self, window: int) -> int:
-        """The part of a window that is for one thread."""
+        """One thread's part of a window."""
         return window // max(len(self.live), 1)
 
 
 class Stream:
-    """What one thread has read, and will read.
+    """What one thread has read, and will read next.
 
     Attributes:
-        in_flight: bytes that are ahead, and bytes that stream and are in use or just used.
-        lease: what holds its values, if several threads read as one.
+        in_flight: bytes that are ahead, or that stream and are in use or just used.
+        lease: holds its values, if several threads read as one.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -90,23 +90,23 @@ class Stream:
         self._before: Value | None = None
         self._last: Value | None = None
         self._walked: tuple[Value | None, Value | None] = (None, None)  # how far the order has been followed
-        self._ahead: OrderedDict[Value, int] = OrderedDict()  # and at which move each is due
+        self._ahead: OrderedDict[Value, int] = OrderedDict()  # and the move at which each is due
         self._moves = 0
         self._surprises = 0  # in a row
-        self._picked = 0  # bytes that were picked last, for which room is left in the window
-        self._used: deque[Value] = deque()  # of those that stream
+        self._picked = 0  # bytes picked last; the window keeps room for as much
+        self._used: deque[Value] = deque()  # streaming values only
 
     def expects(self, value: Value) -> bool:
         """Whether a value was read ahead for this thread."""
         return value in self._ahead
 
     def is_idle(self) -> bool:
-        """Whether its thread has ended, or reads no more."""
+        """Whether its thread has ended or stopped reading."""
         thread = self._thread()
         return thread is None or not thread.is_alive() or time.monotonic() - self._touched > _FORGET
 
     def move_to(self, value: Value) -> None:
-        """The thread reads `value` now: learn that, and read ahead from there."""
+        """The thread reads `value` now: learn from it, and read ahead from there."""
         self._touched = time.monotonic()
         if value is self._last:
             return
@@ -115,7 +115,7 @@ class Stream:
         self._use(value)
         if not self._ahead:
             self._walked = (self._before, self._last) if value.is_picked else (self._last, value)
-        if value.nbytes > SMALL and not value.is_picked:  # small values are read once, and are no part of it either
+        if value.nbytes > SMALL and not value.is_picked:  # small values are read once, and are not part of it either
             if self._last is not None:
                 self._last.learn(self._before, value)
             self._before, self._last = self._last, value
@@ -123,13 +123,13 @@ class Stream:
             self._read_ahead()
 
     def bring_soon(self, values: Sequence[Value]) -> None:
-        """These are about to be read, in this order: before what else is ahead."""
+        """These are about to be read, in this order: before everything else that is ahead."""
         new = [value for value in dict.fromkeys(values) if value.state == AWAY and value not in self._ahead]
         self._picked = sum(value.nbytes for value in new)
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
 
     def give_up(self) -> None:
-        """Let everything go."""
+        """Drop everything."""
         self._forget(len(self._ahead))
         while self._used:
             self._drop(self._used.popleft())
@@ -137,13 +137,13 @@ class Stream:
         self._surprises = self.in_flight = 0
 
     def _arrive(self, value: Value) -> None:
-        """Take a value out of those ahead, and forget those that do not come, though they are due."""
+        """Take a value out of those ahead, and forget those that are overdue."""
         if self._ahead.pop(value, None) is not None:
             self.in_flight -= value.nbytes
             self._surprises = 0
         elif value.nbytes > SMALL and not value.is_picked:
             self._surprises += 1
-        if self.lease is not None:  # what one thread does not ask for, the next one may
+        if self.lease is not None:  # what one thread does not use, the next one may
             return
         if self._surprises > _PATIENCE:
             self._forget(len(self._ahead))
@@ -151,7 +151,7 @@ class Stream:
             self._forget(1)
 
     def _use(self, value: Value) -> None:
-        """One op may use several values, so those that stream are dropped a little after their use."""
+        """An op may use several values, so streaming ones are dropped slightly after their use."""
         value.is_leaving = False
         if value.kept or (self.lease is not None and self.lease.holds(value)):
             return
@@ -165,7 +165,7 @@ class Stream:
             self._drop(self._used.popleft())
 
     def _forget(self, count: int) -> None:
-        """The next `count` values were not asked for after all."""
+        """The next `count` values were not needed after all."""
         for _ in range(count):
             value, _ = self._ahead.popitem(last=False)
             if value.state != QUEUED:
@@ -174,7 +174,7 @@ class Stream:
 
     def _drop(self, value: Value) -> None:
         self.in_flight -= value.nbytes
-        if value in self._ahead:  # it comes again soon
+        if value in self._ahead:  # it will be needed again soon
             return
         if value.state != READ:
             value.state = AWAY
@@ -197,7 +197,7 @@ class Stream:
         self._walked = (before, last)
 
     def _put_ahead(self, value: Value) -> bool:
-        """Count a value as ahead, if the window takes it."""
+        """Count a value as ahead, if it fits in the window."""
         if not self._has_room(value):
             return False
         self._ahead[value] = self._moves + len(self._ahead)
@@ -205,9 +205,9 @@ class Stream:
         return True
 
     def _has_room(self, value: Value) -> bool:
-        """Whether the window takes a value.
+        """Whether the window has room for a value.
 
-        For the next few it may be wider; where nothing is ahead of any thread, it takes one that is larger still.
+        It may be wider for the next few values; if no thread has anything ahead, it takes even a larger one.
         """
         if value.pool.window == 0:
             return False
@@ -224,14 +224,14 @@ class Stream:
         return self.in_flight + value.nbytes <= share and streams.in_flight() + value.nbytes <= window
 
     def _is_few(self) -> bool:
-        """Whether less is ahead than there should be: what is small, or picked, does not count."""
+        """Whether less is ahead than there should be: small and picked values don't count."""
         return sum(value.nbytes > SMALL and not value.is_picked for value in self._ahead) < _LEAST_AHEAD
 
 
 class Lease:
     """Values that several threads use one after the other, and that stay until all of them have.
 
-    The threads read as one: in the order of the first of them, since the others find everything in memory.
+    The threads read as one, in the order of the first of them: the others find everything in memory.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -240,12 +240,12 @@ class Lease:
         self._stream.lease = self
         self._lots: Sequence[Sequence[Handle]] = ()
         self._held: dict[Value, None] = {}
-        self._bytes: dict[Pool, int] = {}  # that are held
+        self._bytes: dict[Pool, int] = {}  # held, per pool
         self._turns: dict[Pool, Turns] = {}
         self._has_told = self._has_ended = False
 
     def expect(self, lots: Sequence[Sequence[Handle]]) -> None:
-        """Have room for these lots: each of them is what is used until the lease moves on. Others may be used too."""
+        """Reserve room for these lots, each used until the lease moves on. Other values may be used, too."""
         leaving: list[Value] = []
         try:
             with self._streams.reader.lock:
@@ -257,7 +257,7 @@ class Lease:
             let_go(leaving)
 
     def join(self) -> None:
-        """Have the running thread read as one with the others."""
+        """Make the running thread read as one with the others."""
         with self._streams.reader.lock:
             self._streams.join(self._stream)
 
@@ -280,7 +280,7 @@ class Lease:
             let_go(leaving)
 
     def end(self) -> None:
-        """Let go of everything, and of the room."""
+        """Release everything, and the reserved room."""
         self._has_ended = True
         self.move_on()
         leaving: list[Value] = []
@@ -297,7 +297,7 @@ class Lease:
     # Under the lock
 
     def holds(self, value: Value) -> bool:
-        """Whether a value that is used now stays: it does if there is room for it."""
+        """Whether a value used now stays: it does if there is room for it."""
         if value.is_held or self._has_ended:
             return value.is_held
         pool = value.pool
@@ -311,7 +311,7 @@ class Lease:
         return True
 
     def _take_part(self, pool: Pool, held: Iterable[Value] = ()) -> list[Value]:
-        """Have a budget keep room for the lots, and for what was held beside them. Gives what has to leave."""
+        """Reserve room in a budget for the lots, and for what was held beside them. Returns what has to be dropped."""
         turns = self._turns.get(pool)
         if turns is None:
             turns = self._turns[pool] = Turns(self._lots)

@@ -1,9 +1,9 @@
-"""Tables that rows are picked from, such as embeddings: which rows are in memory, and which are to come.
+"""Tables that rows are picked from, such as embeddings: which rows are in memory, and which will be needed.
 
 Always true:
-- rows that are picked are read without what lies around them, all of them announced before the first is waited for
-- a table that has room beside the values that stay is brought in as a whole, once much of it was read row by row
-- while all of a table is taken to be in memory, a pick costs next to nothing more
+- picked rows are read without what is around them, and all reads are started before waiting for the first
+- a table that fits beside the values that stay is read in as a whole once much of it has been read row by row
+- while all of a table is assumed to be in memory, a pick has almost no extra cost
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from offload.prefetch.residency import Books, books_of
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached, has_holes
 
-_LOOKED_AT = 8  # rows that are looked at, whether they are in memory
+_LOOKED_AT = 8  # rows to check for being in memory
 
 
 def has_rows_here(handle: Handle) -> bool:
-    """Whether all rows of a table are taken to be in memory; asked for at each pick, so it costs next to nothing."""
+    """Whether all rows of a table are assumed to be in memory; called for each pick, so it has to be cheap."""
     books = handle.books
     if type(books) is not Books:
         return False
@@ -36,10 +36,10 @@ def has_rows_here(handle: Handle) -> bool:
 
 
 def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
-    """Begin to read rows of a view that are about to be picked, each without what lies around it.
+    """Start reading rows of a view that are about to be picked, each without what is around it.
 
     Args:
-        rows: their numbers, from 0, on the CPU; others than those of rows are passed over.
+        rows: their indices, from 0, on the CPU; out-of-range ones are ignored.
     """
     mapped = handle.file.mapping(shared=handle.owned)
     if mapped is None or not rows.numel():
@@ -53,7 +53,7 @@ def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
     books = books_of(handle)
     if not missing:
         if type(books.filling) is Filling:
-            books.filling.take()  # its mapping is that of the file
+            books.filling.take()  # its mapping is the file's
         if are_cached(mapped.data_ptr() + start, length):
             books.calm_until = monotonic() + CALM
         return
@@ -64,7 +64,7 @@ def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _missed(handle: Handle, books: Books, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
-    """So many rows, each on pages of so many bytes, are read from the disk one by one: it may be time for all."""
+    """So many rows, each on pages of so many bytes, have to be read one by one: it may be time to read all."""
     if type(books.filling) is not Filling:
         books.filling = Filling(books.pool or POOL, in_huge_pages=not handle.owned)
     books.filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
@@ -75,14 +75,14 @@ def _whole(handle: Handle, mapped: torch.UntypedStorage) -> torch.Tensor | None:
     try:
         if has_holes(os.stat(handle.file.path)):
             return None
-    except OSError:  # it was removed, and what is mapped is left
+    except OSError:  # it was deleted; only the mapping is left
         return None
     start, length = handle.extent
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(mapped, start, (length,), (1,))
 
 
 def runs_of(numbers: list[int], count: int, between: int = 0) -> Iterator[tuple[int, int]]:
-    """Runs of sorted numbers from 0 to `count`, first and end; what lies between two of a run is not more than that."""
+    """Runs (first, end) of sorted numbers from 0 to `count`; gaps of up to `between` don't split a run."""
     begin = end = -1
     for number in numbers:
         if not 0 <= number < count:
