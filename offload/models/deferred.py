@@ -2,10 +2,11 @@
 
 Always true:
 - nothing is read before it is stored, or an op needs its numbers
-- stacking, joining, cutting, casting and making contiguous are recorded, and so are another order of rows or columns
-  and arithmetic with a number; parts are offloaded tensors, or views of them
+- stacking, joining, cutting, casting and making contiguous are recorded, and so are another order of rows or columns,
+  arithmetic with a number, and rows that are set to a number; parts are offloaded tensors, or views of them
 - what comes of it is a recipe over what is stored: nothing is written, unless it is asked for
-- at its first write it goes to a file of its own, which its views see, and what was copied from it before does not
+- at its first write of another kind it goes to a file of its own; its views see each write, and what was copied from it
+  before does not
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
 from offload.tensor.guests import CPU, whole_twin
-from offload.tensor.recipes import Decode, Decoded, Piece
+from offload.tensor.recipes import Decode, Decoded, Piece, stored_in
 from offload.tensor.rules import written_arguments
 from offload.tensor.wrapper import (
     OffloadedTensor,
@@ -424,6 +425,44 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), twin)
 
 
+def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Rows that are set to a number, as some models do to a padding's row: they are joined with the others."""
+    tensor, *values = args
+    rows = _rows_in_root(tensor) if isinstance(tensor, DeferredTensor) and not kwargs else None
+    if rows is None or not all(map(_is_number, values)):
+        return _compute(func, args, kwargs)
+    body, root = tensor._body, tensor._root
+    if any(handle.owned for handle in stored_in(handle_of(part.source) for part in body.parts)):  # it has been written
+        return _compute(func, args, kwargs)
+    number = func(torch.empty((), dtype=tensor.dtype), *values).item()
+    whole = _wrapped(body, root, (), root, body.parts)
+    before, old, after = (
+        _cut(_aten.slice.Tensor, (whole, 0, *run), {}) for run in ((0, rows[0]), rows, (rows[1], len(root)))
+    )
+    new = _row_by_row(old, partial(_applied, name="aten::fill.Scalar", others=(number,)), old._twin)
+    joined = _cat(_aten.cat.default, ([before, new, after],), {})
+    body.become(wrap_handle(Handle.compose(joined.assembly.recipe(), "deferred"), CPU))
+    return tensor
+
+
+def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
+    """The rows of its body that it is, the first and the end; None if it is not some of them, whole."""
+    root, twin = tensor._root, tensor._twin
+    is_plain = root.dtype == twin.dtype and not (twin.is_conj() or twin.is_neg())
+    if not (is_plain and root.dim() and twin.numel() and root.is_contiguous() and twin.is_contiguous()):
+        return None
+    step = root.numel() // len(root)
+    (first, left), (count, more) = divmod(int(twin.storage_offset()), step), divmod(twin.numel(), step)
+    return None if left or more else (first, first + count)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one, or a tensor of one in memory."""
+    return isinstance(value, (bool, int, float)) or (
+        type(value) is torch.Tensor and value.dim() == 0 and value.device == CPU
+    )
+
+
 def _row_by_row(tensor: DeferredTensor, decode: Decode, twin: torch.Tensor) -> DeferredTensor:
     """What a function makes of rows."""
     source = tensor.settled()
@@ -491,6 +530,7 @@ _RULES: dict[Any, Rule] = {
     _aten.neg.default: _each,
     _aten.log.default: _each,
     _aten.exp.default: _each,
+    **dict.fromkeys((_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default), _fill),
 }
 _FOR_ANY_STRIDES = {
     _aten.expand.default,

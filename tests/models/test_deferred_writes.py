@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import offload
 from offload.errors import UnsupportedOpError
 from offload.models.deferred import DeferredTensor, deferred
-from offload.tensor import rules
+from offload.tensor import recipes, rules
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_checkpoint_is_not_written_to(way, checkpoint, stored):
 @torch.no_grad()
 def test_in_a_named_folder_it_has_its_own_name(way, stored, tmp_path):
     tensor = one_of(way, stored)
-    tensor.zero_()
+    tensor.mul_(0)
 
     value = tensor.stored("x", tmp_path / "values")
 
@@ -202,18 +202,135 @@ def test_data_of_another_kind_is_refused(stored, numbers):
     assert torch.equal(numbers, tensor.materialize())
 
 
-def test_a_model_that_sets_some_of_its_values_while_it_is_loaded(tmp_path):
-    """zaya's `_init_weights` does so also where the checkpoint has them; here cast besides."""
-    from transformers import ZayaForCausalLM
+# Rows that are set to a number
+
+
+def set_by_item(rows, number):
+    rows[...] = number
+
+
+SETTINGS = {
+    "an item": set_by_item,
+    "fill_": torch.Tensor.fill_,
+    "fill_ with a tensor": lambda rows, number: rows.fill_(torch.tensor(number)),
+    "copy_": lambda rows, number: rows.copy_(torch.tensor(number)),
+    "zero_": lambda rows, number: rows.zero_(),
+}
+
+
+@pytest.mark.parametrize("rows", [0, -1, slice(1, 3), slice(None)], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("way", [way for name, way in WAYS.items() if name != "computed"])  # which is in our file
+@torch.no_grad()
+def test_rows_are_set_to_a_number_and_nothing_is_written(way, setting, rows, stored, numbers, tmp_path, private_place):
+    """They are part of the recipe, in the named folder too; views see them, and copies made before do not."""
+    plain = way(numbers.clone(), numbers + 100).clone()
+    copied, tensor = plain.clone(), one_of(way, stored)
+    before, view, parameter = tensor.clone(), tensor[1:], torch.nn.Parameter(tensor)
+
+    for one in (plain, parameter):
+        setting(one[rows], -1.0 / 3)
+
+    for expected, found in ((plain, tensor), (plain[1:], view), (copied, before), (plain, parameter)):
+        assert torch.equal(expected, found.materialize())
+    assert torch.equal(plain, tensor.stored("x", tmp_path / "values").materialize())
+    assert {} == contents(private_place)
+    assert not (tmp_path / "values").exists()
+
+
+@torch.no_grad()
+def test_rows_may_be_set_again_and_then_written_to(stored, numbers):
+    def written(tensor):
+        tensor[0] = 5.0
+        tensor[0:2].fill_(7)
+        copied = tensor.clone()
+        tensor[2].add_(1)
+        tensor[1] = 9.0
+        return tensor, copied
+
+    for expected, found in zip(written(numbers.clone()), written(deferred(stored["w"])), strict=True):
+        assert torch.equal(expected, found.materialize())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda one: one[:, 1],
+        lambda one: one.t()[2],
+        lambda one: one[1, 1:3],
+        lambda one: one[:2, :2],
+        lambda one: one[2].view(torch.int32),
+    ],
+)
+@torch.no_grad()
+def test_what_are_no_whole_rows_is_written_to(part, stored, numbers):
+    def written(tensor):
+        part(tensor).fill_(7)
+        return tensor
+
+    assert torch.equal(written(numbers.clone()), written(deferred(stored["w"])).materialize())
+
+
+@torch.no_grad()
+def test_rows_of_what_was_written_to_go_to_the_folder_that_is_named(stored, numbers, tmp_path):
+    """The value in a private folder would go with it."""
+    tensor = deferred(stored["w"])
+    tensor.mul_(2)
+    copied = tensor.clone()
+    tensor[0] = 5.0
+
+    value = tensor.stored("x", tmp_path / "values")
+
+    assert (tmp_path / "values" / "x.safetensors") == value.offload_path
+    assert [[5.0] * 4, *(numbers * 2).tolist()[1:]] == value.tolist()
+    assert torch.equal(numbers * 2, copied.materialize())
+
+
+@torch.no_grad()
+def test_a_number_that_has_no_place_is_refused_at_once(stored, numbers):
+    tensor = deferred(stored["w"])
+
+    with pytest.raises(RuntimeError, match="without overflow"):
+        tensor[0].fill_(1e300)
+
+    assert torch.equal(numbers, tensor.materialize())
+
+
+@torch.no_grad()
+def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monkeypatch):
+    """The others are not read, nor is there room made for them."""
+    table = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
+    save_file({"w": table}, tmp_path / "model.safetensors")
+    tensor = deferred(offload.load_file(tmp_path / "model.safetensors")["w"])
+    tensor[3] = 0.0
+    value = tensor.stored("x")
+    made, room = [], recipes.room
+    monkeypatch.setattr(recipes, "room", lambda layout: made.append(layout.nbytes) or room(layout))
+
+    found = torch.nn.functional.embedding(torch.tensor([3, 4, 1023, 3]), value)
+
+    table[3] = 0.0
+    assert torch.equal(table[[3, 4, 1023, 3]], found)
+    assert made
+    assert max(made) <= 2 * table[0].nbytes
+
+
+@pytest.mark.parametrize(("name", "class_name"), [("zaya", "ZayaForCausalLM"), ("chinese_clip", "ChineseCLIPModel")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_sets_some_of_its_values_while_it_is_loaded(name, class_name, dtype, tmp_path, private_place):
+    """Their `_init_weights` do so also where the checkpoint has them; that writes nothing."""
+    import transformers
 
     from bench.architectures import prepared
 
-    folder = prepared("zaya", "ZayaForCausalLM", tmp_path).folder
-    plain = ZayaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model_class = getattr(transformers, class_name)
+    folder = prepared(name, class_name, tmp_path).folder
+    plain = model_class.from_pretrained(folder, dtype=dtype)
 
-    model = offload.from_pretrained(folder, dtype=torch.bfloat16)
+    model = offload.from_pretrained(folder, model_class=model_class, dtype=dtype)
 
     theirs, ours = plain.state_dict(), model.state_dict()
     assert list(theirs) == list(ours)
     assert all(torch.equal(theirs[name], offload.materialize(ours[name])) for name in theirs)
     assert all(map(offload.is_offloaded, model.parameters()))
+    assert {} == contents(private_place)
