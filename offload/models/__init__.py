@@ -1,26 +1,26 @@
-"""A model and its checkpoint: filled, moved to disk, changed value by value, and saved.
+"""Models and checkpoints: filling a model, moving it to disk, changing its values, and saving it.
 
 Always true:
-- loading writes nothing: what lies in a checkpoint as the model wants it is referenced there, and what has to be
-  joined, cut, cast or decoded first is a recipe over that; only what lies in a pickle as no tensor can is copied
+- loading writes nothing: values that are stored the way the model wants them are referenced, and what has to be
+  joined, cut, cast or decoded first becomes a recipe over them; only pickled values that can't be mapped are copied
 - tied weights are one parameter, over one file
-- a checkpoint is replaced whole or not at all, and a value is the old one or the new one
-- what is copied or replaced goes through memory value by value, or in pieces
+- a checkpoint is replaced as a whole or not at all, and a value is either the old one or the new one
+- what is copied or replaced goes through memory one value at a time, or in pieces
 
 | module | what |
 | --- | --- |
 | `checkpoint` | a checkpoint as a mapping from names to stored values |
-| `distributed` | what many processes have written by torch.distributed.checkpoint |
+| `distributed` | checkpoints written by many processes with torch.distributed.checkpoint |
 | `device_map` | which tensor goes where |
-| `loader` | a model, empty or in memory, filled and moved: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
-| `slots` | a model's tensors, each once, under all their names |
-| `deferred` `assembly` | a tensor that is still to be put together from stored ones, and doing that |
-| `forms` | the forms that weights are packed in: recipes of dense ones |
-| `pretrained` `hooks` | what transformers and accelerate have a say in: names, forms, and where weights are held |
-| `values` `journal` | many values, replaced one at a time: `map_values`, and what is noted of its runs |
-| `saving` `conversion` | a checkpoint written: `save_checkpoint`, and another one in another form |
-| `companions` | what lies beside the weights of a transformers model: configuration, tokenizer, code |
-| `verify` | whether a checkpoint is whole |
+| `loader` | fills a model, empty or not, and moves it: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
+| `slots` | a model's distinct tensors, each under all its names |
+| `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
+| `forms` | packed weight formats, as recipes of dense weights |
+| `pretrained` `hooks` | what transformers and accelerate decide: names, formats, and where weights are held |
+| `values` `journal` | replacing many values one at a time, `map_values`, and the record of its runs |
+| `saving` `conversion` | writing a checkpoint, `save_checkpoint`, and converting one to another form |
+| `companions` | the files beside a transformers model's weights: configuration, tokenizer, code |
+| `verify` | checks that a checkpoint is complete |
 """
 
 import logging

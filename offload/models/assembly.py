@@ -1,7 +1,7 @@
-"""How a value is put together from stored ones; as a recipe, in a file, or in memory.
+"""How a value is put together from stored ones: as a recipe, in a file, or in memory.
 
 Always true:
-- parts are offloaded tensors, or views of them, and cover the whole; nothing is read before it is put together
+- parts are offloaded tensors or views of them, and cover the whole; nothing is read until the value is needed
 - it is put together block by block, whatever its size
 """
 
@@ -24,11 +24,11 @@ from offload.torch_api import DisableTorchFunctionSubclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a value.
+    """A part of a value.
 
     Attributes:
-        source: its numbers: on disk, on the CPU, of as many dimensions as the whole, perhaps of another dtype.
-        start: where its first element is in the whole.
+        source: its numbers: on disk, on the CPU, with as many dimensions as the whole, possibly of another dtype.
+        start: the index of its first element in the whole.
     """
 
     source: OffloadedTensor
@@ -39,31 +39,31 @@ class Part:
 
 
 def as_parts(source: OffloadedTensor) -> tuple[Part, ...]:
-    """A tensor as the only part of itself."""
+    """A tensor as its own only part."""
     return (Part(source, (0,) * len(current_twin(source).shape)),)
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A value that is to be put together.
+    """A value to be put together.
 
     Attributes:
-        parts: of what.
-        twin: on the meta device: the shape, dtype and strides that it will have.
+        parts: what it consists of.
+        twin: a meta tensor with the shape, dtype and strides of the result.
     """
 
     parts: tuple[Part, ...]
     twin: torch.Tensor
 
     def as_it_is(self) -> OffloadedTensor | None:
-        """The only part, if that is the value with its dtype and strides; else None."""
+        """The only part, if its shape, dtype and strides are those of the value; else None."""
         (part, *others) = self.parts
         with DisableTorchFunctionSubclass():
             has, wanted = ((one.shape, one.dtype, one.stride()) for one in (part.source, self.twin))
         return part.source if has == wanted and not others else None
 
     def steps(self) -> str:
-        """What is done to what is stored, in words."""
+        """What is done to the stored values, in words."""
         with DisableTorchFunctionSubclass():
             dtypes = sorted({str(part.source.dtype) for part in self.parts} - {str(self.twin.dtype)})
             is_turned = len(self.parts) == 1 and self.parts[0].source.stride() != self.twin.stride()
@@ -73,9 +73,9 @@ class Assembly:
         return ", ".join(said) or "a part of another value"
 
     def recipe(self) -> Joined:
-        """How it is put together at each read."""
+        """The recipe that puts it together at each read."""
         with no_functions(), no_modes():
-            twins: dict[Any, torch.Tensor] = {}  # thousands of experts are cut alike
+            twins: dict[Any, torch.Tensor] = {}  # thousands of experts share their layout
             pieces = []
             for part in self.parts:
                 twin = current_twin(part.source)
@@ -84,7 +84,7 @@ class Assembly:
             return Joined(layout_of(self.twin), pieces, [part.start for part in self.parts])
 
     def in_file(self, name: str, offload_dir: str | os.PathLike[str] | None, device: torch.device) -> OffloadedTensor:
-        """The value in a new file, in the layout of the twin.
+        """The value in a new file, with the layout of the twin.
 
         Raises:
             WriteError, NameInUseError, ForeignFileError, CorruptFileError
@@ -95,7 +95,7 @@ class Assembly:
         return wrap_handle(handle, device)
 
     def in_memory(self, device: torch.device) -> torch.Tensor:
-        """The value as a plain tensor; as a quantized one, if it is of such a class."""
+        """The value as a plain tensor, or as a quantized one if it is stored as such."""
         source = self.as_it_is()
         if source is not None and handle_of(source).is_subclass:
             return copied(mapped_value(source), device)

@@ -2,8 +2,8 @@
 
 Always true:
 - opening one reads headers and the index, no values
-- every name has a value in a file that is there and whole, or there is an error that names both
-- nothing outside the checkpoint's folder is opened, and nothing in a pickle is run
+- every name has a value in a complete, existing file, or an error names both
+- nothing outside the checkpoint's folder is opened, and nothing in a pickle is executed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from offload.tensor.guests import CPU
 from offload.tensor.recipes import Joined, Piece
 from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
 
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # what a model's folder has beside weights and code
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # files beside weights and code
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = ".index.json"
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.\w+$")
@@ -43,14 +43,14 @@ _BESIDE = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value in a file: an entry, or a tensor subclass that takes several."""
+    """A value in a file: one entry, or several that make up a tensor subclass."""
 
     file: TensorFile
     key: str
 
     @property
     def layout(self) -> Layout | None:
-        """Its layout, dense; None for a tensor subclass, and for what torch can't read."""
+        """Its layout, dense; None for a tensor subclass, or if torch can't read it."""
         if self.key in self.file.header.kinds:
             return dense_layout(self.file, self.key)
         found = self.file.entries.get(self.key) or self.file.header.loose.get(self.key)
@@ -58,7 +58,7 @@ class StoredValue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data, packed where it is; 0 for what torch can't read."""
+        """Bytes of its data as stored, packed or not; 0 if torch can't read it."""
         if self.key in self.file.header.kinds:
             return self.file.entries[self.key].layout.nbytes
         layout = self.layout
@@ -68,11 +68,11 @@ class StoredValue:
 
     @property
     def files(self) -> tuple[TensorFile, ...]:
-        """Those that it is in."""
+        """The files it is in."""
         return (self.file,)
 
     def handle(self, _: str, offload_dir: PathLike | None = None) -> Handle:
-        """The value, referenced where it is."""
+        """The value, referenced in place."""
         if self.key in self.file.header.loose:
             log.debug("%s is copied: no tensor can be over it where it lies in %s", self.key, self.file.path)
         return referenced(self.file, self.key, offload_dir)
@@ -80,10 +80,10 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class ShardedValue:
-    """A value that lies in parts.
+    """A value stored in several shards.
 
     Attributes:
-        shards: the parts, each with the place of its first element in the whole.
+        shards: each with the index of its first element in the whole.
     """
 
     layout: Layout
@@ -91,12 +91,12 @@ class ShardedValue:
 
     @property
     def file(self) -> TensorFile:
-        """That of the first part."""
+        """The file of the first shard."""
         return self.shards[0][0].file
 
     @property
     def key(self) -> str:
-        """Of the first part in its file."""
+        """The key of the first shard in its file."""
         return self.shards[0][0].key
 
     @property
@@ -106,7 +106,7 @@ class ShardedValue:
 
     @property
     def files(self) -> tuple[TensorFile, ...]:
-        """Those that it is in."""
+        """The files it is in."""
         return tuple({shard.file.path: shard.file for shard, _ in self.shards}.values())
 
     def handle(self, name: str, offload_dir: PathLike | None = None) -> Handle:
@@ -123,8 +123,8 @@ class Checkpoint(Mapping[str, Value]):
 
     Attributes:
         path: the file or folder.
-        is_offload_folder: whether these are per-name files that `offload` wrote.
-        ties: names that have no value here, each with the one whose value is also theirs.
+        is_offload_folder: whether it is a folder of single-value files that `offload` wrote.
+        ties: names without a value of their own, each with the name whose value they share.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class Checkpoint(Mapping[str, Value]):
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is a GGUF file, whose tensors have other names than those of a model of transformers."""
+        """Whether it is a GGUF file, whose tensor names differ from those of transformers models."""
         return any(ARCHITECTURE in file.header.metadata for value in self.values() for file in value.files)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What its files say in their headers beside tensors."""
+        """The metadata in the headers of its files."""
         files = {file.path: file for value in self.values() for file in value.files}
         return {key: said for file in files.values() for key, said in file.header.metadata.items()}
 
@@ -169,13 +169,13 @@ class Checkpoint(Mapping[str, Value]):
     def tensors(
         self, offload_dir: PathLike | None = None, devices: Mapping[str, torch.device] | None = None
     ) -> dict[str, OffloadedTensor]:
-        """Its values as tensors, referenced where they are.
+        """Its values as tensors, referenced in place.
 
-        In an offload folder that is `offload_dir` itself they are open to be written.
+        Values of an offload folder that is `offload_dir` itself are opened for writing.
 
         Args:
-            offload_dir: where they go at their first write; None for a private folder.
-            devices: the names of those that are wanted, each with where ops on it run; None for all, on the CPU.
+            offload_dir: where they go at the first write; None for a private folder.
+            devices: the wanted names, each with the device for its ops; None for all names, on the CPU.
         """
         wanted = dict.fromkeys(self, CPU) if devices is None else devices
         to_write = self.is_offload_folder and self.is_in(offload_dir)
@@ -189,11 +189,11 @@ class Checkpoint(Mapping[str, Value]):
         return dict(zip(wanted, shaped, strict=True))
 
     def is_in(self, offload_dir: PathLike | None) -> bool:
-        """Whether its folder is this one."""
+        """Whether it is in this folder."""
         return is_same_folder(self.path, offload_dir)
 
     def refuse_own_folder(self, offload_dir: PathLike | None) -> None:
-        """Raises `CheckpointError` if values are to go where the checkpoint is, and that is no offload folder."""
+        """Raises `CheckpointError` if values would go to the checkpoint's own folder, except an offload folder."""
         if self.is_in(offload_dir) and not self.is_offload_folder:
             raise CheckpointError(
                 f"{self.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
@@ -203,17 +203,17 @@ class Checkpoint(Mapping[str, Value]):
 
 @uncollected()
 def open_checkpoint(path: PathLike) -> Checkpoint:
-    """A file of tensors, the index of several, a folder with either, or an offload folder.
+    """A file of tensors, an index of several, a folder with either, or an offload folder.
 
-    Files are `.safetensors`, GGUF, or of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), and are told by what is in them.
-    A GGUF file is named itself, as a folder may hold several of one model.
+    Files are `.safetensors`, GGUF, or from torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), recognised by their content.
+    A GGUF file is given by its own path, as a folder may hold several of one model.
     An index is a `*.index.json`, or any `.json` that is named itself. In a folder with both forms, safetensors is
     taken. A folder may also be one of torch.distributed.checkpoint (`.metadata`, `*.distcp`).
 
     Raises:
-        MissingFileError: nothing there, or a shard is missing.
-        CorruptFileError: a file is not whole.
-        ReadError: a file can't be read now.
+        MissingFileError: there is nothing, or a shard is missing.
+        CorruptFileError: a file is damaged.
+        ReadError: a file can't be read at the moment.
         CheckpointError: no checkpoint there, a pickle that holds code or no tensors, or an index that contradicts its
             files.
     """
@@ -271,7 +271,7 @@ def _open_distributed(folder: Path) -> Checkpoint:
 
 
 def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]) -> TensorFile:
-    """A file that many processes' values are in, one archive after another.
+    """A file with values of many processes, one archive after the other.
 
     Raises:
         MissingFileError, CorruptFileError, ReadError, CheckpointError
@@ -307,7 +307,7 @@ def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
 
 
 def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ...]) -> str | None:
-    """The usual file, the usual index, or the only index: the name of the one that stands for a folder's model."""
+    """The file or index that is a folder's model: the usual file, the usual index, or the only index."""
     indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
     usual = stem + suffixes[0]
     if usual in names and usual + INDEX not in indexes:
@@ -318,7 +318,7 @@ def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ..
 
 
 def is_beside(name: str) -> bool:
-    """Whether a pickle of this name lies beside a model as a rule, and holds none: what a training goes on from."""
+    """Whether a pickle of this name usually lies beside a model without being one: state for resuming training."""
     return name.startswith(_BESIDE)
 
 
@@ -334,7 +334,7 @@ def _the_only(folder: Path, names: list[str]) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file of this name is one of several that an index belongs to."""
+    """Whether the file name is that of one of several shards, which belong to an index."""
     found = _SHARD.search(name)
     return found is not None and int(found[1]) > 1
 
@@ -364,18 +364,18 @@ def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
 
 
 def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
-    """The file of each name, as an index has it, and what else it says.
+    """The file of each name according to an index, and the rest of the index.
 
     Raises:
-        MissingFileError: it is not there.
-        ReadError: it can't be read now.
-        CheckpointError: it is no index, names something twice, or something outside its folder.
+        MissingFileError: there is none.
+        ReadError: it can't be read at the moment.
+        CheckpointError: it is not an index, has duplicate keys, or names a file outside its folder.
     """
     try:
         index = read_json(path, "an index of shards")
     except CorruptFileError as error:
         raise CheckpointError(str(error)) from error
-    places = index.get("weight_map", index) if isinstance(index, dict) else None  # accelerate reads a map alone, too
+    places = index.get("weight_map", index) if isinstance(index, dict) else None  # accelerate also reads a bare map
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise CheckpointError(
             f"{path} is not an index of shards, which maps names to files in a weight_map: "
@@ -395,7 +395,7 @@ def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
 
 
 def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:
-    """What `safetensors.torch.save_model` notes of tied weights: the names that it left out, and for which others."""
+    """The tied weights that `safetensors.torch.save_model` notes: each omitted name, with the one that was saved."""
     return {
         name: kept
         for name, kept in metadata.items()

@@ -1,10 +1,10 @@
-"""What lies beside the weights of a transformers model: configuration, tokenizer, and code of its own.
+"""The files beside the weights of a transformers model: configuration, tokenizer, and custom code.
 
 Always true:
-- the model is not changed: what is written comes from a copy of its configuration
-- a configuration says that weights are quantized only if those beside it are
-- a file that offload did not write is never replaced or removed, nor one of ours that was edited: the checkpoint notes
-  a hash of what it wrote
+- the model is not changed: the files are written from a copy of its configuration
+- a configuration says that weights are quantized only if the ones beside it are
+- a file that offload did not write, or that was edited since, is never replaced or removed: the checkpoint stores a
+  hash of each file it wrote
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _SAID_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers', whose checkpoints may have other names than it has."""
+    """Whether a model is from transformers, whose checkpoints may use other names than the model."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def quantization_of(config: Any) -> Any:
-    """What a configuration, or the one in it of the text model, says of quantization: a dictionary, or None."""
+    """The quantization settings in a configuration, or in its text model's: a dictionary, or None."""
     found: Any = getattr(config, "quantization_config", None)
     if found is None:
         found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
@@ -57,12 +57,12 @@ def quantization_of(config: Any) -> Any:
 def companions_of(
     model: Any, dtype: torch.dtype | None = None, quantization: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """The files that `from_pretrained` needs beside a transformers model's weights, by name; none for other models.
+    """The files that `from_pretrained` needs beside a transformers model's weights, by name; empty for other models.
 
     Args:
-        model: one to which adapters were added has no such files: its weights have names of their own.
-        dtype: that the weights are saved in; None for the model's.
-        quantization: how the saved weights are quantized; None if they are dense.
+        model: a model with adapters has none: its weights have names of their own.
+        dtype: of the saved weights; None for the model's.
+        quantization: of the saved weights; None if they are dense.
     """
     if not is_of_transformers(model) or getattr(model, "_hf_peft_config_loaded", False):
         return {}
@@ -82,7 +82,7 @@ def companions_of(
 
 
 def _code_of(model: Any, config: Any) -> dict[str, bytes]:
-    """The modules of a model that is not in transformers itself; `config` says then which class is in which."""
+    """The modules of a model with custom code; sets in `config` which class is in which module."""
     if not model.is_remote_code() and config._auto_class is None:
         return {}
     from transformers.dynamic_module_utils import custom_object_save
@@ -96,7 +96,7 @@ def _code_of(model: Any, config: Any) -> dict[str, bytes]:
 
 
 def _tokenizer_of(model: Any) -> dict[str, bytes]:
-    """The tokenizer's and processor's files of the folder that a model was loaded from, if that is known and there."""
+    """The tokenizer and processor files in the folder that a model was loaded from, if it is known and exists."""
     folder = getattr(model, "loaded_from", None) or Path(model.name_or_path or "")
     if folder == Path() or not is_folder(folder):
         return {}
@@ -110,12 +110,12 @@ def _tokenizer_of(model: Any) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Companions:
-    """Files to be put beside weights.
+    """Files to be placed beside weights.
 
     Attributes:
-        new: what is to be written, by name.
-        note: for the metadata of the weights' files, so that a later save knows which files are ours; empty for none.
-        old: files of ours from an earlier save that the new checkpoint does not have.
+        new: those to write, by name.
+        note: for the metadata of the weights, so that a later save recognises our files; empty if there are none.
+        old: files of an earlier save that the new checkpoint does not have.
     """
 
     new: Mapping[str, bytes]
@@ -123,7 +123,7 @@ class Companions:
     old: tuple[Path, ...]
 
     def put(self, folder: Path) -> None:
-        """Write them, each whole, and remove the old ones.
+        """Write the new ones, each as a whole, and remove the old ones.
 
         Raises:
             WriteError
@@ -135,17 +135,17 @@ class Companions:
 
 
 def companions_in(folder: Path, files: Mapping[str, bytes], noted: Mapping[str, str]) -> Companions:
-    """What has to be done for these files to lie in a folder.
+    """What has to be written and removed so that a folder has these files.
 
-    A tokenizer, or settings for generation, that somebody else put there stay, with a warning.
+    An existing tokenizer or generation config from elsewhere is kept, with a warning.
 
     Args:
-        folder: where a checkpoint is to be.
+        folder: of the checkpoint.
         files: by name.
-        noted: the metadata of the checkpoint that stands there.
+        noted: the metadata of the existing checkpoint.
 
     Raises:
-        ForeignFileError: a configuration, or code, stands there that offload did not write, and says something else.
+        ForeignFileError: there is a different configuration, or code, that offload did not write.
         ReadError
     """
     known = _hashes(noted)
@@ -170,7 +170,7 @@ def companions_in(folder: Path, files: Mapping[str, bytes], noted: Mapping[str, 
 
 
 def _there(there: Mapping[str, bytes], name: str) -> tuple[bytes, ...]:
-    """Also that of the old content: a process that is killed may leave it beside the new weights."""
+    """The hash of the old content, too: a killed process may leave it beside the new weights."""
     return (there[name],) if name in there else ()
 
 
@@ -188,7 +188,7 @@ def _hash(data: bytes) -> str:
 
 
 def _content(path: Path) -> bytes | None:
-    """None if nothing is there."""
+    """None if there is no such file."""
     if not is_there(path):
         return None
     try:
@@ -198,7 +198,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _says_the_same(one: bytes, other: bytes) -> bool:
-    """Whether two configurations are of one model, saved in one way."""
+    """Whether two configurations are of the same model, saved the same way."""
     try:
         first, second = parse_json(one), parse_json(other)
     except (ValueError, RecursionError):

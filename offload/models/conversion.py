@@ -1,9 +1,9 @@
-"""A checkpoint in another form: another dtype, other shards, dense, safetensors from what it was, an offload folder.
+"""A checkpoint in another form: other dtype, other shards, dequantized, as safetensors, as an offload folder.
 
 Always true:
-- the new folder appears whole or not at all, and the old one is only read
-- no value comes into memory as a whole, but a quantized one that is cast
-- configuration and tokenizer come along, code and other weights do not
+- the new folder appears complete or not at all, and the old one is only read
+- no value is in memory as a whole, except a quantized one that is cast
+- configuration and tokenizer are copied, code and other weights are not
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offl
 
 _CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_RUN = ".offload-run"  # no value's file begins with a dot
+_RUN = ".offload-run"  # no value's file name begins with a dot
 _KIND = Kind(
     what="a run under way",
     stamp={"run": 1},
@@ -88,7 +88,7 @@ def convert_checkpoint(
 
 
 def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, OffloadedTensor]]:
-    """The configuration of a dense model, and its tensors, which are decoded as they are read."""
+    """The configuration of the dense model, and its tensors, which are decoded when they are read."""
     tensors = source.tensors()
     if source.is_gguf:
         said, found = dense_model(source, tensors, dtype)
@@ -139,16 +139,16 @@ def _write_one_by_one(
 
 
 def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
-    """The folder beside a target that keeps what a run has done, until the target is there: `target` + ".partial".
+    """The folder beside a target that keeps the progress of a run until the target is complete: `target` + ".partial".
 
     Args:
         target: the new folder.
-        run: what tells this run from others, as JSON.
-        resume: whether a run that was begun is gone on with.
+        run: what identifies this run, as JSON.
+        resume: whether to continue a run that was started.
 
     Raises:
-        JournalError: a run was begun and is not to go on, or it is another one.
-        MissingFileError, ForeignFileError: what stands there is no folder of such a run. It is left as it is.
+        JournalError: there is a run that should not be resumed, or another one.
+        MissingFileError, ForeignFileError: the folder is not of such a run. It is left as it is.
         WriteError
     """
     work = target.with_name(f"{target.name}.partial")
@@ -166,18 +166,18 @@ def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
 
 
 def identities_of(source: Checkpoint) -> dict[str, list[int]]:
-    """The files of a checkpoint, each with its size and modification time: they tell whether it is the same."""
+    """The files of a checkpoint with size and modification time, to recognise it later."""
     files = {file.path: file.identity for value in source.values() for file in value.files}
     return {str(path): [identity.size, identity.modified] for path, identity in files.items()}
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:
-    """Copy what a model's folder has beside weights and code.
+    """Copy the files of a model's folder other than weights and code.
 
     Args:
-        source, folder: from where, and to where.
-        dtype: that the configuration says then, if it is given.
-        dense: the configuration in place of the one there, if there is one.
+        source, folder: from where and to where.
+        dtype: what the configuration says afterwards, if given.
+        dense: a configuration that replaces the one there, if given.
     """
     for path in sorted(source.iterdir()):
         wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
@@ -202,7 +202,7 @@ def _text_of(config: Any) -> bytes:
 
 
 def _config_with(config: Any, path: Path, dtype: torch.dtype) -> Any:
-    """A model's configuration with the new dtype: transformers loads what it says, whatever the weights are."""
+    """A model's configuration with the new dtype: transformers loads in the dtype it says, whatever the weights are."""
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in (None, "torchao"):
@@ -214,7 +214,7 @@ def _config_with(config: Any, path: Path, dtype: torch.dtype) -> Any:
 
 
 def _parts_of(config: Any, key: str) -> list[Any]:
-    """What a configuration, and then those that it has for parts of the model, say under a key."""
+    """The values of a key in a configuration and in its sub-configurations."""
     if not isinstance(config, dict):
         return []
     found = [config[key]] if config.get(key) is not None else []
@@ -222,14 +222,14 @@ def _parts_of(config: Any, key: str) -> list[Any]:
 
 
 def _without(config: Any, key: str) -> Any:
-    """`config`, and the parts that it has for parts of the model, without a key."""
+    """`config` and its sub-configurations without a key."""
     if not isinstance(config, dict):
         return config
     return {name: _without(value, key) for name, value in config.items() if name != key}
 
 
 def _with_dtype(config: Any, name: str) -> Any:
-    """`config`, and the parts that it has for parts of the model, with another dtype where one is said."""
+    """`config` and its sub-configurations, with another dtype wherever one is given."""
     if not isinstance(config, dict):
         return config
     return {

@@ -1,12 +1,11 @@
-"""A tensor that is still to be put together from stored ones.
+"""Tensors that are still to be put together from stored ones.
 
 Always true:
-- nothing is read before it is stored, or an op needs its numbers
-- stacking, joining, cutting, casting and making contiguous are recorded, and so are another order of rows or columns,
-  arithmetic with a number, and rows that are set to a number; parts are offloaded tensors, or views of them
-- what comes of it is a recipe over what is stored: nothing is written, unless it is asked for
-- at its first write of another kind it goes to a file of its own; its views see each write, and what was copied from it
-  before does not
+- nothing is read before the tensor is stored, or an op needs its numbers
+- stacking, joining, slicing, casting, making contiguous, reordering rows or columns, arithmetic with a number, and
+  setting rows to a number are recorded; parts are offloaded tensors or views of them
+- the result is a recipe over stored values: nothing is written unless requested
+- at its first other write it gets a file of its own; its views see each write, copies made before do not
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from offload.tensor.wrapper import (
 )
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
-_MOST_RUNS = 1024  # of rows, in another order
-_BIG = 1 << 20  # bytes from which on the result of an op is stored at once
+_MOST_RUNS = 1024  # most runs of rows in another order
+_BIG = 1 << 20  # size in bytes from which the result of an op is stored at once
 _aten = torch.ops.aten
 
 Cut: TypeAlias = Callable[[torch.Tensor], Any]
@@ -53,8 +52,8 @@ class Body:
     """What a tensor and its views are put together from.
 
     Attributes:
-        made: the only part is a value that was made for it.
-        own: no other body has that value among its parts: it may be written to.
+        made: the only part is a value that was created for it.
+        own: no other body has this value among its parts: it may be written to.
         is_fixed: its dtype stays, whatever a loader asks for.
     """
 
@@ -68,17 +67,17 @@ class Body:
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor that is still to be put together from stored ones. Make one with `deferred`.
+    """A tensor that is still to be put together from stored ones. Create it with `deferred`.
 
-    It may be handed to code that renames, stacks, joins, splits, transposes and casts the tensors of a checkpoint.
-    `stored` then gives what came of it as a value on disk; ops of other kinds read, and give their result.
+    It may be passed to code that renames, stacks, joins, splits, transposes and casts the tensors of a checkpoint.
+    `stored` then returns the result as a value on disk; other ops read, and return their result.
     """
 
     _body: Body
-    _root: torch.Tensor  # all of the body, on the meta device
-    _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; none if it is all of it
-    _seen: tuple[tuple[Part, ...], tuple[Part, ...]]  # parts of the body, and this tensor's when the body had those
-    _twin: torch.Tensor  # on the meta device, as this tensor looks from outside
+    _root: torch.Tensor  # all of the body, as a meta tensor
+    _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; empty if it is all of it
+    _seen: tuple[tuple[Part, ...], tuple[Part, ...]]  # parts of the body, and this tensor's at that time
+    _twin: torch.Tensor  # a meta tensor with this tensor's own metadata
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -89,7 +88,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def _parts(self) -> tuple[Part, ...]:
-        """Of the body, as cut now."""
+        """The parts of the body, with the cuts applied."""
         if not self._cuts:
             return self._body.parts
         if self._seen[0] is not self._body.parts:
@@ -101,7 +100,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def assembly(self) -> Assembly:
-        """How it is put together, by now."""
+        """How it is put together, as recorded so far."""
         return Assembly(self._parts, self._twin)
 
     @property
@@ -111,10 +110,10 @@ class DeferredTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """C++ would change the wrapper, and leave the values as they were.
+        """Torch's C++ setter would change the wrapper and leave the values as they were.
 
         Raises:
-            UnsupportedOpError: they have another shape, dtype or order in memory.
+            UnsupportedOpError: the new value has another shape, dtype or memory order.
         """
         layouts = [(one.shape, one.dtype, one.stride()) for one in (self, value)]
         if layouts[0] != layouts[1]:
@@ -130,7 +129,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is on disk as it is, as a whole value: it will stay there."""
+        """Whether it is a whole value on disk already, and will stay there."""
         source = self.assembly.as_it_is()
         return source is not None and not (is_part(source) or self._body.made)
 
@@ -138,14 +137,14 @@ class DeferredTensor(torch.Tensor):
     def stored(
         self, name: str, offload_dir: str | os.PathLike[str] | None = None, device: torch.device = CPU
     ) -> OffloadedTensor:
-        """The value on disk: where it is now if it stands there as it is, else as a recipe over what is there.
+        """The value on disk: where it is now if it is stored as it is, otherwise as a recipe.
 
-        What it is put together from may be in files that are ours, since it was written to or is open to be; for a
-        named folder it is then put together now, in a file of its own.
+        Its sources may be in files of ours that have been, or may be, written to; with a named folder it is then
+        put together at once, in a file of its own.
 
         Args:
             name: of the value, and of its file once it has one.
-            offload_dir: the folder for that, which then stays; None for a private one, where it goes with the tensor.
+            offload_dir: the folder for that file, which stays; None for a private one, removed with the tensor.
             device: where ops on it run.
 
         Raises:
@@ -178,19 +177,19 @@ class DeferredTensor(torch.Tensor):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Make the body one value: a recipe, until it is written to."""
+        """Make the body a single value: a recipe until it is written to."""
         recipe = Assembly(self._body.parts, self._root).recipe()
         self._body.become(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
 
     def _copied(self) -> tuple[Part, ...]:
-        """The parts, for another body: the next write to this one goes to another file."""
+        """The parts, for another body: the next write to this one goes to a new file."""
         self._body.own = False
         return self._parts
 
     def alone(self) -> torch.Tensor:
-        """The value for those who write it elsewhere: a plain tensor over a file, in a storage of its own.
+        """The value for code that writes it elsewhere: a plain tensor over a file, in a storage of its own.
 
-        What has to be carried out is a value on disk that nobody else has: it gets a file when its address is asked.
+        A computed value is given as a separate value on disk, which gets a file when its address is needed.
         """
         is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
         tensor = self if is_dense else _clone(_aten.clone.default, (self,), {"memory_format": torch.contiguous_format})
@@ -205,7 +204,7 @@ class DeferredTensor(torch.Tensor):
             return torch.empty(0, dtype=value.dtype, device=CPU).set_(span, 0, value.shape, value.stride())
 
     def _in_its_own_file(self, name: str, offload_dir: str | os.PathLike[str] | None) -> OffloadedTensor | None:
-        """What this is a cast of, if that is stored, and open to be written, where this is to be."""
+        """The source that this is a cast of, if that is stored and writable where this should be."""
         source = self._parts[0].source
         if len(self._parts) > 1 or is_part(source) or source.shape != self.shape:
             return None
@@ -215,10 +214,10 @@ class DeferredTensor(torch.Tensor):
 
 
 def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredTensor:
-    """A deferred tensor of one part, for the CPU.
+    """A deferred tensor with one part, on the CPU.
 
     Args:
-        keeps_dtype: whether it stays as it is where a loader casts what it reads; one of a subclass does so, always.
+        keeps_dtype: whether it stays as it is when a loader casts; one of a subclass always does.
     """
     with no_functions():
         twin = whole_twin(Layout(source.dtype, tuple(source.shape), source.stride()))
@@ -228,7 +227,7 @@ def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredT
 
 
 def refuse_to_share(tensor: torch.Tensor, name: str) -> None:
-    """Raises `UnsupportedOpError` for a value of a tensor subclass, as torchao's: ranks can't have shares of it."""
+    """Raises `UnsupportedOpError` for a tensor subclass, such as torchao's: ranks can't have shards of it."""
     sources: list[torch.Tensor] = (
         [part.source for part in tensor._body.parts] if isinstance(tensor, DeferredTensor) else [tensor]
     )
@@ -240,7 +239,7 @@ def refuse_to_share(tensor: torch.Tensor, name: str) -> None:
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a dtype: one on disk is deferred, if it has another, but for one of a subclass, which is written."""
+    """A tensor in a dtype: on disk, it becomes a deferred cast, or for a subclass a newly written value."""
     with DisableTorchFunctionSubclass():
         if tensor.dtype == dtype:
             return tensor
@@ -268,7 +267,7 @@ def _wrapped(
     return made
 
 
-# What is recorded
+# Recorded ops
 
 
 def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -279,13 +278,13 @@ def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same values until one of the two is written to; with other strides perhaps."""
+    """The same values until one of the two is written to; possibly with other strides."""
     tensor = args[0]
     return _made(tensor._copied(), func(tensor._twin, *args[1:], **kwargs))
 
 
 def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another dtype is remembered; another device ends the waiting."""
+    """Another dtype is recorded; another device means reading now."""
     tensor = args[0]
     device = torch.device(kwargs.get("device") or CPU)
     if device.type == "meta":
@@ -299,7 +298,7 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         stored = {part.source.dtype for part in parts}
         was_narrowed = any(tensor.dtype not in (one, *_WIDER.get(one, ())) for one in stored)
     dtype = kwargs.get("dtype") or tensor.dtype
-    if was_narrowed and dtype != tensor.dtype:  # in two steps, as was asked
+    if was_narrowed and dtype != tensor.dtype:  # in two steps, as requested
         tensor.settled()
         parts = tensor._copied()
     options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
@@ -332,7 +331,7 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     parts: list[Part] = []
     at = 0
     for tensor, layout in zip(tensors, layouts, strict=True):
-        if len(layout.shape) == rank:  # torch leaves out tensors of shape (0,)
+        if len(layout.shape) == rank:  # torch skips tensors of shape (0,)
             parts.extend(part.moved(dim, at) for part in tensor._copied())
             at += layout.shape[dim]
     return _made(parts, twin)
@@ -345,21 +344,21 @@ def _layouts(tensors: Sequence[DeferredTensor]) -> tuple[Layout, ...]:
 
 @lru_cache(maxsize=32)
 def _twin_of_many(func: Any, layouts: tuple[Layout, ...], dim: int) -> torch.Tensor:
-    """What becomes of tensors that lie so: the same for each layer of a model. It is not to be changed."""
+    """The result for tensors with these layouts, the same in every layer of a model. Do not change it."""
     with no_functions(), no_modes():
         twin: torch.Tensor = func([whole_twin(layout) for layout in layouts], dim)
         return twin
 
 
 def _deferred(tensor: torch.Tensor) -> DeferredTensor:
-    """One that is deferred, or on disk; else it goes to disk."""
+    """A deferred tensor; one in memory is put on disk first."""
     if isinstance(tensor, DeferredTensor):
         return tensor
     return deferred(tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, "deferred"))
 
 
 def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A view of the only part; one that is there already, or one that the parts are put together to."""
+    """A view of the only part: an existing one, or the recipe that joins the parts."""
     tensor = args[0]
     if len(tensor._parts) > 1 or (func not in _FOR_ANY_STRIDES and tensor.assembly.as_it_is() is None):
         tensor._settle()
@@ -380,18 +379,18 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _pad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """By nothing, as transformers pads each head's bias to its table, it is a copy."""
+    """Padding by nothing is a copy: transformers pads each head's bias to its table."""
     tensor, pad = args[0], args[1] if len(args) > 1 else kwargs["pad"]
     return _compute(func, args, kwargs) if any(pad) else _clone(_aten.clone.default, (tensor,), {})
 
 
 def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of its shape and dtype, and in memory: models make such values to begin with, also where none begins so."""
+    """A tensor of its shape and dtype in memory: models create initial values like this, even if they are not used."""
     return func(args[0]._twin, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
 
 
 def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another order of rows is runs of them, joined; of columns it is made row by row."""
+    """Reordered rows become joined runs; columns are reordered row by row."""
     tensor, (*before, order) = args
     dim = len(before)
     is_order = (
@@ -409,13 +408,13 @@ def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Where each run of successive numbers begins and ends."""
+    """The first and end of each run of consecutive numbers."""
     begins = [at for at, number in enumerate(numbers) if at == 0 or number != numbers[at - 1] + 1]
     return [(numbers[at], numbers[end - 1] + 1) for at, end in zip(begins, [*begins[1:], len(numbers)], strict=True)]
 
 
 def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What is done to each number alone."""
+    """Ops that work on each number by itself."""
     tensor, *others = args
     if not isinstance(tensor, DeferredTensor) or any(isinstance(other, torch.Tensor) for other in others) or kwargs:
         return _compute(func, args, kwargs)
@@ -426,13 +425,13 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Rows that are set to a number, as some models do to a padding's row: they are joined with the others."""
+    """Setting rows to a number, as some models do to the padding row: they are joined with the other rows."""
     tensor, *values = args
     rows = _rows_in_root(tensor) if isinstance(tensor, DeferredTensor) and not kwargs else None
     if rows is None or not all(map(_is_number, values)):
         return _compute(func, args, kwargs)
     body, root = tensor._body, tensor._root
-    if any(handle.owned for handle in stored_in(handle_of(part.source) for part in body.parts)):  # it has been written
+    if any(handle.owned for handle in stored_in(handle_of(part.source) for part in body.parts)):  # it was written to
         return _compute(func, args, kwargs)
     number = func(torch.empty((), dtype=tensor.dtype), *values).item()
     whole = _wrapped(body, root, (), root, body.parts)
@@ -446,7 +445,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
-    """The rows of its body that it is, the first and the end; None if it is not some of them, whole."""
+    """The range of rows of its body that it consists of; None if it is not a range of whole rows."""
     root, twin = tensor._root, tensor._twin
     is_plain = root.dtype == twin.dtype and not (twin.is_conj() or twin.is_neg())
     if not (is_plain and root.dim() and twin.numel() and root.is_contiguous() and twin.is_contiguous()):
@@ -457,14 +456,14 @@ def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one, or a tensor of one in memory."""
+    """Whether it is a number, or a scalar tensor in memory."""
     return isinstance(value, (bool, int, float)) or (
         type(value) is torch.Tensor and value.dim() == 0 and value.device == CPU
     )
 
 
 def _row_by_row(tensor: DeferredTensor, decode: Decode, twin: torch.Tensor) -> DeferredTensor:
-    """What a function makes of rows."""
+    """The result of a function of rows."""
     source = tensor.settled()
     tensor._copied()
     with no_functions(), no_modes():
@@ -483,11 +482,11 @@ def _applied(rows: torch.Tensor, *, name: str, others: tuple[Any, ...]) -> torch
     return result
 
 
-# What is not
+# Other ops
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Ops of other kinds read; what they give, if it is big, is on disk again. Writes go to a file of its own."""
+    """Other ops read; large results are put on disk again. Writes go to a file of the tensor's own."""
     for position, name in written_arguments(func):
         tensor = kwargs.get(name) if name in kwargs or position >= len(args) else args[position]
         if not isinstance(tensor, DeferredTensor):
@@ -508,7 +507,7 @@ def _back_on_disk(result: torch.Tensor) -> torch.Tensor:
     return result if is_small and not is_offloaded(result) else _deferred(result)
 
 
-_WIDER = {  # dtypes through which a value of this one goes unchanged
+_WIDER = {  # dtypes through which a value of this one passes unchanged
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),

@@ -2,10 +2,10 @@
 
 Always true:
 - the longest prefix in the map wins
-- every tensor has a place, or there is an error that names it
-- a name in the map that is in no model places nothing, and a warning tells it
-- no map at all, None, is the CPU's memory, as with accelerate and transformers
-- a value on disk executes on the map's first accelerator, else the current one, else the CPU, unless it says which
+- every tensor has a place, or an error names it
+- a name in the map that matches nothing in the model has no effect but a warning
+- no map, None, means the CPU's memory, as in accelerate and transformers
+- a value on disk executes on the map's first accelerator, else the current one, else the CPU, unless the map says where
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DeviceMap: TypeAlias = "Word | Mapping[str, Word] | None"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is kept and where ops on it run. `device` is meta for a tensor that is not to be loaded."""
+    """Where a tensor is kept and where its ops run. The device is meta for a tensor that is not loaded."""
 
     on_disk: bool
     device: torch.device
@@ -49,18 +49,18 @@ def infer_device_map(
     dtype: torch.dtype | None = None,
     offload_buffers: bool = False,
 ) -> DeviceMap:
-    """The device map that accelerate computes for one of the words `AUTOMATIC`; any other map as it is.
+    """The device map that accelerate computes for one of the words `AUTOMATIC`; any other map unchanged.
 
     Args:
         model: its tensors may be empty.
-        device_map: "auto", "balanced", "balanced_low_0" or "sequential"; or a map that says everything.
-        max_memory: bytes, or "8GiB", by device, which the weights there may take; None for what is free.
-        no_split_module_classes: classes that stay on one device; None for those that the model itself names.
+        device_map: "auto", "balanced", "balanced_low_0" or "sequential"; or a complete map.
+        max_memory: how much the weights may take per device, in bytes or as "8GiB"; None for what is free.
+        no_split_module_classes: classes kept on one device; None for those that the model names.
         dtype: of the weights once loaded.
-        offload_buffers: whether buffers of modules on disk are on disk too, and take no room where they execute.
+        offload_buffers: whether buffers of modules on disk are on disk, too, and take no room on the executing device.
 
     Raises:
-        DeviceMapError: `max_memory` is not amounts of memory by device.
+        DeviceMapError: `max_memory` is not a mapping of devices to amounts of memory.
     """
     if not isinstance(device_map, str) or device_map not in AUTOMATIC:
         return device_map
@@ -103,7 +103,7 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     """What a word of a device map means; `default` is where values on disk execute.
 
     Raises:
-        DeviceMapError: it is not a word of the map's language, or there is no such device.
+        DeviceMapError: the word is unknown, or there is no such device.
     """
     if word == ON_DISK:
         return Place(True, default)
@@ -122,18 +122,18 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
 
 
 def existing(device: Word) -> torch.device:
-    """The device with its index, as torch reports it; torch's own errors where there is no such device."""
+    """The device with its index, as torch reports it; raises torch's own errors if there is none."""
     return torch.empty(0, device=device).device
 
 
 def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
-    """The device that each module runs on, by its name, from the places of its tensors.
+    """The device that each module runs on, by name, given the places of its tensors.
 
-    It is that of the module's own tensors, else the one that all tensors below it have in common; a module that has
-    neither is left out, as what stands below it decides. The model itself, `""`, begins where its first tensor is.
+    It is that of the module's own tensors, else the one that all tensors below it share; a module with neither is left
+    out, as its submodules decide. The model itself, `""`, starts on its first tensor's device.
 
     Args:
-        placed: the places of parameters and buffers; those on the meta device do not run.
+        placed: the places of parameters and buffers; those on the meta device don't run.
     """
     own: dict[str, torch.device] = {}
     below: dict[str, set[torch.device]] = {}
@@ -152,7 +152,7 @@ def execution_devices(placed: Mapping[str, Place]) -> dict[str, torch.device]:
 
 
 def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: Iterable[str]) -> None:
-    """Warns of names in a device map that are of no module and no tensor: what they were to place is somewhere else."""
+    """Warn about names in a device map that match no module or tensor: what they should place is somewhere else."""
     if not isinstance(device_map, Mapping):
         return
     known = {*modules, *tensors}
@@ -165,7 +165,7 @@ def warn_of_strangers(device_map: DeviceMap, modules: Iterable[str], tensors: It
 
 
 def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
-    """Bytes by device, of a `max_memory` that says what is placed where."""
+    """Bytes per device, from a `max_memory` for placing."""
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise DeviceMapError(
             f"device_map={word!r} needs max_memory by device, as {{'cpu': '8GiB'}}, not {max_memory!r}"
@@ -186,7 +186,7 @@ def _checked_shares(max_memory: Any, word: str) -> dict[int | str, int]:
 
 
 def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
-    """What somebody may have meant who wrote `word`, in words; empty if nothing is near."""
+    """A suggestion for an unknown word, as text; empty if nothing is similar."""
     if word in AUTOMATIC:
         return ": it is worked out for a whole model, by load_checkpoint_and_dispatch and from_pretrained"
     near = get_close_matches(word, known, n=1) if isinstance(word, str) and not _is_device(word) else []
@@ -194,7 +194,7 @@ def _meant(word: object, known: Iterable[str] = _WORDS) -> str:
 
 
 def _is_device(word: str) -> bool:
-    """Whether torch knows such devices, here or elsewhere."""
+    """Whether torch knows this device type, here or elsewhere."""
     try:
         torch.device(word)
     except RuntimeError:
@@ -203,7 +203,7 @@ def _is_device(word: str) -> bool:
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """The name of a module or tensor, and those of all that it is in."""
+    """The name of a module or tensor, and of everything that contains it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,10 +1,10 @@
-"""Folders of torch.distributed.checkpoint: the values that many processes have written, as one checkpoint.
+"""Folders of torch.distributed.checkpoint: values that many processes have written, as one checkpoint.
 
 Always true:
-- nothing in the pickle that says what is where is run: the names in it become notes, and any name that torch does not
-  write there is refused
-- no value is read; what one process wrote whole is referenced in its file, and shards are a recipe
-- shards cover their value, each element once, and have its dtype
+- nothing in the pickled metadata is executed: its objects become notes, and any name that torch does not write there
+  is refused
+- no value is read; what one process wrote whole is referenced in its file, and shards become a recipe
+- shards cover their value, each element exactly once, and have its dtype
 
 Source of the format: `torch/distributed/checkpoint/metadata.py` and `filesystem.py`.
 """
@@ -47,12 +47,12 @@ Sizes: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a value, or all of it, as one process wrote it.
+    """A part of a value, or all of it, as written by one process.
 
     Attributes:
-        file: its name in the folder.
-        key: what it is called there.
-        begin, nbytes: where its archive lies in that file.
+        file: its file name in the folder.
+        key: its key there.
+        begin, nbytes: the range of its archive in that file.
         start, shape: which part of the value it is.
     """
 
@@ -66,7 +66,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A value by its shards, which cover it."""
+    """A value and the shards that cover it."""
 
     dtype: torch.dtype
     shape: Sizes
@@ -74,12 +74,12 @@ class Sharded:
 
 
 def read_metadata(folder: Path) -> dict[str, Sharded]:
-    """The values that a folder holds, by name; where they are nested as a training saves them, those of the model.
+    """The values in a folder, by name; for a nested training state, those of the model.
 
     Raises:
-        MissingFileError, ReadError: the metadata is not there, or can't be read now.
+        MissingFileError, ReadError: the metadata is missing, or can't be read at the moment.
         CorruptFileError: it is cut off or damaged.
-        CheckpointError: it names code, something outside the folder, no tensors, or shards that do not cover a value.
+        CheckpointError: it names code or a file outside the folder, has no tensors, or its shards do not cover a value.
     """
     path = folder / METADATA
     try:
@@ -109,7 +109,7 @@ def read_metadata(folder: Path) -> dict[str, Sharded]:
 
 
 def archives_of(values: Mapping[str, Sharded]) -> dict[str, dict[str, tuple[int, int]]]:
-    """For each file where the archive of each shard in it begins, by key, and how many bytes it has."""
+    """For each file, the offset and size of each shard's archive, by key."""
     files: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for value in values.values():
         for shard in value.shards:
@@ -118,7 +118,7 @@ def archives_of(values: Mapping[str, Sharded]) -> dict[str, dict[str, tuple[int,
 
 
 def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
-    """Raises `CheckpointError` if what lies in a file is not what the metadata says."""
+    """Raises `CheckpointError` if a file's content contradicts the metadata."""
     found = file.entries.get(shard.key) or file.header.loose.get(shard.key)
     if found is not None and (found.layout.shape, found.layout.dtype) != (shard.shape, value.dtype):
         raise CheckpointError(
@@ -127,7 +127,7 @@ def check_shard(file: TensorFile, value: Sharded, shard: Shard) -> None:
         )
 
 
-# What is in the metadata
+# The metadata
 
 
 def _fields(noted: Any, kind: type = Noted) -> dict[Any, Any]:
@@ -153,7 +153,7 @@ def _place_of(index: Any) -> tuple[str, Sizes | None]:
 
 
 def _names(tensors: Mapping[str, Any], paths: Any) -> dict[str, str]:
-    """The key of each value by its name: of a nested model by its names in that."""
+    """The key of each value by its name; for a nested model, by its names inside the model."""
     nested: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
     for key in tensors:
         path = paths.get(key) if isinstance(paths, dict) else None
@@ -201,7 +201,7 @@ def _shard(name: str, start: Sizes, sides: Sizes, shape: Sizes, place: Mapping[s
 
 
 def _refuse_uncovered(name: str, shape: Sizes, shards: tuple[Shard, ...]) -> None:
-    """Raises `CheckpointError` unless each element of a value is in one shard; these are in the order of their rows."""
+    """Raises `CheckpointError` unless each element is in exactly one shard; the shards are sorted by rows."""
     whole = torch.Size(shape).numel()
     total = sum(torch.Size(shard.shape).numel() for shard in shards)
     inside = all(

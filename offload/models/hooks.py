@@ -1,9 +1,9 @@
-"""accelerate's hooks: what those that move weights hold, and those that move activations.
+"""accelerate's hooks: those that move weights, with what they hold, and those that move activations.
 
 Always true:
-- what a hook holds is what it would put into its module at the next forward, read only when it is asked for
+- what a hook holds is what it would put into its module at the next forward, read only when needed
 - a hook that moves no weights stays as it is
-- accelerate's folders, and checkpoints that it refers to, are read and never written to
+- accelerate's folders, and checkpoints that it refers to, are only read
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Held:
     """A value that a hook keeps while its module does not run.
 
     Attributes:
-        weights: the mapping that has it, without accelerate's prefixes.
+        weights: the mapping that contains it, without accelerate's prefixes.
         key: its name there.
-        device: where the hook has the module run.
-        is_tied: whether accelerate knows it to be tied, though not to which others.
+        device: where the hook runs the module.
+        is_tied: whether accelerate knows that it is tied, though not to what.
     """
 
     weights: Any  # a mapping
@@ -53,11 +53,11 @@ class Held:
 
 
 def held_values(model: nn.Module) -> dict[str, Held]:
-    """The values that accelerate's hooks hold for a model, by the full names of its tensors.
+    """The values that accelerate's hooks hold for a model, by the full names of the tensors.
 
     Raises:
-        UnsupportedOpError: they are 8-bit weights of bitsandbytes, whose scales stand apart; or another library holds
-            values, and would not see it if they were replaced.
+        UnsupportedOpError: they are 8-bit weights of bitsandbytes, whose scales are separate; or another library holds
+            values and would not notice a replacement.
     """
     _refuse_strangers(model)
     held: dict[str, Held] = {}
@@ -71,10 +71,10 @@ def held_values(model: nn.Module) -> dict[str, Held]:
 def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: PathLike | None) -> torch.Tensor:
     """The value of the tensor `name`, with the shape and dtype of `like`.
 
-    An entry of a safetensors file is referenced there; a file of accelerate's is mapped.
+    An entry of a safetensors file is referenced there; a file in accelerate's own format is mapped.
 
     Raises:
-        MetaTensorError: the hook has no such value.
+        MetaTensorError: the hook does not have the value.
         MissingFileError, CorruptFileError, ReadError, ShapeMismatchError
     """
     try:
@@ -92,9 +92,9 @@ def read_held(name: str, held: Held, like: torch.Tensor, offload_dir: PathLike |
 
 
 def origin_of(held: Held) -> Hashable:
-    """What two values have in common just if they are tied: the same memory, entry or, where all else is lost, bytes.
+    """Equal for two values exactly if they are tied: the same memory, file entry or, if all else is lost, bytes.
 
-    None for one that is like no other.
+    None for a value that is not tied.
     """
     info = _index_entry(held)
     if info is None:
@@ -112,7 +112,7 @@ def held_for(slot: Slot, held: Mapping[str, Held]) -> Held | None:
 
 
 def retied_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
-    """Slots of one value as one: accelerate empties tied parameters each by itself, and they are tied no longer."""
+    """Merge slots of one value: accelerate empties tied parameters separately, which unties them."""
 
     def key(slot: Slot) -> Hashable:
         found = held_for(slot, held)
@@ -123,21 +123,21 @@ def retied_slots(slots: Iterable[Slot], held: Mapping[str, Held]) -> list[Slot]:
 
 
 def filled_slots(slots: Iterable[Slot], held: Mapping[str, Held], offload_dir: PathLike | None) -> Iterator[Slot]:
-    """The slots one by one, each with the value that a hook holds for it."""
+    """The slots one by one, each filled with the value that a hook holds for it."""
     for slot in slots:
         found = held_for(slot, held)
         if found:
             value = read_held(slot.name, found, slot.tensor, offload_dir)
-            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # it is not the hook's own
+            slot.fill(value if slot.is_parameter or is_offloaded(value) else value.clone())  # not the hook's own tensor
         yield slot
 
 
 def release(model: nn.Module, *, keep_moves: bool) -> None:
-    """Free a model of the hooks that move weights, of what they hold and of what accelerate noted about it.
+    """Free a model of hooks that move weights, of what they hold, and of accelerate's notes on it.
 
     Args:
-        model: what its hooks hold is elsewhere already.
-        keep_moves: whether the hooks still bring activations to the device that their module runs on.
+        model: what its hooks hold has been moved elsewhere.
+        keep_moves: whether hooks still bring activations to the device that their module runs on.
     """
     _forget_placement(model)
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
@@ -147,7 +147,7 @@ def release(model: nn.Module, *, keep_moves: bool) -> None:
 
     for module in hooked:
         moving = [hook for hook in _hooks_of(module._hf_hook) if isinstance(hook, AlignDevicesHook)]
-        for hook in moving:  # without weights of its own it touches none, neither in forward nor when it is detached
+        for hook in moving:  # without weights it touches none, neither in forward nor when it is detached
             hook.offload, hook.weights_map, hook.tied_params_map = False, None, None
         if not moving or keep_moves:
             continue
@@ -161,7 +161,7 @@ def release(model: nn.Module, *, keep_moves: bool) -> None:
 def move_activations(
     model: nn.Module, devices: Mapping[str, torch.device], *, skip_keys: str | list[str] | None
 ) -> None:
-    """Have hooks bring the inputs of modules, by name, to their devices, and the outputs of the model back."""
+    """Add hooks that bring the inputs of modules (by name) to their devices, and the outputs of the model back."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     for name, device in devices.items():
@@ -170,7 +170,7 @@ def move_activations(
 
 
 def _refuse_strangers(model: nn.Module) -> None:
-    """Refuse a model of whose modules one has its parameters in something that gives out copies of them."""
+    """Refuse a model if another library keeps the parameters of a module and hands out copies."""
     for name, module in model.named_modules():
         for members in (parameters_of(module), buffers_of(module)):
             if not isinstance(members, dict):
@@ -182,11 +182,11 @@ def _refuse_strangers(model: nn.Module) -> None:
                 )
 
 
-# What hooks there are
+# Which hooks there are
 
 
 def _hooks_of(hook: Any) -> Iterator[Any]:
-    """A module's hook, or those that it is made of, one by one."""
+    """A module's hook, or one by one those that it consists of."""
     if hasattr(hook, "hooks"):
         for part in hook.hooks:
             yield from _hooks_of(part)
@@ -195,7 +195,7 @@ def _hooks_of(hook: Any) -> Iterator[Any]:
 
 
 def _without(hook: Any, kind: type) -> Any | None:
-    """A hook without its parts of one kind; None if nothing is left."""
+    """A hook without its parts of one type; None if nothing is left."""
     from accelerate.hooks import SequentialHook
 
     if type(hook) is not SequentialHook:
@@ -205,7 +205,7 @@ def _without(hook: Any, kind: type) -> Any | None:
 
 
 def _forget_placement(model: nn.Module) -> None:
-    """Undo what `dispatch_model` leaves on a model: its map, and `to` and `cuda` that refuse."""
+    """Undo what `dispatch_model` leaves on a model: its map, and the `to` and `cuda` that refuse to run."""
     vars(model).pop("hf_device_map", None)
     for name, member in list(vars(model).items()):
         if getattr(member, "__globals__", {}).get("__name__") == "accelerate.big_modeling":
@@ -235,7 +235,7 @@ def _unprefixed(weights: Any, key: str) -> tuple[Mapping[str, Any], str]:
     return weights, key
 
 
-# What they hold
+# What hooks hold
 
 
 def _read(name: str, held: Held, offload_dir: PathLike | None) -> torch.Tensor:
@@ -251,7 +251,7 @@ def _read(name: str, held: Held, offload_dir: PathLike | None) -> torch.Tensor:
 
 
 def _index_entry(held: Held) -> Mapping[str, Any] | None:
-    """What accelerate notes of a value on disk; None for one that its mapping has to give."""
+    """accelerate's index entry of a value on disk; None for one that only its mapping can return."""
     from accelerate.utils import OffloadedWeightsLoader
 
     if type(held.weights) is not OffloadedWeightsLoader or held.key in held.weights.state_dict:
@@ -265,7 +265,7 @@ def _data_file(held: Held) -> Path:
 
 
 def _map_data(name: str, path: Path, info: Mapping[str, Any]) -> torch.Tensor:
-    """A file of accelerate's, which is bytes alone, as a tensor over a private mapping."""
+    """A raw data file of accelerate's as a tensor over a private mapping."""
     dtype, shape = _dtype(info["dtype"]), tuple(info["shape"])
     nbytes = math.prod(shape) * dtype.itemsize
     try:

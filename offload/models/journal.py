@@ -1,9 +1,9 @@
-"""What is being done to the values of a folder: runs over them, in a small file beside them.
+"""A record of the runs over a folder's values, in a small file beside them.
 
 Always true:
-- that a run has replaced a value stands in the value's own file, which changes with the value in one step; the journal
-  says which runs there are, over what, and is only ever replaced whole
-- no value can have the journal's name
+- that a run has replaced a value is noted in the value's own file, which changes together with the value; the journal
+  lists the runs and the values they cover, and is only ever replaced as a whole
+- no value can have the journal's file name
 - a file of that name which is not a journal is left as it is
 """
 
@@ -22,23 +22,23 @@ from offload.storage.file import TensorFile
 from offload.storage.reasons import short, some
 from offload.storage.state_file import Kind, read_state, write_state
 
-NAME = ".offload-journal"  # no value's file begins with a dot
+NAME = ".offload-journal"  # no value's file name begins with a dot
 RUNS = "runs"  # the note in a value's file
 _KIND = Kind(what="a journal", stamp={"version": 1})
-_PATIENCE = 1.0  # seconds after which what was done is written down; what a killed process did not write, files tell
+_PATIENCE = 1.0  # seconds between writes; what a killed process did not write is known from the files
 
 
 @dataclass
 class Run:
-    """A function over values.
+    """A function applied to values.
 
     Attributes:
-        name: what the user, or the function, is called.
-        key: tells this run from any other; it stands in the files of the values that the run has replaced.
-        sources: the values by name, each with the file that it came from; None for one in memory, or in the folder.
-        replaced: the values that it has given a new value.
-        kept: the values that it has left as they were.
-        finished: whether it has seen all of them.
+        name: given by the user, or the function's.
+        key: unique for this run; noted in the files of values that it has replaced.
+        sources: the values by name, each with the file that it came from; None if in memory or in the folder.
+        replaced: values that it has replaced.
+        kept: values that it has left unchanged.
+        finished: whether it has processed all of them.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Run:
 
 
 class Journal:
-    """The runs over a folder's values, in their order, and the one that is on now. Use `Journal.open`.
+    """The runs over a folder's values, in order, and the current one. Use `Journal.open`.
 
-    Made without a path it notes nothing: the values are in no folder that stays.
+    Without a path it records nothing: the values are not in a folder that stays.
     """
 
     def __init__(self, path: Path | None = None, runs: Iterable[Run] = ()) -> None:
@@ -67,12 +67,12 @@ class Journal:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells the run that is on; a value's file says it."""
+        """The key of the current run, as noted in a value's file."""
         return () if self.run is None else (self.run.key,)
 
     @property
     def name(self) -> str | None:
-        """What `resume` takes to go on."""
+        """The name to pass to `resume`."""
         return None if self.run is None else self.run.name
 
     @classmethod
@@ -81,7 +81,7 @@ class Journal:
 
         Raises:
             JournalError: the file is not a journal.
-            ReadError: it can't be read now.
+            ReadError: it can't be read at the moment.
         """
         path = folder / NAME
         try:
@@ -95,7 +95,7 @@ class Journal:
             ) from error
 
     def write(self) -> None:
-        """Put it on the disk, whole.
+        """Write it to disk, as a whole.
 
         Raises:
             WriteError
@@ -105,37 +105,37 @@ class Journal:
         self._written = time.monotonic()
 
     def write_at_times(self) -> None:
-        """As `write`, but not for each of many small values."""
+        """Like `write`, but not for each of many small values."""
         if time.monotonic() - self._written > _PATIENCE:
             self.write()
 
     def has(self, name: str, marks: Iterable[str]) -> bool:
-        """Whether the run has done a value, whose file says these runs."""
+        """Whether the run has done a value, given the runs that are noted in its file."""
         return self.run is not None and (self.run.key in marks or name in self.run.kept)
 
     def note(self, name: str, *, replaced: bool) -> None:
-        """A value more is done."""
+        """Record that one more value is done."""
         if self.run is not None:
             (self.run.replaced if replaced else self.run.kept).append(name)
             self.write_at_times()
 
     @contextmanager
     def kept_up(self) -> Iterator[None]:
-        """Says what was done in the block, and whether that ended well."""
+        """Write out what was done in the block, and whether the block succeeded."""
         if self.run is None:
             yield
             return
         try:
             yield
         except BaseException:
-            with suppress(WriteError):  # the error that stopped the run says more; the files tell what was done
+            with suppress(WriteError):  # the error that stopped the run matters more; the files tell what was done
                 self.write()
             raise
         self.run.finished = True
         self.write()
 
     def resume(self, name: str, sources: Mapping[str, str | None]) -> None:
-        """Go on with the run of that name; with a new one if there is none.
+        """Continue the run of that name, or start a new one.
 
         Raises:
             JournalError: it was over other values, or another run is not finished.
@@ -156,14 +156,14 @@ class Journal:
     def begin(
         self, name: str, sources: Mapping[str, str | None], marks: Iterable[str], *, goes_on: bool = False
     ) -> None:
-        """Begin a run, in place of one of the same name and of those that were given up.
+        """Start a run, replacing one of the same name and those that were abandoned.
 
         Args:
-            marks: the keys of the runs that the values, as they are now, have gone through.
-            goes_on: whether values that an unfinished run of this name has left may be gone on with, in that run.
+            marks: the keys of the runs that the values have gone through so far.
+            goes_on: whether an unfinished run of this name may be continued with the values that it left.
 
         Raises:
-            JournalError: some of the values are as an unfinished run left them.
+            JournalError: some values are as another, unfinished run left them.
         """
         seen = set(marks)
         half = next((run for run in self.runs if not run.finished and run.key in seen), None)
@@ -184,7 +184,7 @@ class Journal:
         self.write()
 
     def _refuse_others(self, run: Run, sources: Mapping[str, str | None]) -> None:
-        """A value that is still in a checkpoint must be in the one that the run began with."""
+        """A value that is still in a checkpoint must be in the same one as when the run began."""
         strangers = sorted(run.sources.keys() ^ sources.keys())
         moved = sorted(
             name for name in run.sources.keys() & sources.keys() if sources[name] not in (None, run.sources[name])
@@ -204,7 +204,7 @@ class Journal:
 
 
 def words_of(file: TensorFile) -> str:
-    """A file and its state, in words; the same after its folder was moved."""
+    """A file and its state as text that does not change when its folder is moved."""
     return f"{file.path.name} ({file.identity.size} bytes, modified {file.identity.modified})"
 
 

@@ -1,10 +1,10 @@
 """Fill a model's empty weights from a checkpoint, each where the device map says.
 
 Always true:
-- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written, but for what lies
-  in a pickle as no tensor can
+- a value on disk in the model's dtype is referenced in its checkpoint: nothing is copied or written, except pickled
+  values that can't be mapped
 - tied weights stay one parameter, over one file
-- a model that `load_checkpoint_and_dispatch` returns has no tensor without data, but where the map says "meta"
+- a model returned by `load_checkpoint_and_dispatch` has no tensor without data, unless the map says "meta"
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, paramete
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_MOST_OF_A_FILE = 0.75  # from which share on a file is read with what lies between a model's values
+_MOST_OF_A_FILE = 0.75  # share of a file from which it is read including the gaps between a model's values
 _REFERENCED = "referenced"
 _IN_MEMORY = "in memory"
 
 
 @dataclass(frozen=True)
 class Form:
-    """Values of a model that are held in one way.
+    """Values of a model that are held in the same way.
 
     Attributes:
-        values: how many.
-        nbytes: what a pass over them reads from disk, as it is stored there.
-        times: of shares that are cut when they are read, how many times their own bytes that is; else 1.
+        values: their number.
+        nbytes: what a pass over them reads from disk, in bytes as stored.
+        times: for shards that are cut at each read, how many times their own size that is; otherwise 1.
     """
 
     values: int
@@ -335,10 +335,10 @@ def load_file(
     return source.tensors(offload_dir, dict.fromkeys(source, target))
 
 
-# Filling, in the order in which it happens
+# Filling, in the order of its steps
 
 
-@torch.inference_mode(False)  # tensors of that mode could not be trained later
+@torch.inference_mode(False)  # inference tensors could not be trained later
 def _fill(
     model: nn.Module,
     slots: list[Slot],
@@ -350,7 +350,7 @@ def _fill(
     strict: bool,
     offload_buffers: bool,
 ) -> LoadReport:
-    """Fill the slots that the checkpoint has values for, if it fits at all."""
+    """Fill the slots for which the checkpoint has values, provided that it fits the model."""
     held = held_values(model)
     if held:
         raise DeviceMapError(
@@ -386,7 +386,7 @@ def _fill(
     tensors = source.tensors(offload_dir, devices) if fitted is None else fitted.tensors
     for key, (slot, place) in progress(wanted.items(), "loading", total=len(wanted)):
         tensor: torch.Tensor = tensors[key]
-        with DisableTorchFunctionSubclass():  # it is asked of the wrapper: no rule is needed
+        with DisableTorchFunctionSubclass():  # answered by the wrapper's metadata: no rule is needed
             is_floating = slot.tensor.is_floating_point() and tensor.is_floating_point()
         if is_floating:
             tensor = as_dtype(tensor, dtype or slot.tensor.dtype)
@@ -402,19 +402,19 @@ def _fill(
 
 
 def _is_packed(model: Any, source: Checkpoint) -> bool:
-    """Whether a model of transformers says that its checkpoint is quantized; an offload folder has its own forms."""
+    """Whether a transformers model's config says that the checkpoint is quantized; offload folders have own forms."""
     return quantization_of(model.config) is not None and not source.is_offload_folder
 
 
 def _keyed(slots: Iterable[Slot], values: Container[str]) -> list[tuple[Slot, str | None]]:
-    """Under which of its names each tensor of a model is in a checkpoint."""
+    """Each tensor of a model with the one of its names that is in a checkpoint, or None."""
     return [(slot, next((key for key in slot.keys if key in values), None)) for slot in slots if slot.keys]
 
 
 def _tied_as_noted(slots: list[Slot], source: Checkpoint) -> list[Slot]:
-    """The slots, of which empty ones have joined those that have their values, as the checkpoint notes.
+    """The slots, with empty ones merged into those that have their values, according to the checkpoint's notes.
 
-    `init_empty_weights` unties what a model without `tie_weights` has tied.
+    `init_empty_weights` unties the weights of a model without `tie_weights`.
     """
     stored = {name: slot for slot in slots if any(key in source for key in slot.keys) for name in slot.keys}
     left = []
@@ -448,7 +448,7 @@ def _compare(keyed: Iterable[tuple[Slot, str | None]], source: Checkpoint) -> Lo
 
 
 def report_of(info: Mapping[str, Any]) -> LoadReport:
-    """What transformers says of a loading."""
+    """transformers' loading info as a report."""
     mismatched = [(name, tuple(theirs), tuple(ours)) for name, theirs, ours in sorted(info["mismatched_keys"])]
     return LoadReport(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), mismatched)
 
@@ -456,7 +456,7 @@ def report_of(info: Mapping[str, Any]) -> LoadReport:
 def refuse_other_names(
     source: Checkpoint, values: Iterable[tuple[list[str], torch.Tensor]], offload_dir: PathLike | None
 ) -> None:
-    """Raises `CheckpointError` for values, with their names, that would go to a folder that has them in other forms."""
+    """Raises `CheckpointError` if values would go to a folder where the same names have other forms."""
     if not source.is_in(offload_dir):
         return
     others = [
@@ -471,7 +471,7 @@ def refuse_other_names(
         )
 
 
-# The end of every loading
+# The end of every load
 
 
 def finish_loading(
@@ -485,20 +485,20 @@ def finish_loading(
     skip_keys: str | list[str] | None,
     store: bool = False,
 ) -> LoadReport:
-    """Bring what is not in its place there, look that nothing is empty, and make the model ready to run.
+    """Move what is not in its place, check that nothing is empty, and make the model ready to run.
 
     Args:
         model: filled from a checkpoint.
-        device_map: one that says everything.
+        device_map: a complete one.
         report: what did not match.
-        pool: the budget that its values are to be under; None for that of the process.
+        pool: the budget for its values; None for the process's.
         skip_keys, offload_dir, offload_buffers, store: see `load_checkpoint_and_dispatch`.
 
     Returns:
-        The report, which now says how the values are held.
+        The report, with the forms in which the values are held.
 
     Raises:
-        MetaTensorError: tensors are left without data.
+        MetaTensorError: some tensors have no data.
         WriteError, NameInUseError, ForeignFileError
     """
     slots = tensor_slots(model)
@@ -519,15 +519,15 @@ def finish_loading(
 
 
 def refuse_to_store_nowhere(offload_dir: PathLike | None, *, store: bool) -> None:
-    """Raises `ArgumentError` if values are to be stored, and no folder is named in which they would stay."""
+    """Raises `ArgumentError` if values should be stored but no folder is named for them."""
     if store and offload_dir is None:
         raise ArgumentError("store=True writes values that later loadings use: name the folder for them, offload_dir")
 
 
 def _stored_once(slots: Iterable[Slot], *, store: bool) -> None:
-    """Have values that are recipes stand in the files of their folder: those that are there, or are made if `store`.
+    """Use the stored files of recipes in their folders, or create them if `store`.
 
-    Each file appears whole, and says what it was made of: after a kill only the rest is made.
+    Each file appears whole, and says what it was made of: after a kill only the missing ones are made.
     """
     stored = {handle_of(slot.tensor): slot.outer for slot in slots if is_offloaded(slot.tensor)}
     named = {handle.folder for handle in stored if handle.folder is not None}
@@ -560,7 +560,7 @@ def _forms(slots: Iterable[Slot]) -> dict[str, Form]:
 
 
 def _times(slots: list[Slot]) -> float:
-    """How many times its own bytes a rank reads, where columns are cut from whole rows as they are stored."""
+    """How many times its own bytes a rank reads if its columns are cut from whole stored rows."""
     is_cut = all(slot.outer is not None and _form(slot.tensor) in ("laid out anew", "joined") for slot in slots)
     return max(1.0, _stored_bytes(slots) / max(1, sum(slot.nbytes for slot in slots))) if is_cut else 1.0
 
@@ -586,8 +586,8 @@ def _placed(slots: Iterable[Slot], device_map: DeviceMap) -> dict[str, Place]:
 def connect_devices(
     model: nn.Module, slots: Iterable[Slot], placed: Mapping[str, Place], skip_keys: str | list[str] | None
 ) -> None:
-    """Where modules execute on several devices, let accelerate's hooks move the activations."""
-    at = {name: placed[slot.name] for slot in slots for name in slot.names}  # tied ones are where one is
+    """If modules execute on several devices, let accelerate's hooks move the activations."""
+    at = {name: placed[slot.name] for slot in slots for name in slot.names}  # tied names have one place
     devices = execution_devices(at)
     if len(set(devices.values())) > 1:
         move_activations(model, devices, skip_keys=skip_keys)
@@ -595,10 +595,10 @@ def connect_devices(
 
 @uncollected()
 def _settle(model: nn.Module, pool: Pool | None) -> None:
-    """Have a model that is on disk save itself, and its values read ahead, block by block, small ones first.
+    """Let a model on disk save itself, and announce its values for read-ahead, block by block, small ones first.
 
-    Of embeddings rows are picked, and of stacks of matrices (experts) some: they are not expected as wholes. It is a
-    guess for the first pass: what is really read is learned from the reads themselves.
+    Not those that ops pick from, embeddings (rows) and stacks of matrices (experts): they are not read as wholes. The
+    order is a guess for the first pass; afterwards it is learned from the actual reads.
     """
     let_save(model)
     handles: dict[int, Handle] = {}
@@ -620,7 +620,7 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
 
 
 def _read_apart(handles: Iterable[Handle]) -> None:
-    """Where others have much of a file, as the next stage of a pipeline has, read values without neighbours."""
+    """If a large part of a file is not ours, as in a pipeline stage, read values without their neighbours."""
     of_files: dict[TensorFile, list[Handle]] = {}
     for handle in handles:
         of_files.setdefault(handle.file, []).append(handle)
@@ -635,7 +635,7 @@ def _read_apart(handles: Iterable[Handle]) -> None:
 
 
 def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """A module's parts in their order; what stands in a list is a block with all that is in it."""
+    """A module's parts in order; an element of a list is one block with everything in it."""
     yield [module]
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -645,6 +645,6 @@ def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _tell(model: nn.Module) -> None:
-    """Log how many of a model's values are held how."""
+    """Log how many of a model's values are held in which form."""
     forms = _forms(tensor_slots(model))
     log.info("%s is ready; its values: %s", type(model).__name__, ", ".join(f"{what} {forms[what]}" for what in forms))

@@ -1,11 +1,11 @@
-"""A checkpoint under the names, and in the forms, that a transformers model has.
+"""A checkpoint with the names and formats of a transformers model.
 
 Always true:
-- transformers' own loader renames, stacks, splits, casts and ties; it is handed deferred tensors in place of tensors
-- nothing is read, or written, by that
-- a model does not save itself over the files that its weights are in, and saves them without reading them as a whole
+- transformers' own loader renames, stacks, splits, casts and ties; it is given deferred tensors
+- nothing is read or written by that
+- a model never saves itself over the files that its weights are in, and saves without reading whole weights into memory
 
-transformers is imported when there is a model of its to fill.
+transformers is imported only when there is one of its models to fill.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value
 from offload.torch_api import is_of_a_module
 
-# The files that are replaced, or removed, by transformers, diffusers and others who save as they do.
-_SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options by which transformers gives ranks shares
+# Files that are replaced or removed by transformers, diffusers and others that save in the same way.
+_SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with which transformers shards weights
 _WEIGHTS = re.compile(r"(\w+_)?model(\.\w+)?(-\d+){0,2}(-of-\d+)?\.(safetensors|bin)")
 
 
 class Waiting:
-    """A tensor of a checkpoint, as a loader has those of a file: `[...]` takes it once it is needed, deferred.
+    """A tensor of a checkpoint as a loader expects those of a file: `[...]` returns it, deferred, when it is needed.
 
-    A large mixture of experts has tens of thousands, and those of one layer are needed at a time.
+    A large mixture of experts has tens of thousands, of which one layer's are needed at a time.
     """
 
     __slots__ = ("_keeps_dtype", "_tensor")
@@ -75,17 +75,17 @@ class Waiting:
 def filled(
     model_class: Any, config: Any, tensors: Mapping[str, torch.Tensor | Waiting], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A model whose tensors are deferred, and transformers' report.
+    """A model whose tensors are deferred, and transformers' loading info.
 
     Args:
-        model_class: a class of transformers, not one of its `Auto` classes.
-        config: its configuration; it is changed as transformers does.
-        tensors: those of the checkpoint, on disk, deferred or waiting.
-        dtype: of the floating-point ones.
-        options: for the class's own `from_pretrained`.
+        model_class: a class from transformers, not an `Auto` class.
+        config: its configuration, changed in the ways that transformers does.
+        tensors: of the checkpoint: on disk, deferred or waiting.
+        dtype: of floating-point tensors.
+        options: passed to the class's own `from_pretrained`.
 
     Raises:
-        CheckpointError: the tensors can't be brought into the form that the model has.
+        CheckpointError: the tensors can't be converted to the model's format.
     """
     state: dict[str, Any] = {
         name: Waiting(tensor) if is_offloaded(tensor) else tensor for name, tensor in tensors.items()
@@ -98,7 +98,7 @@ def filled(
         for name, tensor in state.items():
             refuse_to_share(tensor, name)
     options = {**options, "state_dict": state, "dtype": dtype, "output_loading_info": True}
-    # Parameters of inference mode can't be views of files, and transformers follows the default device, also to "meta".
+    # Inference parameters can't be views of files, and transformers would follow the default device, even to "meta".
     in_turn = nullcontext() if looked_at else _one_by_one()
     with in_turn, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         try:
@@ -114,14 +114,14 @@ def filled(
 
 _SERIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 _LOCK = fork_safe_lock()
-_LOADINGS: list[str | None] = []  # that are under way: what the environment said before each
+_LOADINGS: list[str | None] = []  # in progress: the environment variable before each
 
 
 @contextmanager
 def _one_by_one() -> Iterator[None]:
-    """transformers converts a tensor when it comes to it, and not all of them ahead, in threads of its own.
+    """Make transformers convert each tensor when it gets to it, instead of all ahead in threads of its own.
 
-    Threads are there to read; here nothing is read, and of a large mixture of experts tens of thousands would wait.
+    The threads are meant for reading; nothing is read here, and tens of thousands of experts would be in the queue.
     """
     with _LOCK:
         _LOADINGS.append(os.environ.get(_SERIAL))
@@ -130,7 +130,7 @@ def _one_by_one() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            before = _LOADINGS.pop()  # of the first, once the last one ends
+            before = _LOADINGS.pop()  # the first one's, used when the last one ends
             if not _LOADINGS and before is None:
                 os.environ.pop(_SERIAL, None)
             elif not _LOADINGS:
@@ -139,12 +139,12 @@ def _one_by_one() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Dense:
-    """A quantized checkpoint as a dense one, and what it takes to be quantized again.
+    """A quantized checkpoint as a dense one, with what is needed to save it quantized again.
 
     Attributes:
-        tensors: by the names that the dense checkpoint would have.
-        quantization: the configuration's.
-        beside: tensors of the checkpoint that the dense ones are not made of.
+        tensors: by their names in the dense checkpoint.
+        quantization: the configuration's settings.
+        beside: tensors of the checkpoint that are not used for the dense ones.
     """
 
     tensors: Mapping[str, OffloadedTensor]
@@ -154,12 +154,12 @@ class Dense:
     @classmethod
     @uncollected()
     def of(cls, tensors: Mapping[str, OffloadedTensor], quantization: Mapping[str, Any]) -> Dense | None:
-        """None if the weights are to stay as they are packed. Raises: as `unpacked`."""
+        """None if the weights should stay packed. Raises: as `unpacked`."""
         dense = unpacked(tensors, quantization)
         return None if dense is None else cls(dense, quantization, left_beside(tensors, dense))
 
     def for_loading(self) -> dict[str, Waiting]:
-        """The tensors as transformers takes them: those that it would not cast keep their dtype."""
+        """The tensors as transformers takes them; those that it would not cast keep their dtype."""
         keeps = keeps_dtypes(self.quantization)
         return {
             name: Waiting(tensor, keeps_dtype=keeps and name.endswith(".weight") and not handle_of(tensor).composed)
@@ -167,13 +167,13 @@ class Dense:
         }
 
     def note(self, model: Any) -> None:
-        """Have a model that was filled from these save itself as quantized."""
+        """Make a model filled from these save itself as quantized."""
         without_quantization(model.config)
         model.packed_as = Packed.of(model, self.quantization, self.beside)
 
 
 def without_quantization(config: Any) -> Any:
-    """The configuration, which from now on is that of the dense model."""
+    """Turn the configuration into that of the dense model."""
     for one in (config, config.get_text_config(decoder=True)):
         if getattr(one, "quantization_config", None) is not None:
             del one.quantization_config
@@ -182,12 +182,12 @@ def without_quantization(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A checkpoint in the form that a model has.
+    """A checkpoint in the format of a model.
 
     Attributes:
-        tensors: by the model's names, in the widest dtype: deferred, they are cast to any other as from their own.
+        tensors: by the model's names, deferred, in the widest dtype: a cast of one is a cast of its stored value.
         report: transformers'.
-        note: has the model that is filled from these save itself as quantized, if the checkpoint is.
+        note: makes a model that is filled from these save itself as quantized, if the checkpoint is.
     """
 
     tensors: dict[str, DeferredTensor]
@@ -198,17 +198,17 @@ class Fitted:
 def as_in(
     model: Any, source: Checkpoint, offload_dir: str | os.PathLike[str] | None, dtype: torch.dtype | None = None
 ) -> Fitted:
-    """The tensors of a checkpoint as a model of transformers has them.
+    """The tensors of a checkpoint with the names and format of a transformers model.
 
     Args:
-        model: it stays as it is.
+        model: not changed.
         source: the checkpoint.
-        offload_dir: where they go at their first write.
-        dtype: that is asked for; None for that of the model.
+        offload_dir: where they go at the first write.
+        dtype: the requested one; None for the model's.
 
     Raises:
-        CheckpointError: as `filled`, `unpacked` and `rebuilt`; or only modules of another kind than the model's compute
-            with weights that are packed so.
+        CheckpointError: as `filled`, `unpacked` and `rebuilt`; or weights packed like this need other modules than
+            the model has.
     """
     tensors = source.tensors(offload_dir)
     quantization, note = quantization_of(model.config), None
@@ -219,7 +219,7 @@ def as_in(
         dense, metadata = Dense.of(tensors, quantization), source.metadata
         if dense is not None:
             values, note = dense.tensors, dense.note
-            del tensors  # tens of thousands of pieces, which the recipes have
+            del tensors  # tens of thousands of pieces, which the recipes hold
         elif PARTS_NOTE in metadata:
             values, note = rebuilt(tensors, metadata), partial(_note_quantized, quantization=quantization)
         else:
@@ -241,7 +241,7 @@ def _note_quantized(model: Any, *, quantization: Mapping[str, Any]) -> None:
 
 
 def note_quantizer(model: Any, quantizer: Any) -> None:
-    """Note on a transformers model what is noted when it is loaded quantized."""
+    """Set the attributes on a transformers model that loading a quantized one would set."""
     model.is_quantized = True
     model.quantization_method = quantizer.quantization_config.quant_method
     model.hf_quantizer = quantizer
@@ -255,7 +255,7 @@ def note_quantizer(model: Any, quantizer: Any) -> None:
 
 
 def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype that loses nothing of any of them."""
+    """A dtype that can represent the values of all of them."""
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.itemsize > 1}
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
@@ -264,7 +264,7 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def let_save(model: Any) -> None:
-    """Have `save_pretrained` of a model, and of the models in it, look before it writes, and hold nothing in memory."""
+    """Wrap `save_pretrained` of a model, and of models inside it: check before writing, and keep nothing in memory."""
     if is_of_transformers(model):
         conversions = _conversions(model)
         if conversions and not isinstance(conversions, _Streaming):
@@ -279,15 +279,15 @@ def let_save(model: Any) -> None:
 
 
 class _Looking:
-    """A model's `save_pretrained`, behind a look at the folder for files that live tensors refer to.
+    """A model's `save_pretrained`, which first checks the folder for files that live tensors refer to.
 
-    It holds the model weakly, which goes with its last name. For one that has none, as in
-    `offload.from_pretrained(a).save_pretrained(b)`, it has a twin: a model of the same attributes, in one dictionary.
-    In a pickle it is the usual `save_pretrained`.
+    It holds the model weakly, so that the model can be freed. For a model without any other reference, as in
+    `offload.from_pretrained(a).save_pretrained(b)`, it has a twin that shares the model's attribute dictionary.
+    It is pickled as the original `save_pretrained`.
 
     Raises:
-        ForeignFileError: files there that tensors refer to would be replaced, or removed: nothing is written.
-        UnsupportedOpError: the model is a shallow copy, or has one.
+        ForeignFileError: files that tensors refer to would be replaced or removed: nothing is written.
+        UnsupportedOpError: the model is a shallow copy, or has been copied shallowly.
     """
 
     def __init__(self, model: Any) -> None:
@@ -296,14 +296,14 @@ class _Looking:
         self._model = weakref.ref(model, self._outlive)
 
     def _outlive(self, _: object) -> None:
-        """Go from the attributes of a model that has gone: the twin has them now, and would hold itself."""
+        """Leave the attributes of a freed model: the twin now owns them, and would hold itself."""
         vars(self._twin).pop("save_pretrained", None)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         model = self._only_holder()
         save = type(model).save_pretrained
         given = inspect.signature(save).bind(model, *args, **options)
-        _, folder, *_ = (*given.args, *given.kwargs.values())  # csm names none of its arguments
+        _, folder, *_ = (*given.args, *given.kwargs.values())  # csm has unnamed arguments
         saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
         files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
         replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
@@ -325,7 +325,7 @@ class _Looking:
         return _save_packed(model, packed, absolute(folder), partial(save, model, *args), options)
 
     def _only_holder(self) -> Any:
-        """The model that it was made for, if `copy.copy` has given it to no other: it can't tell which one is asked."""
+        """The model it was made for, unless `copy.copy` made another one: then the caller is ambiguous."""
         model = self._model()
         if model is None:
             return self._twin
@@ -349,7 +349,7 @@ class _Looking:
 def _save_shared(
     model: Any, state: Mapping[str, torch.Tensor], ranks: Ranks, folder: Path, save: Callable[[], Any]
 ) -> Any:
-    """Where ranks have shares of the values: the first one saves, and has them whole from files, not from memory."""
+    """With sharded values: the first rank saves, and gets the whole values from files instead of memory."""
 
     def begun() -> Path:
         made_folder(folder)
@@ -382,7 +382,7 @@ def _save_shared(
 
 
 def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """What is still as it was packed goes back under the names that it was read by, file to file."""
+    """Write what is still packed under its original names, from file to file."""
     from transformers.core_model_loading import revert_weight_conversion
 
     pieces, others = packed_state(model.state_dict())
@@ -400,7 +400,7 @@ def _save_packed(model: Any, packed: Packed, folder: Path, save: Callable[..., A
 
 
 def _conversions(model: Any) -> Any:
-    """Those that saving will undo: of the checkpoint, or, of a model that was not loaded, the usual ones."""
+    """The conversions that saving will undo: the checkpoint's, or for a model that was not loaded, the usual ones."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -411,7 +411,7 @@ def _conversions(model: Any) -> Any:
 
 
 class _Streaming(list[Any]):
-    """Conversions that are undone on deferred tensors; in a pickle the usual ones, for those without `offload`."""
+    """Conversions that are undone on deferred tensors; pickled as the usual ones, for readers without `offload`."""
 
     def __init__(self, usual: list[Any]) -> None:
         super().__init__(_streaming(conversion) for conversion in usual)
@@ -430,8 +430,8 @@ def _streaming(conversion: Any) -> Any:
     if not isinstance(conversion, WeightConverter):
         return conversion
     streaming = copy.copy(conversion)
-    # What is undone first is on disk, and takes the steps after it without being read. Shards are filled by what comes
-    # of them: mapped, each in a storage of its own.
+    # The tensors to convert are on disk, and go through the following steps without being read. Shards are filled with
+    # the results: mapped, each in a storage of its own.
     again = _Undone(lambda one: deferred(one.detach()) if is_offloaded(one) else one)  # type: ignore[arg-type]
     alone = _Undone(lambda tensor: tensor.alone() if isinstance(tensor, DeferredTensor) else tensor)
     streaming.operations = [alone, *conversion.operations, again]
@@ -439,7 +439,7 @@ def _streaming(conversion: Any) -> Any:
 
 
 class _Undone:
-    """A step of a conversion, as transformers calls them, for when it is undone: something is done to each tensor."""
+    """A step of a conversion in transformers' interface, for undoing: applies a function to each tensor."""
 
     supports_many_to_many = False
 
@@ -451,7 +451,7 @@ class _Undone:
         return self
 
     def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
-        """What becomes of tensors, or lists of them, by name."""
+        """The converted tensors, or lists of them, by name."""
         change = self._change
         return {
             name: [change(one) for one in value] if isinstance(value, list) else change(value)
@@ -464,12 +464,12 @@ def _in_torchaos_form(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _saved_by(quantizer: Any, model: Any) -> Any:
-    """What a quantizer saves of a model, whose weights it sees as they are without `offload`, mapped."""
+    """What a quantizer saves of a model, given the weights without `offload`, mapped."""
     return type(quantizer).get_state_dict_and_metadata(quantizer, _Mapped(model))
 
 
 class _Mapped:
-    """Stands for a model for those who ask it for its weights."""
+    """Stands in for a model whose weights are asked for."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,14 +1,14 @@
 """Write a model, or named tensors, as a safetensors checkpoint.
 
 Always true:
-- no value comes into memory as a whole: what is on disk is copied from file to file, the rest goes piece by piece
-- every file is complete beside its place before the first one is put there, and shards take names that no file has;
-  the last renaming, of the index or of the one file, makes the new checkpoint the one that readers find
-- whatever happens, a reader finds the checkpoint that was there, whole, or the new one
-- what is replaced or removed is an earlier checkpoint of ours; a file that a live tensor refers to is not
-- beside the weights of a transformers model lies what `from_pretrained` needs, put there when the weights stand
-- any safetensors reader gives the values back as they are
-- where ranks share the values, each writes its own ranges of the same files, and no value travels
+- no value is in memory as a whole: what is on disk is copied from file to file, everything else piece by piece
+- every file is complete under a temporary name before the first is put in place, and shards get names that no file has;
+  the last rename, of the index or the only file, makes the new checkpoint the visible one
+- at any moment a reader finds either the old checkpoint, complete, or the new one
+- only earlier checkpoints of ours are replaced or removed, and no file that a live tensor refers to
+- the files that `from_pretrained` needs beside a transformers model's weights are written after the weights
+- any safetensors reader returns the values as they are
+- if ranks share the values, each writes its own ranges of the same files, and no value is sent
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
-_LARGEST_STEP = 64  # bytes to which values are aligned where their sizes allow it
+_LARGEST_STEP = 64  # alignment in bytes of values whose sizes allow it
 _OWN_METADATA = ("format", MARK, NOTE)
 _KIND = Kind(what="an index of offload", stamp={"metadata": {MARK: json.dumps({"version": VERSION})}})
 
@@ -173,7 +173,7 @@ def save_checkpoint(
     return targets
 
 
-# What is to be written
+# What will be written
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,9 @@ class _Part:
     """A value as it will be in its file.
 
     Attributes:
-        tensor: all of it, or what this rank has.
+        tensor: all of it, or this rank's part.
         layout: of the whole.
-        boxes: what this rank has: where each begins in the whole, where in `tensor`, and its sides.
+        boxes: this rank's boxes: their start in the whole, their start in `tensor`, and their size.
     """
 
     tensor: torch.Tensor
@@ -193,16 +193,16 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the files will hold.
+    """The contents of the files.
 
     Attributes:
         parts: the values by key.
-        ties: the names that are left out, each with the key that has its value.
+        ties: the omitted names, each with the key that has its value.
         sources: the files that values come from, by name.
-        metadata: what every file says.
-        parameters: how many numbers each of them has, for the index.
-        dtype: that floating-point values are converted to, if they are.
-        quantization: how the values are packed, as the configuration of a transformers model has to say.
+        metadata: of every file.
+        parameters: number of elements of each value, for the index.
+        dtype: to which floating-point values are converted, or None.
+        quantization: what a transformers model's configuration has to say about packing.
     """
 
     parts: dict[str, _Part]
@@ -257,12 +257,12 @@ def _plan(source: nn.Module | Mapping[str, torch.Tensor] | Checkpoint, dtype: to
 
 
 def _is_by_torchao(model: Any) -> bool:
-    """Whether a model was quantized by torchao: its values may be plain again."""
+    """Whether a model was quantized by torchao; its values may be plain again by now."""
     return getattr(model, "quantization_method", None) == "torchao"
 
 
 def _beside(source: Any, plan: _Plan, folder: Path, earlier: Iterable[Path]) -> Companions:
-    """The files beside the weights that a folder needs, or has of an earlier checkpoint and does not need."""
+    """The files that a folder needs beside the weights, and those of an earlier checkpoint that it does not need."""
     files = companions_of(source, plan.dtype, plan.quantization) if isinstance(source, nn.Module) else {}
     opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
     noted = {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
@@ -270,7 +270,7 @@ def _beside(source: Any, plan: _Plan, folder: Path, earlier: Iterable[Path]) -> 
 
 
 def _metadata_of(source: Checkpoint) -> dict[str, str]:
-    """What the files of a checkpoint say beside their values: a quantized one can't be read without it."""
+    """The metadata of a checkpoint's files: a quantized one can't be read without it."""
     files = {id(file): file for value in source.values() for file in value.files}
     found: dict[str, str] = {}
     for file in files.values():
@@ -279,7 +279,7 @@ def _metadata_of(source: Checkpoint) -> dict[str, str]:
 
 
 def _discarded_names(model: nn.Module) -> Iterable[str]:
-    """The names that a transformers model ties to others, which it expects under those."""
+    """The names that a transformers model ties to others, and expects under those."""
     tied: Iterable[str] | None = getattr(model, "all_tied_weights_keys", None)
     return tied or getattr(model, "_tied_weights_keys", None) or ()
 
@@ -294,15 +294,15 @@ def _check(name: object, tensor: object) -> None:
             f"{name!r} is a {type(tensor).__name__}, not a tensor: save it elsewhere, and leave it out here"
         )
     checked_dense(tensor, name)
-    if not is_subclass_value(tensor):  # of those it is seen later whether torchao has a form for them
+    if not is_subclass_value(tensor):  # for those, torchao decides later whether they can be stored
         refuse_lossy(tensor, name)
 
 
 def _ties(tensors: Mapping[str, torch.Tensor], discarded: set[str]) -> dict[str, str]:
-    """The names that need no value of their own, each with the one that stands for it.
+    """The names that need no value of their own, each with the one that has it.
 
-    Of several names the first in the alphabet stands, as with `safetensors.torch.save_model`, but none of `discarded`
-    if there is another.
+    Of several names the first in alphabetical order is kept, as in `safetensors.torch.save_model`, but none of
+    `discarded` if there is another.
     """
     same: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -317,7 +317,7 @@ def _ties(tensors: Mapping[str, torch.Tensor], discarded: set[str]) -> dict[str,
 def _parts(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
 ) -> tuple[dict[str, _Part], dict[str, str]]:
-    """The entries of the files, and what their metadata must say of them beside what it does."""
+    """The entries of the files, and additions to their metadata."""
     of_quantized = prefixes_of_quantized(tensors, metadata)
     quantized = {name: value for name, tensor in tensors.items() if (value := subclass_value(tensor)) is not None}
     plain, notes = in_torchaos_form(tensors) if quantized else (tensors, {})
@@ -340,7 +340,7 @@ def _part(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Part:
 
 
 def _shards(plan: _Plan, most: int) -> dict[str, list[str]]:
-    """The keys that go into each file, in the order in which they will lie there."""
+    """The keys for each file, in file order."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
@@ -354,7 +354,7 @@ def _shards(plan: _Plan, most: int) -> dict[str, list[str]]:
 
 
 def _with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The same shards, under names that no file in the folder has: an index names whole shards until it is replaced."""
+    """The same shards with unused names: an existing index refers to complete shards until it is replaced."""
     if len(files) == 1:
         return files
     for number in count(1):
@@ -365,9 +365,9 @@ def _with_free_names(folder: Path, files: dict[str, list[str]]) -> dict[str, lis
 
 
 def _step(nbytes: int) -> int:
-    """The alignment that a value of so many bytes leaves to the next one: entries must lie without gaps.
+    """The alignment that the end of a value of this size provides for the next one: entries have no gaps.
 
-    Where those of larger steps come first, each is aligned to its own step, which is at least the size of an element.
+    With values sorted by decreasing step, each is aligned to its own step, which is at least its element size.
     """
     return min(nbytes & -nbytes, _LARGEST_STEP) or _LARGEST_STEP
 
@@ -379,7 +379,7 @@ def _positive(size: int | str) -> int:
     return most
 
 
-# What ranks have of the values
+# Values that ranks share
 
 
 def _values(source: Any) -> Iterable[object]:
@@ -394,12 +394,12 @@ def _whole(shape: Sequence[int]) -> Box:
 
 
 def _wholes(parts: Mapping[str, _Part]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Meta tensors of the shapes that the values have."""
+    """Meta tensors with the shapes of the values."""
     return ((key, torch.empty(part.layout.shape, device="meta")) for key, part in parts.items())
 
 
 def _shared(part: _Part, outer: Any, name: str) -> _Part:
-    """What this rank has of a DTensor."""
+    """This rank's part of a DTensor."""
     if any(placement.is_partial() for placement in outer.placements):
         raise UnsupportedOpError(
             f"{name!r} is placed as {outer.placements}: redistribute it to Shard or Replicate first"
@@ -418,10 +418,10 @@ def _shared(part: _Part, outer: Any, name: str) -> _Part:
 
 
 def _of_all(own: _Plan, ranks: Ranks) -> tuple[_Plan, dict[str, _Part]]:
-    """What all ranks have together, and what of it this one writes. One that several have goes to the one with least.
+    """The plan of all ranks, and what this rank writes; a shard on several ranks goes to the one with least so far.
 
     Raises:
-        CheckpointError: they have other values under one name, or not all of one.
+        CheckpointError: the ranks disagree about a value of the same name, or lack parts of one.
     """
     if ranks.size == 1:
         return own, own.parts
@@ -465,7 +465,7 @@ def _of_all(own: _Plan, ranks: Ranks) -> tuple[_Plan, dict[str, _Part]]:
 def _write_all(
     plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path], mine: Mapping[str, _Part]
 ) -> None:
-    """Write the files, and what is `mine` of the values in them: there is room for the rest."""
+    """Create the files and write this rank's values, leaving room for the others."""
     with progress_in_bytes(plan.nbytes, "saving", shown=bool(mine)) as advance:
 
         def fill(fd: int, key: str, start: int) -> None:
@@ -490,7 +490,7 @@ def _fill_all(
     *,
     shown: bool,
 ) -> None:
-    """Write what is `mine` of the values into files that another rank has made."""
+    """Write this rank's values into files created by another rank."""
     with progress_in_bytes(plan.nbytes, "saving", shown=shown) as advance:
         for target, temporary in temporaries.items():
             keys = files.get(target.name, [])
@@ -506,7 +506,7 @@ def _fill_all(
 
 
 def _said_in(plan: _Plan, files: Mapping[str, list[str]]) -> dict[str, str]:
-    """The metadata of each file; where there are several, the index has the ties."""
+    """The metadata of each file; if there are several, the index has the ties."""
     return plan.metadata if len(files) > 1 else {**plan.ties, **plan.metadata}
 
 
@@ -533,7 +533,7 @@ def _remove_all(earlier: Iterable[Path]) -> None:
 
 
 def _remove_earlier(path: Path) -> None:
-    """Remove a file of the earlier checkpoint; the index for good, before a shard goes that it names."""
+    """Remove a file of the earlier checkpoint; the index durably, before any shard that it names."""
     try:
         path.unlink()
     except OSError as error:
@@ -544,9 +544,9 @@ def _remove_earlier(path: Path) -> None:
 
 
 def _earlier(folder: Path) -> list[Path]:
-    """The files of the checkpoint that stands in a folder, its index first: what a new one replaces or removes.
+    """The files of the existing checkpoint in a folder, index first: a new one replaces or removes them.
 
-    Of shards those that are ours, also ones that no index names: a process that was killed left them.
+    These include our shards that no index names: a killed process left them.
     """
     found = [path for path in (folder / _INDEX, folder / _SINGLE) if is_there(path)]
     with reading(folder):
@@ -564,7 +564,7 @@ def _refuse_foreign(paths: Iterable[Path]) -> None:
 
 
 def _refuse_offload_folder(folder: Path) -> None:
-    """A checkpoint among values of single names would hide them: what is opened then is the checkpoint."""
+    """A checkpoint among single-value files would hide them: it would be opened in their place."""
     with reading(folder):
         found = list(folder.glob("*.safetensors"))
     for path in found:
@@ -574,7 +574,7 @@ def _refuse_offload_folder(folder: Path) -> None:
 
 
 def _opened(path: Path) -> TensorFile | None:
-    """A file of tensors; None for what is none."""
+    """A file of tensors; None if it is not one."""
     try:
         return TensorFile.open(path)
     except ReadError:

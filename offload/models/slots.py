@@ -1,8 +1,8 @@
-"""A model's tensors, each once, under all their names; and bringing them to their places.
+"""A model's distinct tensors, each under all its names, and moving them to their places.
 
 Always true:
 - tied weights are one slot, and stay one parameter
-- what is in its place already stays as it is
+- what is already in its place is not touched
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, paramete
 
 @dataclass(slots=True)
 class Slot:
-    """A distinct tensor of a model, under all the names that it has there.
+    """A distinct tensor of a model, with all its names.
 
     Attributes:
-        tensor: the tensor itself; of a DTensor what this rank has of it.
+        tensor: the tensor itself; for a DTensor, this rank's local tensor.
         outer: the DTensor, if it is one.
-        names: all of them.
-        keys: those under which a checkpoint may have it: not those of buffers that are not persistent.
+        names: all its names.
+        keys: its possible names in a checkpoint: all but those of non-persistent buffers.
         owners: where it is kept: the module's dictionary, and the name in it.
-        others: tensors that have the same value.
+        others: other tensors with the same value.
     """
 
     tensor: torch.Tensor
@@ -65,7 +65,7 @@ class Slot:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_parameter: bool) -> Slot:
-        """One for a tensor, still without names."""
+        """A slot for a tensor, without names yet."""
         return cls(local_of(tensor), is_parameter, outer=tensor if is_dtensor(tensor) else None)
 
     @property
@@ -74,7 +74,7 @@ class Slot:
 
     @property
     def held(self) -> torch.Tensor:
-        """What stands in its places: the tensor, or the DTensor around it."""
+        """What its owners hold: the tensor, or the DTensor around it."""
         return self.tensor if self.outer is None else self.outer
 
     @property
@@ -83,18 +83,18 @@ class Slot:
 
     @property
     def folder(self) -> Path | None:
-        """The user's folder that it is, or will be, stored in."""
+        """The user's folder in which it is, or will be, stored."""
         return handle_of(self.tensor).folder if is_offloaded(self.tensor) else None
 
     def join(self, other: Slot) -> None:
-        """Take on the names and places of a slot that has the same value."""
+        """Take over the names and owners of a slot with the same value."""
         self.names += other.names
         self.keys += other.keys
         self.owners += other.owners
         self.others += [other.tensor, *other.others]
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Put a tensor in all its places; a new one, which nobody else holds."""
+        """Put a tensor into all its owners; a new one that is not held elsewhere."""
         if tensor is self.tensor:
             return
         held = self._dressed(tensor)
@@ -106,10 +106,10 @@ class Slot:
         self.tensor, self.outer = local_of(held), None if self.outer is None else held
 
     def become(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Make its tensor what a new one is, so that whoever else holds it follows: ties, optimizers, lists.
+        """Turn its tensor into the new one, so that others who hold it follow: ties, optimizers, lists.
 
         Returns:
-            The old tensor, if torch does not let it change: its places have the new one then.
+            The old tensor if torch refuses to change it: its owners then have the new one.
         """
         if tensor is self.tensor:
             return None
@@ -120,20 +120,20 @@ class Slot:
             share_hooks(new, old)
         try:
             torch.utils.swap_tensors(old, new)
-        except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or it is of another layout
+        except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or the layout differs
             self.fill(local_of(new))
             return old
         self._hold(old)
         return None
 
     def follow_dtype(self) -> None:
-        """Have a DTensor say the dtype of what this rank has of it, which may have got another value."""
+        """Update the dtype of a DTensor after its local tensor got another value."""
         if self.outer is not None and self.outer.dtype != self.tensor.dtype:
             torch.utils.swap_tensors(self.outer, self._dressed(self.tensor))
 
     def _dressed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands in its places, once its value is this tensor."""
-        with DisableTorchFunctionSubclass():  # all this is asked of the wrapper: no rule is needed
+        """What its owners would hold with this tensor as the value."""
+        with DisableTorchFunctionSubclass():  # answered by the wrapper's metadata: no rule is needed
             tensor = tensor if self.outer is None else with_local(self.outer, tensor)
             if self.is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = _parameter(tensor, requires_grad=self.held.requires_grad)
@@ -146,7 +146,7 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
     """The parameters and buffers of a model, each once.
 
     Raises:
-        ArgumentTypeError: it is no module.
+        ArgumentTypeError: it is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a torch.nn.Module is needed, not {type(model).__name__}: {str(model)[:80]!r}")
@@ -168,7 +168,7 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
 
 
 def joined_slots(slots: Iterable[Slot], key: Callable[[Slot], Hashable]) -> list[Slot]:
-    """Slots of one value, for which the key is one, as one."""
+    """Merge slots with the same key into one."""
     joined: dict[Hashable, Slot] = {}
     for slot in slots:
         first = joined.setdefault(key(slot), slot)
@@ -178,14 +178,14 @@ def joined_slots(slots: Iterable[Slot], key: Callable[[Slot], Hashable]) -> list
 
 
 def tied_slots(model: nn.Module) -> list[Slot]:
-    """As `tensor_slots`, after a model that ties its weights has done so."""
+    """Like `tensor_slots`, after letting the model tie its weights."""
     tie_weights = getattr(model, "tie_weights", None)  # transformers
     if callable(tie_weights):
         tie_weights()
     return tensor_slots(model)
 
 
-@torch.inference_mode(False)  # tensors of that mode could not be trained later
+@torch.inference_mode(False)  # inference tensors could not be trained later
 def place_tensors(
     slots: Iterable[Slot],
     placed: Mapping[str, Place],
@@ -193,10 +193,10 @@ def place_tensors(
     *,
     offload_buffers: bool = False,
 ) -> None:
-    """Bring every tensor that has data to its place, one by one; what is there already stays as it is.
+    """Move every tensor that has data to its place, one by one; what is there already is not touched.
 
-    What is on disk is at its place if `offload_dir` is where it is, or where writes to it will go; if that is None,
-    anywhere. Who holds a tensor elsewhere holds what it has become: a tied weight of another model, an optimizer.
+    A tensor on disk is in its place if its file is in `offload_dir`, or if its writes go there; with None, anywhere.
+    Other holders of a tensor get the new one: a tied weight of another model, an optimizer.
     """
     left: list[tuple[torch.Tensor, Slot]] = []
     brought_over: dict[Hashable, OffloadedTensor] = {}
@@ -218,7 +218,7 @@ def place_tensors(
 
 
 def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor]) -> None:
-    """In lists and dictionaries that hold old tensors, new ones, by the old ones' ids."""
+    """Replace old tensors by new ones (by the old one's id) in the lists and dictionaries that hold them."""
     for holder in gc.get_referrers(*old):
         if holder is old:
             continue
@@ -228,14 +228,14 @@ def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor])
             for key, value in list(holder.items()):
                 if id(value) in new:
                     holder[key] = new[id(value)]
-                if id(key) in new:  # an optimizer's state
+                if id(key) in new:  # the state of an optimizer
                     holder[new[id(key)]] = holder.pop(key)
 
 
 def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
-    """Its place in the map; a buffer is not on disk where only parameters are, unless it is a packed weight."""
+    """Its place in the map; a buffer goes to disk only if buffers do, or if it is a packed weight."""
     place = placed[slot.name]
-    is_packed = slot.tensor.dtype == torch.uint8 and slot.name.rpartition(".")[2] == "weight"  # those of BitNet
+    is_packed = slot.tensor.dtype == torch.uint8 and slot.name.rpartition(".")[2] == "weight"  # BitNet's
     is_weight = slot.is_parameter or is_packed
     if not place.on_disk or is_weight or offload_buffers:
         return place
@@ -243,7 +243,7 @@ def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: b
 
 
 def folder_of(slot: Slot, offload_dir: PathLike | None) -> PathLike | None:
-    """Where writes to a slot go: to the folder that is named, and, of a DTensor, to this rank's in there."""
+    """The folder for writes to a slot: the named one, or for a DTensor this rank's folder in it."""
     return offload_dir if slot.outer is None else folder_of_rank(slot.outer, offload_dir)
 
 
@@ -257,11 +257,11 @@ def _is_at(tensor: torch.Tensor, place: Place, offload_dir: PathLike | None) -> 
         if isinstance(tensor, DeferredTensor):
             return False
         is_there = is_offloaded(tensor) == place.on_disk and tensor.device == place.device
-        return (is_there and _is_in(tensor, offload_dir)) or place.device.type == "meta"  # what is there may stay
+        return (is_there and _is_in(tensor, offload_dir)) or place.device.type == "meta"  # a tensor for "meta" may stay
 
 
 def _is_in(tensor: torch.Tensor, offload_dir: PathLike | None) -> bool:
-    """Whether writes to an offloaded tensor go to this folder, if one is named; of another tensor nothing is asked."""
+    """Whether writes to an offloaded tensor go to this folder; True without a folder, and for other tensors."""
     if offload_dir is None or not is_offloaded(tensor):
         return True
     return is_same_folder(handle_of(tensor).folder, offload_dir)
@@ -276,14 +276,14 @@ def at_place(
     *,
     name: str | None = None,
 ) -> torch.Tensor:
-    """A value where it is to be: on disk, in memory, or nowhere; itself, if it is there.
+    """A value moved to its place: on disk, in memory, or nowhere; unchanged if it is there.
 
     Args:
         tensor: deferred, on disk, or in memory.
-        slot: what it is for.
-        name: of the file that it is written to, if need be; None for that of the slot.
-        offload_dir: the folder for that; None for a private one, or, of what is on disk, for where it is.
-        brought_over: what came to that folder from others, to be shared by what shares a file.
+        slot: the slot it is for.
+        name: of the file, if one is written; None for the slot's.
+        offload_dir: the folder for that; None for a private one, or, if it is on disk already, for where it is.
+        brought_over: values already moved to that folder from others, shared by tensors over the same file.
     """
     name = slot.name if name is None else name
     if slot.outer is not None and tensor.numel() == 0:
@@ -298,7 +298,7 @@ def at_place(
         log.debug("%s: written to disk, from memory", name)
         tensor = OffloadedTensor.from_original_tensor(tensor, name, offload_dir, exist_ok=True)
     elif is_offloaded(tensor) and not _is_in(tensor, offload_dir):
-        same = identity_of(tensor)  # other parameters may be over the same file, and are to stay so
+        same = identity_of(tensor)  # other parameters may be over the same file, and should stay so
         brought_over = {} if brought_over is None else brought_over
         if same not in brought_over:
             brought_over[same] = _brought_over(tensor, name, offload_dir)
@@ -323,7 +323,7 @@ def _put_together(tensor: DeferredTensor, name: str, place: Place, offload_dir: 
 
 
 def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | None) -> OffloadedTensor:
-    """A tensor on disk as one in another folder; what is referenced stays where it is, and is written to there."""
+    """A tensor on disk moved to another folder; a referenced one stays, and its first write goes there."""
     handle = handle_of(tensor)
     if handle.owned:
         value = tensor.detach().to(CPU)

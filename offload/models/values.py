@@ -1,11 +1,11 @@
 """Replacing many values, one at a time.
 
 Always true:
-- a distinct value is seen once, whatever its names; what was tied stays tied
-- never more than `workers` values are in memory
-- where ranks share values, the function sees this rank's share of each, or the whole on all ranks at once
-- what was done stays done, whatever happens to the next one
-- a run that is resumed gives each value to the function once: that it was replaced stands in its own file
+- a distinct value is processed once, whatever its names; tied values stay tied
+- at most `workers` values are in memory
+- if ranks share values, the function gets this rank's shard of each, or the whole on all ranks at once
+- finished values stay finished, whatever happens to the next one
+- a resumed run passes each value to the function once: the value's own file notes that it was replaced
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ Predicate: TypeAlias = Callable[[str, torch.Tensor], bool]
 Select: TypeAlias = "str | type[nn.Module] | Sequence[str | type[nn.Module]] | Predicate | None"
 
 ANY_KIND = {"strict_shape": False, "strict_dtype": False}
-_TEMPORARIES = 8  # times its own size: what a function makes of a value on the way, at most
-_MARKS = "_offload_runs"  # on a tensor in memory: the runs that it has gone through
+_TEMPORARIES = 8  # estimated peak memory of a function, as a multiple of its value
+_MARKS = "_offload_runs"  # attribute of a tensor in memory: the runs that it has gone through
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def offloaded_like(
 
 
 def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
-    """A result with what `put` makes of each tensor in it, and of the name that says where it stands."""
+    """A result with `put` applied to each tensor in it and to a name that says where it is."""
     if isinstance(result, torch.Tensor):
         return put(result, name)
     if isinstance(result, dict):
@@ -238,10 +238,10 @@ def _each_tensor(result: Any, name: str, put: Callable[[torch.Tensor, str], torc
 
 
 def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping[str, bool]) -> None:
-    """Give a value another one, in all its places; its file says these runs."""
+    """Replace a value in all its owners; its file notes these runs."""
     tensor = slot.tensor
     if slot.outer is not None:
-        strict = {**strict, "strict_shape": True}  # the other ranks know it
+        strict = {**strict, "strict_shape": True}  # the other ranks know its shape
     if is_offloaded(tensor) and (handle_of(tensor).owned or not is_part(tensor)):
         replace_value(tensor, new, _notes(marks), **strict)
         _follow(slot, tensor)
@@ -258,7 +258,7 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
             one.data = new
         slot.follow_dtype()
     elif all(isinstance(one, nn.Parameter) and _can_hold(one, new) for one in tensors):
-        for one in tensors:  # they stay the objects that an optimizer knows
+        for one in tensors:  # the same objects stay, as an optimizer knows them
             one.data = new
     else:
         slot.fill(new)
@@ -267,7 +267,7 @@ def replace(slot: Slot, new: torch.Tensor, marks: Sequence[str], strict: Mapping
 
 
 def _adopt(slot: Slot, key: str) -> None:
-    """Go on from what the run of this key has stored of a value already, if it is still as it was before."""
+    """Take over what the run with this key has already stored for a value, if that is still up to date."""
     tensor = slot.tensor
     if not is_offloaded(tensor) or handle_of(tensor).owned or slot.folder is None:
         return
@@ -287,7 +287,7 @@ def _adopt(slot: Slot, key: str) -> None:
 
 
 def _follow(slot: Slot, stored: OffloadedTensor) -> None:
-    """Have all the tensors of a value on disk be over this one's file."""
+    """Point all tensors of a value on disk at this one's file."""
     for tensor in (slot.tensor, *slot.others):
         if tensor is not stored and is_offloaded(tensor):
             become(tensor, stored)
@@ -302,7 +302,7 @@ def source_of(slot: Slot) -> str | None:
 
 
 def values_of(model_or_tensors: nn.Module | MutableMapping[str, Any]) -> list[Slot]:
-    """The distinct values of a module or dictionary: tensors over the same bytes are one."""
+    """The distinct values of a module or dictionary: tensors over the same bytes count as one."""
     if isinstance(model_or_tensors, nn.Module):
         slots: Iterable[Slot] = (slot for slot in tensor_slots(model_or_tensors) if slot.keys)
     elif isinstance(model_or_tensors, MutableMapping):
@@ -323,17 +323,17 @@ def marks_on(tensor: torch.Tensor) -> tuple[str, ...]:
     handle = handle_of(tensor)
     if not handle.owned:
         return ()
-    handle.base()  # what stands in its place, also after a replacement that was interrupted once it was done
+    handle.base()  # switches to the current file, also after a replacement that was interrupted at its end
     return marks_of(handle.file)
 
 
 def _notes(marks: Sequence[str]) -> Notes:
-    """What a value's file says of these runs."""
+    """The note on these runs for a value's file."""
     return {RUNS: list(marks)} if marks else None
 
 
 def _own(new: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own: what a function returned may be the function's, or another value."""
+    """An independent tensor: what a function returned may belong to it, or be another value."""
     detached = new.detach()
     if type(detached) is torch.Tensor:
         return detached.clone() if type(new) in (torch.Tensor, nn.Parameter) else new  # a class that would be lost
@@ -341,7 +341,7 @@ def _own(new: torch.Tensor) -> torch.Tensor:
 
 
 def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether torch lets a tensor become another without being another object."""
+    """Whether torch can give the tensor another value while it stays the same object."""
     is_plain = type(parameter) is nn.Parameter and type(new) is torch.Tensor and parameter.device == new.device
     return is_plain and not (parameter.requires_grad and not (new.is_floating_point() or new.is_complex()))
 
@@ -352,21 +352,21 @@ def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
             yield Slot(tensor, isinstance(tensor, nn.Parameter), [name], [name], [(tensors, name)])  # type: ignore[list-item]
 
 
-# What takes the place of values, and is to be where they were
+# New values that take the place of old ones on disk
 
 
 class Replacing:
-    """A model's values as they were, for those that come in their places.
+    """A model's values as they were, for storing others in their place.
 
     Args:
         model: the model.
-        suffix: is added to the name of a new file where another value has the name.
+        suffix: added to the name of a new file if another value has the name.
     """
 
     def __init__(self, model: nn.Module, suffix: str) -> None:
         self._model = model
         self._suffix = suffix
-        self._slots = tensor_slots(model)  # also keeps the tensors, whose identity tells them apart
+        self._slots = tensor_slots(model)  # also keeps the tensors alive, which are compared by identity
         tensors = [slot.tensor for slot in self._slots]
         self._handles = {handle_of(tensor) for tensor in tensors if is_offloaded(tensor)}
         self._holders = Counter({id(slot.tensor): len(slot.owners) for slot in self._slots})
@@ -374,17 +374,17 @@ class Replacing:
     def stored(
         self, old: torch.Tensor, new: torch.Tensor, name: str, marks: Sequence[str] = ()
     ) -> OffloadedTensor | None:
-        """The parameter over what is stored of `new` in the place of `old`; None if it stays what it is.
+        """The parameter over `new`, stored in place of `old`; None if `new` stays as it is.
 
         Args:
             old: one of the model's values.
-            new: what a module has in its place.
-            name: of the new one, if it gets a file of its own.
-            marks: what the file is to say of runs. One that says all of it already is left as it is.
+            new: what a module now has instead.
+            name: for the new one, if it gets a file of its own.
+            marks: the runs to note in its file. If the file notes them all already, it is left as it is.
         """
         if not is_offloaded(old) or (is_offloaded(new) and handle_of(new) in self._handles):
             return None
-        return_freed()  # what the new one was computed with
+        return_freed()  # the memory used to compute the new one
         if self._holders[id(old)] > 1:
             self._holders[id(old)] -= 1
             stored = self._beside(old, new, name, marks)
@@ -396,7 +396,7 @@ class Replacing:
         return dressed(stored, requires_grad=new.requires_grad, is_parameter=isinstance(new, nn.Parameter))
 
     def finish(self, marks: Sequence[str] = ()) -> list[str]:
-        """Bring to disk what took a value's place by way of a module that took another's; gives the names."""
+        """Put on disk what replaced a value by way of a module that was replaced; returns the names."""
         before = {name: slot.tensor for slot in self._slots for name in slot.names}
         names = []
         new = [slot for slot in tensor_slots(self._model) if before.get(slot.name, slot.tensor) is not slot.tensor]
@@ -408,7 +408,7 @@ class Replacing:
         return names
 
     def _beside(self, old: OffloadedTensor, new: torch.Tensor, name: str, marks: Sequence[str]) -> OffloadedTensor:
-        """`new` in a file of its own, in the folder and under the memory budget of `old`."""
+        """`new` in a separate file, in the folder and under the memory budget of `old`."""
         handle, value = handle_of(old), guest_of(new.detach())
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
         made = Handle.create(value, own_name, handle.folder, _notes(marks), exist_ok=True)
@@ -417,7 +417,7 @@ class Replacing:
         return wrap_handle(made, new.device)
 
 
-# Which of them
+# Selecting values
 
 
 def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
@@ -439,7 +439,7 @@ def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
 
 
 def _refuse_apart(values: Iterable[Slot], workers: int, *, resume: bool) -> None:
-    """Whole values of ranks are seen by all of these at once, one after the other."""
+    """Refuse threads and `resume` if ranks share values: all ranks process them together, one after the other."""
     name = next((value.name for value in values if value.outer is not None), None)
     if name is None:
         return
@@ -460,11 +460,11 @@ def _is_meant(value: Slot, wanted: str | type[nn.Module], source: Any) -> bool:
     return any(isinstance(source.get_submodule(name.rpartition(".")[0]), wanted) for name in value.names)
 
 
-# What is done
+# Journals
 
 
 def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool = False) -> Journal:
-    """A journal with a new run over values, or the one of that name; what the latter has stored is taken up.
+    """A journal with a new run over values, or the existing run of that name with what it has stored.
 
     `goes_on` is as for `Journal.begin`.
 
@@ -490,7 +490,7 @@ def journal_for(slots: Iterable[Slot], name: str, *, resume: bool, goes_on: bool
 
 
 def is_done(slot: Slot, journal: Journal) -> bool:
-    """Whether the run that is on has done a value."""
+    """Whether the current run has done a value."""
     return journal.has(slot.name, marks_on(slot.tensor))
 
 
@@ -514,7 +514,7 @@ def _name_of_run(fn: Function, resume: bool | str) -> str:
 
 @dataclass
 class _Walk:
-    """A function on its way over values."""
+    """A function on its way through the values."""
 
     fn: Function
     journal: Journal
@@ -527,10 +527,10 @@ class _Walk:
     kept: list[str] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
-    @torch.inference_mode(False)  # tensors of that mode could not be trained later
+    @torch.inference_mode(False)  # inference tensors could not be trained later
     @torch.no_grad()
     def see(self, value: Slot) -> None:
-        """Do one value, and note it."""
+        """Process one value, and record it."""
         nbytes = value.nbytes
         if self.whole and value.outer is not None:
             is_new = self._see_whole(value, value.outer)
@@ -544,7 +544,7 @@ class _Walk:
         count_freed(nbytes * _TEMPORARIES)
 
     def _see_own(self, value: Slot) -> bool:
-        """A value, or this rank's share of it; whether it has a new one."""
+        """Process a value, or this rank's shard of it; returns whether it was replaced."""
         given = value.tensor.detach()
         if (outer := value.outer) is not None:
             vars(given).update(device_mesh=outer.device_mesh, placements=outer.placements)  # type: ignore[attr-defined]
@@ -554,9 +554,9 @@ class _Walk:
         return is_new
 
     def _see_whole(self, value: Slot, outer: Any) -> bool:
-        """A value that ranks share, with all of them; each stores its share of what becomes of the whole."""
+        """Process a shared value together with all ranks; each stores its shard of the result."""
         name, ranks = value.name, Ranks.of_mesh(outer.device_mesh)
-        runs_of(outer, name)  # refuses what has no shares
+        runs_of(outer, name)  # refuses a value without shards
         names = ranks.gather(name)
         if len(set(names)) > 1:
             raise MapError(f"the ranks are at several values, {some(sorted(set(names)))}: {self._so_far()}")
@@ -583,7 +583,7 @@ class _Walk:
         return is_new
 
     def _new_of(self, name: str, given: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """What the function makes of a tensor, and whether that is another value."""
+        """The function's result for a tensor, and whether it is a different value."""
         version = version_of(given)
         new = self._called(name, given)
         return new, new is not given or version_of(given) != version

@@ -1,9 +1,9 @@
-"""Whether a checkpoint, or an offload folder, is whole.
+"""Check that a checkpoint or an offload folder is complete.
 
 Always true:
-- every header is read, every length is compared with the file's, every index with its files; no value is read
-- nothing is written, and nothing in a pickle is run
-- a finding names the file; one that keeps no value from being read is a warning
+- every header is read, every length is compared with the file's, and every index with its files; no value is read
+- nothing is written, and nothing in a pickle is executed
+- a finding names its file; it is a warning if every value can still be read
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.storage.subclasses import layout_from
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a file.
+    """A finding about a file.
 
     Attributes:
         is_error: False for a warning.
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """What was looked at, and what was found."""
+    """The files that were checked, and the findings."""
 
     files: dict[Path, TensorFile | None] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -50,16 +50,16 @@ class Verdict:
 
     @property
     def tensors(self) -> int:
-        """How many there are in the files that can be read."""
+        """Number of tensors in the readable files."""
         return sum(len(_names(file)) for file in self.files.values() if file)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that can be read."""
+        """Total size of the readable files."""
         return sum(file.identity.size for file in self.files.values() if file)
 
     def open(self, path: Path, opened: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile | None:
-        """The file at `path`, looked at once; None, and a finding, if it can't be used."""
+        """The file at `path`, checked once; None, with a finding, if it can't be used."""
         if path not in self.files:
             try:
                 file = opened(path)
@@ -81,12 +81,12 @@ class Verdict:
 
 
 def verify(path: str | os.PathLike[str]) -> Verdict:
-    """Look at a file of tensors, an index and its shards, or all of these in a folder.
+    """Check a file of tensors, an index and its shards, or all of these in a folder.
 
     Raises:
-        MissingFileError: nothing is there.
-        CheckpointError: a folder without tensors.
-        ReadError: a file can't be read now, which says nothing of what is in it.
+        MissingFileError: there is nothing.
+        CheckpointError: the folder has no tensors.
+        ReadError: a file can't be read at the moment, which says nothing about its content.
     """
     path, verdict = absolute(path), Verdict()
     if is_folder(path):
@@ -134,7 +134,7 @@ def _verify_distributed(folder: Path, verdict: Verdict) -> None:
 
 
 def _claims(verdict: Verdict) -> Iterator[Finding]:
-    """Two files of an offload folder that hold one name."""
+    """Report offload folder files that hold the same name."""
     holders: dict[str, Path] = {}
     for path, file in verdict.files.items():
         if file is not None and "name" in file.notes:
@@ -175,5 +175,5 @@ def _names(file: TensorFile) -> set[str]:
 
 
 def _without(text: str, path: Path) -> str:
-    """A message, without the path that stands beside it."""
+    """A message without the path, which is shown beside it."""
     return text.replace(f"{path} ", "").replace(f": '{path}'", "")

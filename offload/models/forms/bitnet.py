@@ -1,9 +1,9 @@
-"""Ternary weights of BitNet, four to a byte, for the modules of transformers that compute with them.
+"""Ternary BitNet weights, four per byte, for the transformers modules that compute with them.
 
 Always true:
-- the modules stay transformers' own, since these quantize activations: where they hold packed weights, these are
-  referenced as they are; where they hold -1, 0 and 1, these are recipes
-- the first two bits of the bytes are the first quarter of the rows, the next two the second
+- the modules stay transformers' own, as these quantize activations: if they hold packed weights, these are referenced
+  as they are; if they hold -1, 0 and 1, these are recipes
+- the lowest two bits of the bytes are the first quarter of the rows, the next two bits the second
 
 Source: transformers, `integrations/bitnet.py`.
 """
@@ -19,11 +19,11 @@ import torch
 from offload.models.deferred import deferred
 from offload.models.forms.decoding import Tensors, decoded
 
-_A_BYTE = 4  # weights
+_A_BYTE = 4  # weights per byte
 
 
 def for_modules(tensors: Tensors, quantization: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint as the modules hold them that transformers makes for it, in this dtype."""
+    """The tensors of a checkpoint as transformers' modules hold them, in this dtype."""
     is_unpacked = (
         quantization.get("linear_class") == "autobitlinear" and quantization.get("quantization_mode") == "offline"
     )

@@ -1,12 +1,12 @@
-"""Weights of bitsandbytes: NF4 and FP4, whose scales may be packed too, and integers of 8 bits.
+"""bitsandbytes weights: NF4 and FP4, whose scales may be packed, too, and 8-bit integers.
 
 Always true:
-- which weights are packed, and how, is told by the pieces that there are
-- blocks of numbers that share a scale run over the rows of a weight, from the end of one into the next
-- a weight is what `dequantize_4bit` and `int8_vectorwise_dequant` give: float32, rounded once to the dtype that it had
+- the pieces present determine which weights are packed, and how
+- blocks that share a scale run across rows, from the end of one into the next
+- a weight is what `dequantize_4bit` and `int8_vectorwise_dequant` return: float32, rounded once to its original dtype
 
-Source: the package bitsandbytes 0.50, `functional` and `backends/default`; it is not needed. On processors with AVX-512
-that version mixes up the scales of 4-bit weights whose columns are not whole blocks: such are decoded right here.
+Source: the package bitsandbytes 0.50, `functional` and `backends/default`; it is not needed. On CPUs with AVX-512, that
+version mixes up the scales of 4-bit weights whose rows are not whole blocks; here these are decoded correctly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUMBERS = {
 }
 _STATE = ".quant_state.bitsandbytes__"
 _STATES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(_STATE + kind for kind in _NUMBERS))
-_ONE_OF_127 = 7.874015718698502e-3  # as the package has it
+_ONE_OF_127 = 7.874015718698502e-3  # as in the package
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -85,12 +85,12 @@ def _told(piece: OffloadedTensor) -> str:
 
 @dataclass(frozen=True)
 class _State:
-    """What a checkpoint says of a 4-bit weight.
+    """The stored parameters of a 4-bit weight.
 
     Attributes:
         shape, dtype: of the dense weight.
         block: how many numbers share a scale.
-        scales_block, offset: of scales that are packed themselves, how many share one, and what is added; None if not.
+        scales_block, offset: if the scales are packed, how many of them share one, and what is added; None if not.
     """
 
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class _State:
     def of(cls, piece: OffloadedTensor) -> _State:
         """
         Raises:
-            CheckpointError: it can't be understood.
+            CheckpointError: it can't be parsed.
         """
         with no_functions(), no_modes():
             written = bytes(handle_of(piece).base().tolist())
@@ -135,7 +135,7 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
         if f"{name}{suffix}" not in tensors:
             raise missing(name, f"{name}{suffix}", tensors)
     pieces = [weight, *(tensors[f"{name}{suffix}"] for suffix in suffixes)]
-    count, held = math.prod(state.shape), 2 * weight.dtype.itemsize  # numbers, and in an element of the weight
+    count, held = math.prod(state.shape), 2 * weight.dtype.itemsize  # in all, and per packed element
     counts = [held, state.block, *([state.block * state.scales_block, None] if state.scales_block else [])]
     needed = [256 if each is None else -(-count // each) for each in counts]
     dtypes = [weight.dtype, *([torch.uint8, torch.float32, torch.float32] if nested else [torch.float32])]
@@ -159,7 +159,7 @@ def _of_4_bits(name: str, tensors: Tensors, kind: str, piece: OffloadedTensor) -
 
 @lru_cache(maxsize=1024)
 def _decoder_of_4_bits(kind: str, state: _State) -> Decode:
-    """One for all weights of a kind."""
+    """One object for all weights of a kind."""
     return partial(
         _decode_4_bits,
         numbers=_NUMBERS[kind],
@@ -182,7 +182,7 @@ def _decode_4_bits(
     scales_block: int | None,
     offset: float,
 ) -> torch.Tensor:
-    """Rows of a weight, in float32; the high half of a byte comes first."""
+    """Rows of a weight, in float32; the high half of each byte comes first."""
     factors = scales.to(torch.float32)
     if scales_of_scales is not None and scale_numbers is not None and scales_block is not None:
         factors = scale_numbers.index_select(0, scales.to(torch.int32))

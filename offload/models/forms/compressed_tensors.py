@@ -1,12 +1,12 @@
-"""Weights of compressed-tensors, as llm-compressor publishes them: packed integers, and small floats with scales.
+"""compressed-tensors weights, as published by llm-compressor: packed integers, and small floats with scales.
 
 Always true:
-- which weights are packed is told by the pieces that there are; how, by the group of the configuration that names the
-  layer: by its name, by an expression, or by its class
-- arithmetic is that of the package's `decompress`: (number - zero point) * scale, in the dtype of the scale; but 8-bit
-  floats of experts that have a scale per row are multiplied in float32, as transformers does
-- what decodes gives float32; the rounding to the dtype of the scale is left to the copy
-- what belongs to activations is left out: weights are dense here, and activations are not quantized
+- the pieces present determine which weights are packed; how, is told by the configuration group that matches the
+  layer: by name, by regular expression, or by class
+- arithmetic is that of the package's `decompress`: (number - zero point) * scale, in the scale's dtype; except that
+  8-bit floats of experts with a scale per row are multiplied in float32, as in transformers
+- decoders return float32; rounding to the dtype of the scale is left to the copy
+- settings for activations are ignored: weights are dense here, and activations are not quantized
 
 Source: the package compressed-tensors 0.20, `compressors`; it is not needed.
 """
@@ -36,7 +36,7 @@ _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
-_UNNAMED = (None, "mixed-precision", "dense")  # the pieces tell
+_UNNAMED = (None, "mixed-precision", "dense")  # determined by the pieces
 
 
 def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
@@ -65,10 +65,10 @@ class _Scheme:
     """How the weights of a group of layers are packed.
 
     Attributes:
-        targets: names of layers, expressions for them after "re:", or classes.
-        form: the format's name, or None where the pieces have to tell.
-        bits: of a number.
-        strategy: what has a scale of its own: "tensor", "channel", "group", "tensor_group" or "block".
+        targets: names of layers, regular expressions after "re:", or classes.
+        form: the format's name, or None if the pieces determine it.
+        bits: per number.
+        strategy: what shares a scale: "tensor", "channel", "group", "tensor_group" or "block".
         size: of a group, or the rows and columns of a block.
         symmetric: whether there are no zero points.
     """
@@ -108,7 +108,7 @@ class _Scheme:
 
 @dataclass(frozen=True)
 class _Groups:
-    """What a configuration says of weights."""
+    """The configuration's groups of weights."""
 
     schemes: tuple[_Scheme, ...]
     path: Any
@@ -117,7 +117,7 @@ class _Groups:
     def of(cls, quantization: Mapping[str, Any], any_tensor: OffloadedTensor | None) -> _Groups:
         """
         Raises:
-            CheckpointError: it can't be understood, or is of a format that is not decoded.
+            CheckpointError: it can't be parsed, or the format is not supported.
         """
         path = None if any_tensor is None else handle_of(any_tensor).path
         try:
@@ -140,7 +140,7 @@ class _Groups:
         return cls(schemes, path)
 
     def of_layer(self, layer: str) -> _Scheme:
-        """The scheme of a layer: of the group that names it most closely."""
+        """The scheme of a layer: that of the most specific matching group."""
         name = layer.removesuffix(".")
         exact = [scheme for scheme in self.schemes if name in scheme.targets]
         by_expression = [scheme for scheme in self.schemes if any(_matches(name, one) for one in scheme.targets)]
@@ -163,7 +163,7 @@ def _matches(name: str, target: str) -> bool:
 
 @dataclass(frozen=True)
 class _Packed:
-    """The pieces of a layer, and how they are to be decoded."""
+    """The pieces of a layer, and how to decode them."""
 
     name: str
     pieces: Mapping[str, OffloadedTensor]
@@ -173,7 +173,7 @@ class _Packed:
         """The dense weight.
 
         Raises:
-            CheckpointError: pieces are missing, or do not fit each other or the configuration.
+            CheckpointError: pieces are missing, or do not match each other or the configuration.
         """
         if "weight_g_idx" in self.pieces:
             raise CheckpointError(
@@ -239,12 +239,12 @@ class _Packed:
         whole: OffloadedTensor | None = None,
         packed_zeros: int | None = None,
     ) -> OffloadedTensor:
-        """The recipe: of the packed piece, the scales, and the zero points or the scale of all if there are any.
+        """The recipe: from the packed piece, the scales, and the zero points or the global scale if there are any.
 
         Args:
-            whole: the scale of all.
-            packed_zeros: how many rows have their zero points in one word, or in the fewest that are whole; None where
-                zero points are not packed.
+            whole: the global scale.
+            packed_zeros: how many rows have their zero points in one word, or in the fewest whole words; None if zero
+                points are not packed.
         """
         rows, columns, grid = self._blocks(*shape)
         scales, zeros = self.pieces["weight_scale"], self.pieces.get("weight_zero_point")
@@ -279,7 +279,7 @@ class _Packed:
         )
 
     def _blocks(self, height: int, width: int) -> tuple[int, int, tuple[int, int]]:
-        """The rows and columns that share a scale, and how many of these there are in both directions."""
+        """The rows and columns that share a scale, and the numbers of such blocks in both directions."""
         strategy, size = self.scheme.strategy, self.scheme.size
         if strategy == "tensor":
             return height, width, (1, 1)
@@ -289,7 +289,7 @@ class _Packed:
         return 1, columns, (height, -(-width // columns))
 
     def _needs(self, piece: str, is_so: bool, *forms: str, more: str = "") -> None:
-        """Refuse a piece that is not as it has to be for the scheme, or of none of its forms."""
+        """Refuse a piece that does not match the scheme, or belongs to none of its formats."""
         if is_so and (not forms or self.scheme.form is None or self.scheme.form in forms):
             return
         scheme = self.scheme
@@ -314,7 +314,7 @@ def _missing(pieces: Mapping[str, OffloadedTensor], marker: str, wanted: str) ->
 
 @lru_cache(maxsize=1024)
 def _decoder(function: Decode, keywords: tuple[tuple[str, Any], ...]) -> Decode:
-    """One for all weights of a kind."""
+    """One object for all weights of a kind."""
     return partial(function, **dict(keywords))
 
 
@@ -328,7 +328,7 @@ def _words(
     rows: int,
     block: int,
 ) -> torch.Tensor:
-    """Rows of a weight of integers; `rows` and `block` columns of it share a scale."""
+    """Rows of a weight of integers; blocks of `rows` and `block` columns share a scale."""
     numbers = of_words(packed, bits)[:, :columns].to(torch.float32)
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = of_words(zeros.t().contiguous(), bits).t()[: len(packed)]
@@ -336,7 +336,7 @@ def _words(
 
 
 def _halves(packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor, rows: int, block: int) -> torch.Tensor:
-    """Rows of a weight of 4-bit floats; a scale of all divides the scales."""
+    """Rows of a weight of 4-bit floats; the scales are divided by the global scale."""
     factors = (of_exponents(scales) if scales.dtype == torch.uint8 else numbers_of(scales)).to(torch.bfloat16)
     for whole in others:
         factors = factors / whole
@@ -352,7 +352,7 @@ def _bytes(
     rows: int,
     block: int,
 ) -> torch.Tensor:
-    """Rows of a weight of one byte each."""
+    """Rows of a weight with one byte per number."""
     if is_wide:
         return product(weight, scales.to(torch.float32), rows, block)
     if scales.dtype == torch.uint8:

@@ -1,8 +1,8 @@
-"""A dense weight as a recipe over packed pieces; which form a configuration names.
+"""A dense weight as a recipe over packed pieces; choosing the module for a configuration.
 
 Always true:
-- a function that decodes is pure, can be pickled, and makes rows of the weight from rows of the pieces
-- pieces keep the names that they have in the checkpoint: saving writes them back under these
+- a decoder is pure and picklable, and computes rows of the weight from rows of the pieces
+- pieces keep their names in the checkpoint: saving writes them back under these
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wra
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
 Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
 
-_MODULES = {  # by what a configuration calls the method
+_MODULES = {  # by the method's name in a configuration
     "awq": "integers",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed_tensors",
@@ -39,18 +39,18 @@ _LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
 
 
 def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor] | None:
-    """The tensors of a quantized checkpoint as those of a dense one, by the names that it would have.
+    """The tensors of a quantized checkpoint as those of the dense one, by the names they would have there.
 
     Args:
         tensors: of the checkpoint, referenced.
         quantization: the `quantization_config` of the model.
 
     Returns:
-        None if the weights are to stay as they are packed, as transformers computes with them so.
+        None if the weights should stay packed because transformers computes with them as they are.
 
     Raises:
-        CheckpointError: pieces are missing, or do not fit each other; the message names the tensor and its file. Or
-            the form is not known here.
+        CheckpointError: pieces are missing, or do not match each other; the message names the tensor and its file. Or
+            the format is not supported.
     """
     method = _method_of(quantization)
     module = _MODULES.get(str(method))
@@ -69,12 +69,12 @@ def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Off
 
 
 def keeps_dtypes(quantization: Mapping[str, Any]) -> bool:
-    """Whether transformers, where it dequantizes, leaves weights that are not packed in the dtype that they have."""
+    """Whether transformers, when it dequantizes, leaves weights that are not packed in their own dtype."""
     return _method_of(quantization) in ("bitsandbytes", "fp8")
 
 
 def _method_of(quantization: Mapping[str, Any]) -> str | None:
-    is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # of bitsandbytes, without a name
+    is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes, unnamed
     found = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
     return None if found is None else str(getattr(found, "value", found))
 
@@ -91,14 +91,14 @@ def decoded(
     stacked: bool = False,
     dtype: torch.dtype | None = None,
 ) -> OffloadedTensor:
-    """The dense value called `name`, made from packed pieces when it is read. For the rest see `Decoded`.
+    """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoded`.
 
     Args:
         shape: of the dense value.
-        dtype: of it, where `decode` leaves the last rounding to a copy.
+        dtype: of the dense value, if `decode` leaves the last rounding to a copy.
 
     Raises:
-        CheckpointError: the pieces have fewer rows than that takes, or can't be decoded.
+        CheckpointError: the pieces have too few rows, or can't be decoded.
     """
     rows, *row = shape[1:] if stacked else shape
     granules = -(-rows // granule)
@@ -116,7 +116,7 @@ def decoded(
     )
     try:
         decode, found, made = _tried(*_call(decode), given)
-    except Exception as error:  # whatever a decoder makes of shapes that it does not know
+    except Exception as error:  # decoders can raise anything for shapes that they don't expect
         raise unfit(name, pieces, str(error)) from error
     if found not in ((min(granule, rows), *row), (granule, *row)):
         raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
@@ -133,7 +133,7 @@ def decoded(
 
 
 def _call(decode: Decode) -> tuple[Decode, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """The function, and what it is given first: partial functions of the same arguments are not equal."""
+    """The function and its bound arguments: partial functions with the same arguments don't compare equal."""
     if isinstance(decode, partial):
         return decode.func, decode.args, tuple(decode.keywords.items())
     return decode, (), ()
@@ -146,7 +146,7 @@ def _tried(
     named: tuple[tuple[str, Any], ...],
     given: tuple[tuple[tuple[int, ...], torch.dtype], ...],
 ) -> tuple[Decode, tuple[int, ...], torch.dtype]:
-    """The call, and the shape and dtype of what it makes of a granule; one, tried once, for all weights of a kind."""
+    """The call, and the shape and dtype of its result for one granule; cached, one trial for all weights of a kind."""
     decode = partial(function, *first, **dict(named)) if first or named else function
     with no_functions(), no_modes():
         made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
@@ -154,7 +154,7 @@ def _tried(
 
 
 def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
-    """The error for pieces that do not fit each other."""
+    """The error for pieces that don't match each other."""
     kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
     return CheckpointError(
         f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Get the checkpoint "
@@ -163,7 +163,7 @@ def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointE
 
 
 def missing(name: str, piece: str, tensors: Tensors) -> CheckpointError:
-    """The error for a packed weight that lacks a piece."""
+    """The error for a packed weight with a missing piece."""
     return CheckpointError(
         f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which it is decoded with: "
         "get the checkpoint again"

@@ -1,11 +1,11 @@
-"""Weights of 8-bit floats with a scale for each block, as DeepSeek, Qwen and Mistral publish them.
+"""Weights of 8-bit floats with a scale per block, as published by DeepSeek, Qwen and Mistral.
 
 Always true:
-- a weight is its numbers times the scales of their blocks, in float32: what transformers' `Fp8Dequantize` computes
-- two 4-bit floats (e2m1) to a byte, for experts, are told by their dtype, int8
-- scales of activations are left out: weights are dense here, and activations are not quantized
+- a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`
+- experts of 4-bit floats (e2m1), two per byte, are recognised by their dtype, int8
+- scales of activations are ignored: weights are dense here, and activations are not quantized
 
-Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scale for each row.
+Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scale per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
     """See `decoding.unpacked`."""
-    with DisableTorchFunctionSubclass():  # all this is asked of the wrappers: no rule is needed
+    with DisableTorchFunctionSubclass():  # answered by the wrappers' metadata: no rule is needed
         return _unpack(tensors, quantization)
 
 
@@ -49,7 +49,7 @@ def _unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Offl
 
 
 def _usual(name: str) -> str:
-    """A name as most checkpoints have it."""
+    """A name as most checkpoints spell it."""
     name = re.sub(r"\.(weight_)?scale$", ".weight_scale_inv", name)
     return name.replace(".qscale_weight", ".weight_scale_inv")
 
@@ -64,7 +64,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
         return decoded(name, decode, [weight, scales], shape=shape, per=(1, None))
     grid = scales.shape[-2:]
     rows, columns = (-(-sides // count) for sides, count in zip(shape[-2:], grid, strict=True))
-    if isinstance(size, list) and len(size) == 2 and not is_fp4:  # a last block may be smaller
+    if isinstance(size, list) and len(size) == 2 and not is_fp4:  # the last block may be smaller
         rows, columns = size
     fits = all(-(-side // block) == count for side, block, count in zip(shape[-2:], (rows, columns), grid, strict=True))
     if not fits or scales.dim() != weight.dim():
@@ -79,7 +79,7 @@ def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: A
 
 
 def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
-    """Rows of a weight, in float32; `rows` and `columns` of it share a scale."""
+    """Rows of a weight, in float32; blocks of `rows` and `columns` share a scale."""
     factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
     if is_fp4:
         return scaled(of_halves(weight, E2M1), factors, rows, columns)

@@ -1,12 +1,12 @@
-"""GGUF files, as llama.cpp has them, as checkpoints of transformers' models.
+"""GGUF files (llama.cpp) as checkpoints of transformers models.
 
 Always true:
-- the configuration, the names of tensors, and what is done to values are transformers' own
-- what it does to whole values in memory is recorded here, over the blocks in the file: nothing is read or written
-- dense values are bit for bit those that transformers loads
+- the configuration, tensor names and transformations of values are transformers' own
+- what it does to whole values in memory is recorded here over the blocks in the file: nothing is read or written
+- dense values are bit-identical to those that transformers loads
 
-transformers has two ways, and each architecture goes one of them: older ones by its tensor processors, which work on
-numpy arrays, newer ones by conversions, as for any other checkpoint.
+transformers has two mechanisms, and uses one for each architecture: tensor processors, working on numpy arrays, for the
+older ones, and conversions, as for any other checkpoint, for the newer ones.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Dense: TypeAlias = "dict[str, torch.Tensor]"
 
 
 def said_by(path: Path) -> dict[str, Any]:
-    """The configuration in a file, as transformers reads it.
+    """The configuration in a file, as read by transformers.
 
     Raises:
-        CheckpointError: it does not know the architecture, or something is missing.
+        CheckpointError: transformers does not support the architecture, or something is missing.
         CorruptFileError: the file is damaged.
     """
     metadata = TensorFile.open(path).header.metadata
@@ -60,18 +60,18 @@ def said_by(path: Path) -> dict[str, Any]:
             return dict(get_gguf_config(*read_gguf_metadata(str(path))))
         with reading(path), as_file(open_regular(path)) as file:
             head, tokens = without_vocabulary(file)
-        with as_file(os.memfd_create("header")) as copy_of_it:  # of a whole vocabulary, its reader takes 10 s
+        with as_file(os.memfd_create("header")) as copy_of_it:  # with a whole vocabulary, its reader takes 10 s
             os.write(copy_of_it.fileno(), head)
             said = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
         return {"vocab_size": tokens, **said} if tokens is not None else dict(said)
     except OffloadError:
         raise
-    except Exception as error:  # whatever it makes of what it does not know
+    except Exception as error:  # it can raise anything for input that it does not expect
         raise CheckpointError(f"transformers makes no configuration of {path}: {first_line(error)}") from error
 
 
 def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The configuration of a file, as the model's class has it, and what the options say beside it.
+    """The configuration of a file, in the model's class, and options that are not part of it.
 
     Raises: as `said_by`.
     """
@@ -86,7 +86,7 @@ def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
 def dense_model(
     source: Checkpoint, tensors: Mapping[str, OffloadedTensor], dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], Dense]:
-    """The configuration of the causal language model in a file, as JSON has it, and the tensors that `as_saved` gives.
+    """The configuration of the causal language model in a file, as JSON, and the tensors from `as_saved`.
 
     Raises: as `config_of`, and as `as_saved`.
     """
@@ -107,13 +107,13 @@ def is_new(source: Checkpoint) -> bool:
 
 
 def architecture_of(source: Checkpoint) -> str:
-    """What the file calls its architecture."""
+    """The file's name for its architecture."""
     [file] = {value.file for value in source.values()}
     return str(file.header.metadata.get(ARCHITECTURE))
 
 
 def usual_dtype(source: Checkpoint) -> torch.dtype:
-    """The dtype of the weights where none is asked for: that of a file of floats, else float32."""
+    """The default dtype of the weights: that of a file of floats, otherwise float32."""
     stored = {entry.layout.dtype for value in source.values() for entry in [value.file.entries[value.key]]}
     if is_new(source) and torch.uint8 not in stored:
         return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in stored), torch.float32)
@@ -121,15 +121,15 @@ def usual_dtype(source: Checkpoint) -> torch.dtype:
 
 
 def as_saved(source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, dtype: torch.dtype) -> Dense:
-    """The tensors of a file as those of a checkpoint that transformers has saved, by the names that it would have.
+    """The tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
 
     Args:
         tensors: those of `source`, dense.
         empty: the model, on the meta device.
-        dtype: that is asked for.
+        dtype: the requested one.
 
     Raises:
-        CheckpointError: transformers does with this architecture what is not known here.
+        CheckpointError: transformers treats this architecture in a way that is not supported here.
     """
     try:
         if is_new(source):
@@ -141,7 +141,7 @@ def as_saved(source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: 
         raise CheckpointError(f"transformers can't map the tensors of {source.path}: {first_line(error)}") from error
 
 
-# The older way
+# Tensor processors
 
 
 def _by_processors(
@@ -181,11 +181,11 @@ _TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.w
 
 
 def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Mapping[str, Any]) -> torch.Tensor:
-    """What the processor of that kind makes of a dense tensor."""
+    """The result of that kind of processor for a dense tensor."""
     match kind.removesuffix("TensorProcessor"):
         case "Llama" if ".attn_q." in name or ".attn_k." in name:
             return _unpaired_heads(tensor, name, said)
-        case "Bloom" if "attn_qkv" in name:  # queries, keys and values of a head together
+        case "Bloom" if "attn_qkv" in name:  # queries, keys and values are stored per head
             parts = [part.unflatten(0, (said["n_head"], -1)) for part in deferred(tensor).chunk(3)]
             return torch.stack(parts, 1).flatten(0, 2)
         case "GPT2" if any(part in name for part in _TURNED):
@@ -204,7 +204,7 @@ def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Mapping[str,
 
 
 def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor:
-    """Rows of queries and keys, which llama.cpp has in pairs, in halves of their heads."""
+    """Rows of queries and keys: from llama.cpp's interleaved pairs to the two halves of each head."""
     heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
     if heads is None or groups is None:
         return tensor
@@ -216,7 +216,7 @@ def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Mapping[str, Any])
 
 
 def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> OffloadedTensor:
-    """What is made of so many rows at a time; where they are packed, before they are decoded if that can be."""
+    """A function applied to groups of rows; on packed rows, before decoding, if possible."""
     handle = handle_of(tensor)
     made = handle.composed
     if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
@@ -229,18 +229,18 @@ def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> Offloaded
 
 
 def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) -> torch.Tensor:
-    """The first and the second rows of pairs, in heads of so many rows."""
+    """The first rows of all pairs, then the second ones, per head of `rows` rows."""
     pairs = values.unflatten(0, (-1, rows // 2, 2))
     values = pairs.transpose(1, 2).flatten(0, 2)
     return values if decode is None else decode(values)
 
 
 def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
-    """By numpy, as transformers does: the bits differ from torch's."""
+    """With numpy, as in transformers: the last bits differ from torch's."""
     return torch.from_numpy(np.log(-values.numpy()))
 
 
-# The newer way
+# Conversions
 
 
 def _by_conversions(
@@ -270,7 +270,7 @@ def _by_conversions(
 
 
 def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> OffloadedTensor:
-    """A packed value whose arithmetic is in a dtype, as transformers' `Dequantize` has it."""
+    """A packed value computed in a given dtype, as in transformers' `Dequantize`."""
     from transformers.integrations.gguf.dequant import GGML_NAME
 
     number = next((number for number, name in GGML_NAME.items() if name == kind), None)

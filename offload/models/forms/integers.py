@@ -1,8 +1,8 @@
-"""Weights of integers with a scale and a zero point for each group of inputs: GPTQ, and AWQ's "gemm" layout.
+"""Integer weights with a scale and a zero point per group of inputs: GPTQ, and AWQ's "gemm" layout.
 
 Always true:
 - a weight is scale x (integer - zero point), in the dtype of the scales
-- integers are stored several to an int32, and outputs lie innermost: a row of the weight is a column there
+- several integers are packed in an int32, and outputs are innermost: a row of the weight is a column there
 
 Source: Frantar et al. 2022, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (versions 1 and 2);
 Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it.
@@ -21,8 +21,8 @@ from offload.models.forms.decoding import Tensors, decoded, missing, unfit
 from offload.models.forms.numbers import of_words
 from offload.tensor.wrapper import OffloadedTensor
 
-_WORD = 32  # bits of what integers are packed in
-_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs stands at each place of a word, from the lowest bits
+_WORD = 32  # bits of a packed word
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is at each position of a word, from the lowest bits
 _PIECES = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -45,7 +45,7 @@ def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, Offlo
 
 
 def _bits(quantization: Mapping[str, Any], *, is_awq: bool) -> int:
-    """Of an integer."""
+    """Bits per integer."""
     bits, form = quantization.get("bits", 4), quantization.get("version" if is_awq else "checkpoint_format")
     if bits not in ((4,) if is_awq else (2, 4, 8)):
         raise CheckpointError(f"weights of {bits!r} bits ({quantization['quant_method']}) are not decoded")
@@ -78,7 +78,7 @@ def _weight(name: str, pieces: list[OffloadedTensor], quantization: Mapping[str,
 
 
 def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
-    """With the outputs outermost, as views."""
+    """As views with the outputs outermost."""
     return [piece.t() for piece in pieces]  # type: ignore[misc]
 
 
@@ -89,11 +89,11 @@ def _decode_gptq(
 
     Args:
         words: (rows, inputs / 8) for 4 bits.
-        zeros: (rows / 8, groups); they are stored less one in the first version.
+        zeros: (rows / 8, groups); the first version stores them minus one.
         scales: (rows, groups).
         order: the group of each input.
     """
-    half = 2 ** (bits - 1)  # less than they are stored, both
+    half = 2 ** (bits - 1)  # subtracted from both
     numbers = of_words(words.contiguous(), bits).to(torch.float32)
     points = of_words(zeros.contiguous().view(-1, 1), bits).view(*zeros.shape, -1).transpose(1, 2).flatten(0, 1)
     points = (points.to(torch.float32) + (half + less)).remainder_(2 * half).sub_(half)
@@ -117,7 +117,7 @@ def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) 
 
 
 def _awq_rows(words: torch.Tensor) -> torch.Tensor:
-    """The integers of words, (8 * rows, inputs)."""
+    """The integers in the words, (8 * rows, inputs)."""
     words = words.contiguous()
     rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.float32, device="cpu")
     for place, row in enumerate(_AWQ_ROWS):
@@ -126,7 +126,7 @@ def _awq_rows(words: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(numbers: torch.Tensor, points: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """(number - point) x factor, for equal groups of columns, in place; exact but for the last rounding."""
+    """(number - point) x factor, for equal groups of columns, in place; exact except for the last rounding."""
     groups = numbers.view(*points.shape, -1)
     groups.sub_(points.unsqueeze(-1)).mul_(factors.unsqueeze(-1))
     return numbers

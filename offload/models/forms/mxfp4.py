@@ -1,9 +1,9 @@
-"""Weights of 4-bit floats with an exponent for each block of 32, as gpt-oss is published.
+"""Weights of 4-bit floats with an exponent per block of 32, as gpt-oss is published.
 
 Always true:
-- a weight is its numbers times 2 to the power of the exponents of their blocks: what transformers' `Mxfp4Dequantize`
-  computes, in any floating-point dtype
-- it is stored with the inputs of an expert innermost, and read with the outputs there: (experts, inputs, outputs)
+- a weight is its numbers times 2 to the power of the exponents of their blocks, as in transformers'
+  `Mxfp4Dequantize`, in any floating-point dtype
+- an expert is stored with its inputs innermost, and read with its outputs innermost: (experts, inputs, outputs)
 
 Source: transformers, `integrations/mxfp4.py`.
 """
@@ -21,9 +21,9 @@ from offload.tensor.wrapper import OffloadedTensor
 
 _BLOCK = 32  # inputs that share an exponent
 _OF_FLOAT16 = 0x8E00 - (1 << 16)  # where a float16 has the sign, the exponent and the fraction of a 4-bit float
-_LESS = 2.0**14  # how many times less such a float16 is: its exponents have another bias
-_LARGE = 2.0**113  # what can be taken so many times
-_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, what a processor reads as one
+_LESS = 2.0**14  # factor by which such a float16 is too small: its exponent bias differs
+_LARGE = 2.0**113  # limit above which multiplying by that factor would overflow
+_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
 
 
 def unpack(tensors: Tensors, _: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
@@ -64,11 +64,11 @@ def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         blocks: (blocks, outputs, 16) bytes.
         scales: (blocks, outputs) bytes.
     """
-    turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): rows of inputs two by two
+    turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): pairs of input rows
     bits = torch.empty(len(blocks), _BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device="cpu")
     bits[:, :, 0].copy_(turned & 0x0F)
     bits[:, :, 1].copy_(turned >> 4)
-    bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the sum carries the sign to its place
+    bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the addition carries the sign to its place
     numbers = bits.view(torch.float16).to(torch.float32).view(len(blocks), _BLOCK, -1)
     factors = of_exponents(scales).unsqueeze(1)
     if bool(factors.max() < _LARGE):

@@ -1,11 +1,11 @@
-"""Packed numbers as floats of 32 bits, and factors that blocks of them share.
+"""Packed numbers as 32-bit floats, and factors shared by blocks.
 
 Always true:
-- functions here are given plain tensors, and leave them as they are; what they make has the shape of the numbers
-- every number of at most 8 bits is exact in a float; so is its product with a factor of a 16-bit dtype: rounding it to
-  that dtype gives what arithmetic in that dtype does
+- functions take plain tensors and don't modify them, except the first argument where the docstring says in place
+- every number of up to 8 bits is exact as a float, and so is its product with a factor of a 16-bit dtype: rounding it
+  to that dtype gives the same as arithmetic in that dtype
 
-Source of the 4-bit floats (e2m1) and of scales that are exponents: OCP Microscaling Formats (MX) 1.0.
+Source of the 4-bit floats (e2m1) and of exponent scales: OCP Microscaling Formats (MX) 1.0.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from functools import lru_cache
 import torch
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_LESS = 256.0  # how many times less `_of_e4m3` gives
-_LARGE = 2.0**119  # what can be taken so many times
+_LESS = 256.0  # factor by which the results of `_of_e4m3` are too small
+_LARGE = 2.0**119  # limit above which multiplying by that factor would overflow
 _ROWS = 64
 
 
 def of_halves(packed: torch.Tensor, numbers: tuple[float, ...], *, high_first: bool = False) -> torch.Tensor:
-    """The numbers that the halves of bytes stand for, two for each byte.
+    """The numbers encoded in the halves of bytes, two per byte.
 
     Args:
-        packed: (..., n) of a dtype of one byte; contiguous.
-        numbers: the 16 of the format.
-        high_first: whether the high half of a byte is the first number.
+        packed: (..., n) of a one-byte dtype; contiguous.
+        numbers: the 16 values of the format.
+        high_first: whether the high half of a byte comes first.
 
     Returns: (..., 2 * n)
     """
     flat = _bytes(packed).to(torch.int64)
-    rows = math.gcd(flat.numel(), _ROWS)  # torch (2.13) uses all cores for a matrix, and one for a list
+    rows = math.gcd(flat.numel(), _ROWS)  # torch (2.13) uses all cores for a matrix, but one for a list
     pairs = _pairs_of_halves(numbers, high_first).expand(rows, -1)
     found = pairs.gather(1, flat.view(rows, flat.numel() // rows))
     return found.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -48,14 +48,14 @@ def _pairs_of_halves(numbers: tuple[float, ...], high_first: bool) -> torch.Tens
 
 
 def product(packed: torch.Tensor, factors: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Numbers of 8 bits, in float32, times the factors of their blocks; for these see `scaled`."""
+    """8-bit numbers, in float32, times the factors of their blocks; for these see `scaled`."""
     if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed) and bool(factors.abs().max() < _LARGE):
         return scaled(_of_e4m3(packed), factors * _LESS, rows, columns)
     return scaled(numbers_of(packed), factors, rows, columns)
 
 
 def numbers_of(packed: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits in float32. torch casts 8-bit floats one by one (2.13)."""
+    """8-bit numbers in float32. torch casts 8-bit floats one by one (2.13)."""
     if packed.dtype == torch.float8_e4m3fn and _has_numbers_alone(packed):
         return _of_e4m3(packed).mul_(_LESS)
     if packed.dtype == torch.float8_e5m2:  # the upper half of a float16
@@ -64,26 +64,26 @@ def numbers_of(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _has_numbers_alone(packed: torch.Tensor) -> bool:
-    """Whether there is no NaN, which is 127 or 255."""
+    """Whether there is no NaN (127 or 255)."""
     return (
         packed.numel() > 0 and bool(packed.view(torch.uint8).max() < 255) and bool(packed.view(torch.int8).max() < 127)
     )
 
 
 def _of_e4m3(packed: torch.Tensor) -> torch.Tensor:
-    """Numbers divided by 256: what their bits are as those of a float16, whose exponents have one bit more."""
+    """Numbers divided by 256: their bits moved to those of a float16, whose exponent is one bit longer."""
     moved = packed.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~(1 << 14))  # the sign is there twice
     return moved.view(torch.float16).to(torch.float32)
 
 
 def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers, one after the other in the bits of 32-bit words, each less 2 ** (bits - 1).
+    """Integers packed one after the other in the bits of 32-bit words, each minus 2 ** (bits - 1).
 
     Args:
         packed: (rows, n), int32.
-        bits: of a number, 1 to 8; one of them may lie in two words.
+        bits: per number, 1 to 8; a number may cross a word boundary.
 
-    Returns: (rows, 32 * n // bits), int8; numbers of the last words that are not whole are left out.
+    Returns: (rows, 32 * n // bits), int8; an incomplete number at the end is left out.
     """
     rows = len(packed)
     if bits == 8:
@@ -105,7 +105,7 @@ def of_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def of_exponents(packed: torch.Tensor) -> torch.Tensor:
-    """Powers of two by their exponents plus 127 (e8m0)."""
+    """Powers of two, given by their exponents plus 127 (e8m0)."""
     return _powers().index_select(0, _bytes(packed).to(torch.int32)).view(packed.shape)
 
 
@@ -115,7 +115,7 @@ def _powers() -> torch.Tensor:
 
 
 def _bytes(packed: torch.Tensor) -> torch.Tensor:
-    """All of them, in one row."""
+    """All bytes, flat."""
     return packed.reshape(-1).view(torch.uint8)
 
 
@@ -125,13 +125,13 @@ def scaled(numbers: torch.Tensor, factors: torch.Tensor, rows: int, columns: int
     Args:
         numbers: (..., height, width), contiguous.
         factors: one, or (..., height / rows, width / columns), both rounded up: the last blocks may be smaller.
-        rows, columns: that share a factor.
+        rows, columns: of a block that shares a factor.
     """
     return _with_blocks(torch.Tensor.mul_, numbers, factors, rows, columns)
 
 
 def lessened(numbers: torch.Tensor, zeros: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Numbers less the zero points of their blocks, in place; for the rest see `scaled`."""
+    """Numbers minus the zero points of their blocks, in place; for other arguments see `scaled`."""
     return _with_blocks(torch.Tensor.sub_, numbers, zeros, rows, columns)
 
 
@@ -145,7 +145,7 @@ def _with_blocks(
     if others.numel() == 1:
         return act(numbers, others.view(()))
     *over, height, width = numbers.shape
-    rows = min(rows, height)  # some of a block's, or of the last one
+    rows = min(rows, height)  # only part of a block, or of the last one
     if height % rows or width % columns:
         others = others.repeat_interleave(rows, -2)[..., :height, :]
         return act(numbers, others.repeat_interleave(columns, -1)[..., :width])

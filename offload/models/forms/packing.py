@@ -1,8 +1,8 @@
-"""A quantized model as it goes back into a checkpoint: its packed pieces, where its values are still made of them.
+"""Saving a quantized model: its packed pieces, where its values are still computed from them.
 
 Always true:
-- pieces are written as they are, under the names that they were read by; nothing is packed anew
-- a value that was changed, or of whose pieces another value has changed a part, is dense
+- pieces are written as they are, under the names by which they were read; nothing is repacked
+- a value is saved dense if it was changed, or if another value computed from the same pieces was changed
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, wrap_handle
 
-_LEFT_OUT = {  # where a configuration says which modules are dense, by method
+_LEFT_OUT = {  # where a configuration lists the dense modules, by method
     "bitsandbytes": "llm_int8_skip_modules",
     "compressed-tensors": "ignore",
 }
@@ -30,12 +30,12 @@ _USUAL = "modules_to_not_convert"
 
 @dataclass(frozen=True)
 class Packed:
-    """How the checkpoint of a model was quantized: its attribute `packed_as`.
+    """How a model's checkpoint was quantized: the attribute `packed_as` of the model.
 
     Attributes:
-        quantization: what its configuration said.
+        quantization: the settings in its configuration.
         names: of the model's values that were packed.
-        beside: what the checkpoint has for kernels that quantize activations, and the model does not have.
+        beside: tensors for kernels that quantize activations, which the checkpoint has and the model does not.
     """
 
     quantization: Mapping[str, Any]
@@ -44,12 +44,12 @@ class Packed:
 
     @classmethod
     def of(cls, model: nn.Module, quantization: Mapping[str, Any], beside: Mapping[str, torch.Tensor]) -> Packed:
-        """As a model is that has just been loaded."""
+        """From a model that has just been loaded."""
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return cls(quantization, tuple(name for name, tensor in named if _is_packed(tensor)), beside)
 
     def still_beside(self, dense: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is to be beside the packed pieces when these values of the model are dense."""
+        """The tensors to save beside the packed pieces if these values of the model are dense."""
         changed = {name.rpartition(".")[0] for name in set(self.names) & dense.keys()}
         if len(changed) == len({name.rpartition(".")[0] for name in self.names}):
             return {}
@@ -60,7 +60,7 @@ class Packed:
         }
 
     def now(self, dense: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
-        """What the configuration is to say when these values of the model are dense; None if all are."""
+        """The settings for the configuration if these values of the model are dense; None if all are."""
         changed = sorted(set(self.names) & dense.keys())
         if len(changed) == len(self.names):
             return None
@@ -74,13 +74,13 @@ class Packed:
 def left_beside(
     tensors: Mapping[str, OffloadedTensor], dense: Mapping[str, OffloadedTensor]
 ) -> dict[str, OffloadedTensor]:
-    """The tensors of a packed checkpoint that none of the dense ones is made of."""
+    """The tensors of a packed checkpoint that no dense one is computed from."""
     used = set(stored_in(handle_of(tensor) for tensor in dense.values()))
     return {name: tensor for name, tensor in tensors.items() if handle_of(tensor) not in used}
 
 
 def packed_state(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The packed pieces of a model's values, by the names in their checkpoint; and the other values, by their own."""
+    """The packed pieces of a model's values, by their names in the checkpoint; and the other values, by their own."""
     owners = {name: list(_owners(tensor)) for name, tensor in state.items()}
     made = {name for name, found in owners.items() if any(isinstance(owner, Decoded) for owner, _ in found)}
     distinct = {identity_of(state[name]): name for name in made}  # tied values count once
@@ -104,7 +104,7 @@ def _is_packed(tensor: torch.Tensor) -> bool:
 
 
 def _owners(tensor: torch.Tensor) -> Iterator[tuple[Decoded | Handle, int]]:
-    """What a value is carried out from, in the end, and how many elements of each it has; nothing of other values."""
+    """The sources that a value is computed from, and the number of elements of each; nothing for other values."""
     if is_offloaded(tensor) and not is_part(tensor) and handle_of(tensor).composed is not None:
         yield from _of_piece(Piece(handle_of(tensor)))
 

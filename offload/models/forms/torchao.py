@@ -2,7 +2,7 @@
 
 Always true:
 - a weight stays the subclass that it is, as torchao has kernels for it; its inner tensors are referenced
-- one inner tensor is written as it lies, under the key where torchao looks for it
+- an inner tensor is written as it is, under the key where torchao looks for it
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from offload.tensor.recipes import Piece
 from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
 
-PARTS_NOTE = "tensor_names"  # where it says which tensors there are, whole and in parts
+PARTS_NOTE = "tensor_names"  # lists the tensors, both whole ones and those stored in parts
 
 
 def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, OffloadedTensor]:
-    """The tensors of a checkpoint in torchao's form: quantized weights under their names, the others as they are.
+    """The tensors of a checkpoint in torchao's format: quantized weights by name, the others as they are.
 
     Args:
         tensors: of the checkpoint, referenced.
         metadata: of its files.
 
     Raises:
-        CheckpointError: an inner tensor is missing, or they do not fit each other; the message names the tensor and
+        CheckpointError: an inner tensor is missing, or they don't match each other; the message names the tensor and
             its file.
     """
     found = dict(tensors)
@@ -52,7 +52,7 @@ def rebuilt(tensors: Tensors, metadata: Mapping[str, str]) -> dict[str, Offloade
 
 
 def _notes(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What the metadata say of each tensor."""
+    """The note on each tensor in the metadata."""
     try:
         return {name: dict(json.loads(metadata[name])) for name in _names(metadata)}
     except (ValueError, RecursionError, TypeError, KeyError) as error:
@@ -60,7 +60,7 @@ def _notes(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _names(metadata: Mapping[str, str]) -> list[str]:
-    """The tensors that the metadata list."""
+    """The tensors listed in the metadata."""
     try:
         names = json.loads(metadata.get(PARTS_NOTE, "[]"))
         return [str(name) for name in names]
@@ -76,15 +76,15 @@ def _malformed(error: Exception) -> CheckpointError:
 
 
 def _try(value: torch.Tensor) -> None:
-    """Raises what torchao raises for inner tensors, without data, that do not fit each other."""
-    with suppress(NotImplementedError):  # not of every class
+    """Raises torchao's own error if inner tensors, without data, don't match each other."""
+    with suppress(NotImplementedError):  # some classes lack it
         found = value.dequantize()
         if found.shape != value.shape:
             raise ValueError(f"they make {list(found.shape)}, and not {list(value.shape)}")
 
 
 def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTensor]) -> OffloadedTensor:
-    """The weight over its inner tensors, which are by the names that `flatten` gives them."""
+    """The weight over its inner tensors, given by the names that `flatten` uses."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     prefix, pieces = _prefix(name), list(parts.values())
@@ -98,7 +98,7 @@ def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTen
             _, recipe = flatten(value, name)
         except OffloadError:
             raise
-        except Exception as error:  # whatever torchao makes of tensors that do not fit each other
+        except Exception as error:  # torchao can raise anything for tensors that don't match
             raise unfit(name, pieces, str(error)) from error
         inner = {key: Piece(handle_of(part), twins[key]) for key, part in parts.items()}
     composed = Rebuilt(name, inner, recipe)
@@ -106,12 +106,12 @@ def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTen
 
 
 def in_torchaos_form(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What `flatten_tensor_state_dict` of torchao gives, without the copies: plain tensors by key, and the metadata.
+    """The same as torchao's `flatten_tensor_state_dict`, without copies: plain tensors by key, and the metadata.
 
-    The metadata can't say names without a dot.
+    The metadata can't represent names without a dot.
 
     Raises:
-        UnknownSubclassError: a value is of a tensor subclass that torchao has no form for.
+        UnknownSubclassError: torchao can't store a value's class.
     """
     parts: dict[str, torch.Tensor] = {}
     notes: dict[str, str] = {}
@@ -142,14 +142,14 @@ def _prefix(name: str) -> str:
 
 
 def prefixes_of_quantized(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """How the names of the tensors begin that are parts of quantized weights already: these stay as they are."""
+    """The name prefixes of tensors that are already parts of quantized weights: these stay as they are."""
     return tuple(_prefix(name) for name in _names(metadata) if name not in tensors)
 
 
 def _torchaos(name: str, value: torch.Tensor) -> tuple[list[str], str]:
     """The keys of a weight's inner tensors, and the note about it.
 
-    Source: `torchao.prototype.safetensors`, which copies the tensors too: hence of tensors without data.
+    Source: `torchao.prototype.safetensors`, which copies tensors; so it is called on ones without data.
     """
     try:
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
