@@ -1,15 +1,15 @@
 """Many batches through one model: each block is read once for all of them.
 
 Always true:
-- one thread runs at a time; what each batch gives is what it gives by itself, bit for bit
-- a thread has the world of the caller: modes, contexts, settings; random numbers are the batch's own
-- when the iteration ends, however it ends, no thread is left, and no hook
+- one thread runs at a time; a batch's results are bit for bit what they would be on its own
+- a thread inherits the caller's modes, contexts and settings; each batch has its own random numbers
+- when the iteration ends, in whatever way, no thread and no hook is left
 
 | module | what |
 | --- | --- |
 | `mapping` | `map_batches` |
-| `lift` | which batch goes on, and how far: floor by floor |
-| `floors` | the parts of a model that batches go through together |
-| `world` | what a thread and the process have set, carried from one to another |
-| `waiting` | the tensors of a batch that waits: how much they take, and how they go to disk |
+| `lift` | scheduling: which batch continues, and how far, floor by floor |
+| `floors` | the parts of a model that batches pass together |
+| `world` | thread and process state, carried between threads |
+| `waiting` | the tensors of a waiting batch: how much memory they take, and spilling them to disk |
 """

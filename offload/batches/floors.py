@@ -1,8 +1,8 @@
-"""The parts of a model that batches go through together.
+"""The parts of a model that batches pass together.
 
 Always true:
-- floors are modules in the order in which the model is likely to call them; a wrong order costs time, no result
-- a floor has parameters or buffers of its own, or in what is in it
+- floors are modules in the order in which the model probably calls them; a wrong order costs only time
+- a floor contains parameters or buffers, directly or in its submodules
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from offload.torch_api import buffers_of, parameters_of
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """The models that were given.
+    """The models, as a list.
 
     Raises:
-        TypeError: something else was given.
+        TypeError: it is something else.
     """
     models = [model] if isinstance(model, nn.Module) else model
     if not isinstance(models, list | tuple) or not all(isinstance(one, nn.Module) for one in models):
@@ -34,11 +34,11 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | None) -> list[nn.Module]:
-    """The modules before each of which batches wait for one another, in the order of the models.
+    """The modules before which batches wait for one another, in the order of the models.
 
     Args:
-        models: what is called.
-        blocks: those modules, or their names; None for each repeated block, and for each module before and after them.
+        models: the models that are called.
+        blocks: these modules or their names; None for each repeated block, and each module before and after them.
 
     Raises:
         ValueError: a block is not part of the models.
@@ -53,7 +53,7 @@ def floors_of(models: Iterable[nn.Module], blocks: Iterable[nn.Module | str] | N
 
 
 def lots_of(models: Iterable[nn.Module], floors: Sequence[nn.Module]) -> list[list[Handle]]:
-    """What is on disk of each floor, and of what comes behind it, up to the next one."""
+    """The values on disk of each floor, and of what follows it up to the next one."""
     lots: dict[int, dict[Handle, None]] = {id(floor): {} for floor in floors}
     for model in models:
         lot: dict[Handle, None] = {}

@@ -1,13 +1,13 @@
-"""Which batch goes on, and how far: floor by floor.
+"""Scheduling: which batch continues, and how far, floor by floor.
 
-A batch is a call of a function in a thread of its own. Before each floor it waits; the lift takes those that wait at
-the present floor, one after the other, then those at the next one. It goes up for forward and down for backward, and
-starts again at the ground. So whatever a function calls, and in which order, each call gets its turn.
+A batch is a function call in a thread of its own. It waits before each floor; the lift runs the calls that wait at the
+current floor, one after the other, then those at the next. It goes up for forward and down for backward, and starts
+again at the bottom. So every call gets its turn, whatever a function calls, and in any order.
 
 Always true:
 - a call runs only while the thread that asked for it waits
-- at one floor calls go on in the order of their numbers: sums over batches are those of one batch after the other
-- a call that is stopped leaves its function at the next floor, by an exception that `except Exception` does not catch
+- at each floor calls run in the order of their numbers: sums over batches are the same as with one batch at a time
+- a call that is stopped leaves its function at the next floor, with an exception that `except Exception` does not catch
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
 from offload.torch_api import not_compiled
 
-_MUCH = 32 << 20  # bytes of memory that calls may take, or have freed, until what is free is given back
+_MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 
 
 class Stopped(BaseException):
-    """Leaves the function of a batch whose result nobody waits for any more."""
+    """Ends the function of a batch whose result is no longer needed."""
 
 
 class Call:
-    """A function of one batch, in a thread of its own meanwhile, that runs when it is told to.
+    """The function call for one batch, in a thread of its own, which runs when told to.
 
     Attributes:
         number: of the batch.
-        place: where it waits; None before it has begun, and after it has ended.
-        has_ended: whether there is a result, or an error.
-        thread: that it runs in.
-        waiting_bytes: how much memory its tensors take where it waits.
-        made: the tensors that its last floor has given, and that nobody else knows; if they go to disk.
-        taken: the storages that its present floor was given, by their identity, and whether they were such.
+        place: where it waits; None before it has started, and after it has ended.
+        has_ended: whether there is a result or an error.
+        thread: its thread.
+        waiting_bytes: memory of its tensors while it waits.
+        made: if waiting tensors go to disk: those that its last floor has created and nothing else refers to.
+        taken: the storages passed to its current floor, by id, and whether they were created by a floor.
     """
 
     def __init__(
@@ -68,24 +68,24 @@ class Call:
         self._first, self._settings = settings, settings
         self._parcel: Parcel | None = None
         self._is_stopped = False
-        # One call into C each, which an interrupt does not cut in two.
+        # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[None] = SimpleQueue()
         thread.begin(partial(self._run, fn, world), f"offload-batch-{number}")
 
     @property
     def has_drawn(self) -> bool:
-        """Whether it has taken random numbers."""
+        """Whether it has used random numbers."""
         return self._first.has_drawn(self._settings)
 
     def go_on(self) -> None:
-        """Let it run until it waits again, or has ended. Called by the thread that goes on then."""
+        """Run it until it waits again or has ended. Called by the iterating thread, which waits."""
         callers = Settings.now()
         try:
             self._settings.apply()
             self._turn.put(None)
             self._back.get()
-        except BaseException:  # an interrupt, while it runs
+        except BaseException:  # an interrupt while it runs
             self.stop()
             raise
         finally:
@@ -93,25 +93,25 @@ class Call:
             callers.apply()
 
     def stop(self) -> None:
-        """Have it end, and wait for that."""
+        """End it, and wait for that."""
         self.leave()
         self.thread.join()
 
     def leave(self) -> None:
-        """Have it end, and its thread; nobody waits for that."""
+        """End it and its thread, without waiting."""
         self._is_stopped = True
         self._turn.put(None)
         self.thread.end()
 
     def announce(self) -> None:
-        """Its turn is soon: what it has on disk is read ahead."""
+        """Its turn is near: read ahead what it has on disk."""
         if self._parcel is not None:
             self._parcel.announce()
 
-    # In its thread
+    # In the call's thread
 
     def wait_at(self, place: int, given: Sequence[Any] = ()) -> None:
-        """Wait for its turn at a place, with what a module is given there."""
+        """Wait for its turn at a place; `given` is what the module there is called with."""
         self._refuse_stopped()
         tensors = tensors_in(given)
         parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
@@ -153,40 +153,40 @@ class Lift:
     """Calls on their way through the floors of models.
 
     Attributes:
-        spills: whether what waits goes to disk.
-        lease: what calls at the present floor use of the disk.
+        spills: whether waiting tensors go to disk.
+        lease: holds the values on disk that calls at the current floor use.
     """
 
     def __init__(self, floors: Sequence[nn.Module], lots: Sequence[Sequence[Handle]], *, spills: bool) -> None:
-        """Floors, and the values that each of them is expected to use."""
+        """`lots` are the values that each floor is expected to use."""
         self.spills = spills
         self._floors, self._lots = floors, lots
         self._places = 2 * max(len(floors), 1)
         self._at = 0
         self._calls: list[Call] = []
         self._idle: list[Thread] = []  # of calls that have ended
-        self._least = anonymous_bytes()  # since freed memory was given back
+        self._least = anonymous_bytes()  # since freed memory was last returned
         self.lease: Lease
 
     @property
     def count(self) -> int:
-        """How many calls are on their way."""
+        """The number of calls in progress."""
         return len(self._calls)
 
     @property
     def is_shared(self) -> bool:
-        """Whether several calls are on their way."""
+        """Whether several calls are in progress."""
         return len(self._calls) > 1
 
     def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> Call:
-        """A new call, which has come to its first floor, or to its end."""
+        """A new call, run up to its first floor or its end."""
         call = Call(self, number, fn, world, settings, self._thread())
         self._calls.append(call)
         self._carry(call)
         return call
 
     def go_on(self) -> Call:
-        """Have the next call run; gives it."""
+        """Run the next call; returns it."""
         first, *others = sorted(self._calls, key=self._distance)
         assert first.place is not None
         if first.place != self._at:
@@ -198,11 +198,11 @@ class Lift:
         return first
 
     def restart(self) -> None:
-        """Take those first that wait below."""
+        """Start again with the calls that wait at the lowest place."""
         self._at = 0
 
     def stop(self, after: int = -1) -> None:
-        """End every call of a later batch than `after`; after another interrupt, without waiting for that."""
+        """End the calls of batches after number `after`; after another interrupt, without waiting."""
         calls = [call for call in self._calls if call.number > after]
         try:
             for call in calls:
@@ -239,7 +239,7 @@ class Lift:
             thread.join()
 
     def _give_back(self) -> None:
-        """What calls have freed: glibc keeps it for each thread, and the others take more."""
+        """Return freed memory: glibc keeps it per thread, while other threads allocate more."""
         grown = anonymous_bytes() - self._least
         if grown > _MUCH:
             return_freed()
@@ -251,7 +251,7 @@ class Lift:
 
     @contextmanager
     def gates(self) -> Iterator[None]:
-        """Inside, calls wait before each floor."""
+        """In this context, calls wait before each floor."""
         self.lease = lease()
         gate = _uncompiled_gate() if "torch._dynamo" in sys.modules else _Gate
         with ExitStack() as stack:
@@ -266,7 +266,7 @@ class Lift:
                 ):
                     stack.callback(handle.remove)
             stack.callback(self._end_idle)
-            stack.callback(self.stop)  # first: what they do as they end is done here
+            stack.callback(self.stop)  # first: what calls do as they end still happens inside
             yield
 
     def _arrive(self, floor: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -280,7 +280,7 @@ class Lift:
             call.wait_at(floor, (args, kwargs))
 
     def _leave(self, place: int, module: nn.Module, _args: Any, output: Any) -> None:
-        """After a floor: backward will wait for the others before it comes down to it."""
+        """After a floor: backward will wait for the others before it comes down to this one."""
         call = self._mine()
         if call is None:
             return
@@ -292,18 +292,18 @@ class Lift:
                 tensor.grad_fn.register_prehook(partial(self._return_to, place))
 
     def _return_to(self, place: int, _gradients: Any) -> None:
-        call = self._mine()  # on an accelerator backward runs in a thread of torch's: it waits for nobody
+        call = self._mine()  # on an accelerator backward runs in a thread of torch's, and does not wait
         if call is not None and place != self._at:
             call.wait_at(place)
 
     def _mine(self) -> Call | None:
-        """The call that this thread runs for this lift."""
+        """The call of this lift that runs in this thread."""
         call: Call | None = getattr(_HERE, "call", None)
         return call if call is not None and call.lift is self else None
 
 
 class _Gate:
-    """A hook of a module. In a copy of the module, and where that is unpickled, it does nothing."""
+    """A module hook. In a copy of the module, or an unpickled one, it does nothing."""
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
         self._act = act
@@ -321,13 +321,13 @@ def _uncompiled_gate() -> type[_Gate]:
 
 
 def _made_by(module: nn.Module, tensors: list[torch.Tensor], taken: dict[int, bool]) -> list[torch.Tensor]:
-    """Of the tensors that a module has given, those that are neither its own nor those of who called it."""
+    """Tensors returned by a module that belong neither to the module nor to its caller."""
     own = storages_of(tensors_in([vars(part) for part in module.modules()], own=True))
     return [one for one in tensors if all(key not in own and taken.get(key, True) for key in storages_of([one]))]
 
 
 def _forget() -> None:
-    """In a forked child nobody waits, and nobody lets go on."""
+    """In a forked child there are no waiting calls, and no lift to resume them."""
     _HERE.call = None
 
 

@@ -1,8 +1,8 @@
-"""`map_batches`: a function of batches, in lockstep through a model.
+"""`map_batches`: a function over batches, in lockstep through a model.
 
 Always true:
-- batches are taken one by one, in the thread that iterates, and only as many as are on their way
-- results come in order, or as they are ready; an exception comes where the result would have come
+- batches are taken one by one, in the iterating thread, and only as many as are in flight
+- results come in order, or when they are ready; an exception is raised where the result would have come
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from offload.tensor.arguments import checked_count, iterated, refuse_uncalled
 B = TypeVar("B")
 R = TypeVar("R")
 
-_MOST = 32  # batches in flight, where nobody says how many
-_SHARE = 0.25  # of the memory that is available, for what waits, where nobody says how many
-_A_THREAD = 6 << 20  # bytes that a thread takes beside: its stack, and what kernels keep for each (oneDNN 3.12)
-_HELD = 2  # times what waits that a batch holds: its caller has what it was made of too, as the embeddings
-_BACKLOG = 4  # times as many results as batches in flight may wait for one before them
+_MOST = 32  # batches in flight by default
+_SHARE = 0.25  # default share of available memory for waiting tensors
+_A_THREAD = 6 << 20  # memory per thread: its stack, and what kernels allocate per thread (oneDNN 3.12)
+_HELD = 2  # a batch holds twice what waits: the caller also has the inputs of that, such as embeddings
+_BACKLOG = 4  # times as many results as batches in flight may wait for an earlier one
 _log = logging.getLogger("offload.batches")
 
 
@@ -119,16 +119,16 @@ class _Mapping:
         self._lift = lift
         self._limit = most or 1  # batches in flight
         self._room = None if most else int(available_bytes() * _SHARE)  # for what waits
-        self._largest = 0  # bytes of a batch that waits, as far as was seen
+        self._largest = 0  # largest waiting batch so far, in bytes
         self._graphs = _Growth() if torch.is_grad_enabled() else None
         self._world, self._settings, self._seeds = World(), Settings.now(), Seeds()
         self._has_drawn = False
         self._begun = 0
         self._ended: dict[int, Call] = {}
-        self._failure: tuple[int, BaseException] | None = None  # the first, and of which batch
+        self._failure: tuple[int, BaseException] | None = None  # the first failure, with its batch number
 
     def results(self, bar: Bar, *, ordered: bool) -> Iterator[Any]:
-        """Begin, carry and give, until there is nothing left."""
+        """Start and run batches, and yield results, until nothing is left."""
         try:
             with bar, self._lift.gates():
                 given = 0
@@ -147,14 +147,14 @@ class _Mapping:
                     try:
                         raise failure[1]
                     finally:
-                        del failure  # its frames hold this one
+                        del failure  # its frames refer to this one
         finally:
             if self._has_drawn:
                 self._seeds.move_on()
 
     def _has_room(self) -> bool:
-        """Whether another batch is to be begun."""
-        is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is on its way
+        """Whether another batch should be started."""
+        is_behind = len(self._ended) >= _BACKLOG * self._limit  # results wait for one that is in progress
         most = 1 if is_behind else self._limit
         return self._batches is not None and self._lift.count < most
 
@@ -175,7 +175,7 @@ class _Mapping:
         self._look_at(call)
 
     def _look_at(self, call: Call) -> None:
-        """A call that has run, and waits again or has ended."""
+        """Handle a call that has run and now waits, or has ended."""
         if self._room is not None:
             self._measure(call, self._room)
         if not call.has_ended:
@@ -184,11 +184,11 @@ class _Mapping:
         if call.error is None:
             self._ended[call.number] = call
         else:
-            error, call.error = call.error, None  # whose frames hold the call
+            error, call.error = call.error, None  # its frames refer to the call
             self._fail(call.number, error)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        """Batches before the one that failed still give their results; those after it are stopped."""
+        """Batches before the failed one still yield their results; later ones are stopped."""
         if not isinstance(error, Exception):
             raise error
         self._batches = None
@@ -198,9 +198,9 @@ class _Mapping:
         self._ended = {one: call for one, call in self._ended.items() if one < number}
 
     def _measure(self, call: Call, room: int) -> None:
-        """See how many batches there is room for, where each takes as much as this one.
+        """Compute how many batches fit, if each takes as much as this one.
 
-        With gradients a batch holds more at each floor, in its graph: the first one goes alone to its end.
+        With gradients a batch's graph grows at each floor: the first one runs to its end alone.
         """
         size = _HELD * call.waiting_bytes
         if self._graphs is not None:
@@ -218,12 +218,12 @@ class _Mapping:
 
 
 class _Growth:
-    """How much memory the process has taken since this was made."""
+    """How much the process's memory has grown since this object was created."""
 
     def __init__(self) -> None:
         self._before, self._most = anonymous_bytes(), 0
 
     def seen(self) -> int:
-        """The most, of now and the times before."""
+        """The largest growth seen so far."""
         self._most = max(self._most, anonymous_bytes() - self._before)
         return self._most

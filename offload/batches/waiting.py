@@ -1,9 +1,9 @@
-"""The tensors of a batch that waits: how much they take, and how they go to disk.
+"""The tensors of a waiting batch: how much memory they take, and spilling them to disk.
 
 Always true:
-- a storage goes once, whichever tensors share it; its memory is the file's then, so who else knows it reads it there
-- only what a module of the model has just given goes, and nothing that is not torch's own memory
-- a file has no name, and is gone with its batch
+- a storage is written once, whichever tensors share it; its memory is then mapped from the file, so that all see it
+- only what a module of the model has just created is spilled, and only memory that torch allocated
+- a file has no name, and disappears with its batch
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.pages import PAGE, bring_in
 from offload.torch_api import storage_id
 
-_LEAST = 64 << 10  # bytes that are worth a file
-_DEPTH = 4  # of objects in objects that tensors are looked for in
-_DEPTH_OF_CACHES = 6  # with the layers of KV caches
+_LEAST = 64 << 10  # smallest size in bytes that is worth spilling
+_DEPTH = 4  # nesting depth of objects that are searched for tensors
+_DEPTH_OF_CACHES = 6  # including the layers of KV caches
 
 
 def tensors_in(given: Any, *, caches: bool = False, own: bool = False) -> list[torch.Tensor]:
-    """The plain tensors in what a module takes or gives: in lists, dictionaries, and objects.
+    """The plain tensors in a module's arguments or results: in lists, dictionaries, and objects.
 
     Args:
-        given: to look in.
-        caches: whether in the layers of KV caches too.
-        own: whether parameters count.
+        given: what to search.
+        caches: whether to search the layers of KV caches, too.
+        own: whether to include parameters.
     """
     kinds = (torch.Tensor, torch.nn.Parameter) if own else (torch.Tensor,)
     return list(_tensors(given, _DEPTH_OF_CACHES if caches else _DEPTH, kinds))
@@ -55,18 +55,18 @@ def _tensors(given: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[torch.
 
 
 class Parcel:
-    """Storages on disk, in a file without a name."""
+    """Storages on disk, in an unnamed file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._storages: list[torch.UntypedStorage] = []  # that are there
+        self._storages: list[torch.UntypedStorage] = []  # those in the file
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> Parcel | None:
-        """Put on disk what of these tensors was just made, and is not small; None if that is nothing.
+        """Write to disk those of these tensors that were just created and are not small; None if there are none.
 
         Raises:
-            WriteError: the disk did not take it; it is in memory still.
+            WriteError: the disk failed; the data is still in memory.
         """
         given = storages_of(made)
         found = [storage for key, storage in storages_of(tensors).items() if key in given and storage.resizable()]
@@ -97,14 +97,14 @@ class Parcel:
         self._storages.append(storage)
 
     def announce(self) -> None:
-        """Have the system read it ahead."""
+        """Start reading it in the background."""
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def bring_back(self) -> None:
-        """Have the storages in memory again.
+        """Bring the storages back into memory.
 
         Raises:
-            ReadError: the disk did not give them.
+            ReadError: the disk failed.
         """
         with self._file:
             while self._storages:
@@ -119,18 +119,18 @@ class Parcel:
 
 
 def _pages(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Those that are all of this storage: address, and length."""
+    """The pages that lie entirely in this storage: address and length."""
     first = -(-storage.data_ptr() // PAGE) * PAGE
     return first, (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE - first
 
 
 def waiting_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """How much memory tensors take, where several share some."""
+    """How much memory tensors take, counting shared memory once."""
     return sum(storage.nbytes() for storage in storages_of(tensors).values())
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Those in main memory, by their identity."""
+    """The storages in main memory, by id."""
     with no_functions(), no_modes():
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return {storage_id(storage): storage for storage in storages}

@@ -1,9 +1,9 @@
-"""What a thread and the process have set, carried from one to another.
+"""Thread and process state, carried between threads.
 
 Always true:
-- what torch and Python keep for each thread is as in the thread where a `World` was made
-- what they keep for the process is a batch's own while it runs: settings and random numbers
-- random numbers of a batch depend on those of the caller and on its number, not on which batches run beside it
+- the per-thread state of torch and Python is the same as in the thread in which a `World` was created
+- process-wide state, settings and random numbers, is a batch's own while it runs
+- a batch's random numbers depend on the caller's and on its number, not on which batches run beside it
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 
 class World:
-    """What torch and Python keep for each thread, as it is where this is made."""
+    """The per-thread state of torch and Python at the time of creation."""
 
     def __init__(self) -> None:
-        """Look at it.
+        """Capture it.
 
         Raises:
-            UnsupportedOpError: this is inside a transform of torch.func, which has one thread.
+            UnsupportedOpError: inside a torch.func transform, which is bound to one thread.
         """
         if transform_on_top() is not None:
             raise UnsupportedOpError("map_batches runs batches in threads, and a transform of torch.func has only one")
@@ -58,7 +58,7 @@ class World:
         self._saved = top_saved_tensors_hooks(True)
 
     def run(self, fn: Callable[[], T]) -> T:
-        """Call `fn` in this world, in another thread; the modes of this world stay on there."""
+        """Call `fn` with this state in another thread; the modes stay on there."""
         return self._context.copy().run(self._inside, fn)
 
     def _inside(self, fn: Callable[[], T]) -> T:
@@ -67,7 +67,7 @@ class World:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
-            # The modes are the caller's, who has entered them: here they are only put where torch looks for them.
+            # The modes belong to the caller, who has entered them: here they are only put on torch's stacks.
             for mode in self._functions:
                 push_function_mode(mode)
             for mode in self._dispatches:
@@ -78,7 +78,7 @@ class World:
 
 
 class Thread:
-    """A thread that does one thing after another: what kernels and glibc keep for each thread is made once for many."""
+    """A thread that runs one task after another, so that the per-thread memory of kernels and glibc is reused."""
 
     def __init__(self) -> None:
         self._is_bare = True
@@ -89,16 +89,16 @@ class Thread:
 
     @property
     def is_as_new(self) -> bool:
-        """Whether no mode or hook was left in it, and kernels have as many threads in it as the caller's."""
+        """Whether no mode or hook is left in it, and its number of kernel threads is unchanged."""
         return self._is_bare and torch.get_num_threads() == self._kernels
 
     def begin(self, act: Callable[[], None], name: str) -> None:
-        """Have it do something, under a name."""
+        """Run a task under a name."""
         self._thread.name = name
         self._acts.put(act)
 
     def end(self) -> None:
-        """Have it end after what it does now; nobody waits for that."""
+        """End it after the current task, without waiting."""
         self._acts.put(None)
 
     def join(self) -> None:
@@ -106,7 +106,7 @@ class Thread:
         self._thread.join()
 
     def look(self) -> None:
-        """See what was left in it; called in it."""
+        """Check what was left in it; called in this thread."""
         is_inside = transform_on_top() is not None or top_saved_tensors_hooks(True) is not None
         self._is_bare = not (is_inside or function_modes() or dispatch_modes())
         self._kernels = torch.get_num_threads()
@@ -114,7 +114,7 @@ class Thread:
     def _run(self) -> None:
         while (act := self._acts.get()) is not None:
             act()
-            del act  # with what it has in hand
+            del act  # with everything it refers to
 
 
 def _device_types() -> list[str]:
@@ -122,11 +122,11 @@ def _device_types() -> list[str]:
     return ["cpu"] if current is None else ["cpu", current.type]
 
 
-# What the process has one of
+# Process-wide state
 
 
 class Settings:
-    """What torch keeps for the process, as one batch has it: settings, and random numbers."""
+    """torch's process-wide state, as one batch has it: settings and random numbers."""
 
     def __init__(self, values: tuple[Any, ...], states: tuple[torch.Tensor, ...]) -> None:
         self._values = values
@@ -134,24 +134,24 @@ class Settings:
 
     @classmethod
     def now(cls) -> Settings:
-        """Those that hold."""
+        """The current state."""
         with no_functions(), no_modes():
             states = tuple(one.get_state() for one in _generators())
         return cls(tuple(get() for get, _ in _SETTINGS), states)
 
     def seeded(self, seed: int) -> Settings:
-        """These, with random numbers from a seed."""
+        """The same settings, with random numbers from a seed."""
         with no_functions(), no_modes():
             generators = [torch.Generator(one.device).manual_seed(seed) for one in _generators()]
             return Settings(self._values, tuple(one.get_state() for one in generators))
 
     def has_drawn(self, later: Settings) -> bool:
-        """Whether between these and later ones random numbers were taken."""
+        """Whether random numbers were used between this state and a later one."""
         with no_functions(), no_modes():
             return not all(map(torch.equal, self._states, later._states))
 
     def apply(self) -> None:
-        """Have them hold."""
+        """Make this the current state."""
         for (get, put), value in zip(_SETTINGS, self._values, strict=True):
             if get() != value:
                 put(value)
@@ -161,7 +161,7 @@ class Settings:
 
 
 class Seeds:
-    """A seed for each batch, from the random numbers of the caller, whose generator only moves if a batch has drawn."""
+    """A seed per batch, derived from the caller's generator, which advances only if a batch has used random numbers."""
 
     def __init__(self) -> None:
         with no_functions(), no_modes():
@@ -169,18 +169,18 @@ class Seeds:
             self._source.set_state(torch.default_generator.get_state())
 
     def next(self) -> int:
-        """That of one more batch."""
+        """The seed of the next batch."""
         with no_functions(), no_modes():
             return int(torch.randint(_MOST_SEED, (), dtype=torch.int64, generator=self._source))
 
     def move_on(self) -> None:
-        """Have the caller's next numbers be others than the batches had."""
+        """Advance the caller's generator, so that its next numbers differ from the batches'."""
         with no_functions(), no_modes():
             torch.default_generator.set_state(self._source.get_state())
 
 
 def _generators() -> list[torch.Generator]:
-    """Those that ops take where they are given none: of the CPU, and of the present accelerator."""
+    """The generators that ops use by default: of the CPU, and of the current accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return [torch.default_generator]
@@ -199,7 +199,7 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 class _Warnings:
-    """What happens to warnings; `warnings.catch_warnings` puts back what was there before, whoever has put it."""
+    """The state of warnings; `warnings.catch_warnings` restores what it found, whoever set it."""
 
     def __init__(self) -> None:
         catching: dict[str, Any] = vars(warnings)
@@ -213,10 +213,10 @@ class _Warnings:
     __hash__ = None  # type: ignore[assignment]
 
     def put(self) -> None:
-        """Have it so again."""
+        """Make this the current state."""
         for name, one in self._found.items():
             setattr(warnings, name, one)
-        with warnings.catch_warnings():  # as it ends, it has what was found before looked at anew
+        with warnings.catch_warnings():  # leaving it invalidates the caches of filters
             pass
 
 

@@ -1,14 +1,14 @@
-"""Named rows on disk: written in batches, by one process or many, read by index, whole after a crash.
+"""Named rows on disk: written in batches by one process or many, read by index, consistent after a crash.
 
 | module | what |
 | --- | --- |
-| `table` | `TensorCache`, which users hold: rows in and out, columns, files |
-| `batches` | rows that are read before they are asked for |
-| `store` | a folder: made, opened, read, written, closed, and the order in which things are written |
-| `states` | the bitmap: which rows are filled, and how many there are |
-| `columns` `rowfile` | columns of rows of one size and of any; rows of a file by their numbers |
-| `held` `archive` | tensors that are there already, in memory or in a file, as a cache; and such a file |
-| `incoming` | rows on their way in, from records and from elsewhere |
-| `schema` | what a column is, and what a folder says of itself |
-| `indexing` `claims` | which rows are meant, and who computes those that are missing |
+| `table` | `TensorCache`, the user interface: rows in and out, columns, files |
+| `batches` | rows read ahead of use |
+| `store` | a folder: created, opened, read, written, closed; and the order of writes |
+| `states` | which rows are filled, and how many there are |
+| `columns` `rowfile` | columns with rows of fixed or varying size; rows of a file by index |
+| `held` `archive` | existing tensors, in memory or in a file, as a cache; writing such a file |
+| `incoming` | rows to be added, from records and other sources |
+| `schema` | what a column is, and the manifest of a folder |
+| `indexing` `claims` | resolving row indices; sharing out missing rows among processes |
 """

@@ -1,9 +1,9 @@
-"""Columns in a file that `torch.load` opens.
+"""Columns in a file that `torch.load` can open.
 
 Always true:
-- what torch.load(path, weights_only=True) gives is a dict of the columns, plain tensors on the CPU
-- no more of a column is in memory than a block of it
-- the file is whole, or not there; only one of ours is replaced: a record of its own says that it is
+- torch.load(path, weights_only=True) returns a dict of the columns, plain tensors on the CPU
+- at most one block of a column is in memory
+- the file is complete or does not exist; only files of ours are replaced, which contain a record that says so
 
 Source of the format: `torch/serialization.py` (`_save`), and `Tensor._reduce_ex_internal` in `torch/_tensor.py`.
 """
@@ -36,8 +36,8 @@ from offload.torch_api import needed, new_dtypes, rebuild_tensor, rebuild_tensor
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _ROOT = "archive"
 _NOTE = f"{_ROOT}/offload.json"
-_ALIGNED = 64  # bytes at a multiple of which the data of a column begins, as torch.save has it
-_LOCAL, _ZIP64, _PADDING = 30, 20, 4  # bytes of a record's head, of the large sizes in it, and of the head of a padding
+_ALIGNED = 64  # alignment of a column's data in bytes, as in torch.save
+_LOCAL, _ZIP64, _PADDING = 30, 20, 4  # bytes of a record's header, of its zip64 field, and of a padding header
 
 
 def write_archive(
@@ -46,10 +46,10 @@ def write_archive(
     values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
     notes: Mapping[str, Any],
 ) -> None:
-    """Put a file at `path`, atomically; in place of a tensor there may be contiguous ones on the CPU that make it up.
+    """Put a file at `path`, atomically; a value may be contiguous CPU tensors that make it up.
 
     Raises:
-        ForeignFileError: a file that this did not write stands there.
+        ForeignFileError: there is a file that this function did not write.
         WriteError
     """
     _refuse_foreign(path)
@@ -65,7 +65,7 @@ def write_archive(
 
 
 def notes_in(file: TensorFile) -> Mapping[str, Any] | None:
-    """What `write_archive` noted in a file; None in any other.
+    """The notes that `write_archive` left in a file; None in any other file.
 
     Raises:
         MissingFileError, ChangedFileError, CorruptFileError, ReadError
@@ -100,7 +100,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _put(archive: zipfile.ZipFile, name: str, blocks: Iterable[bytes | memoryview]) -> None:
-    """A record that is not packed, of any size, whose data begin at a multiple of so many bytes."""
+    """An uncompressed record of any size, with aligned data."""
     info = zipfile.ZipInfo(name)
     start = archive.fp.tell() + _LOCAL + len(name) + _ZIP64 + _PADDING  # type: ignore[union-attr]
     filling = -start % _ALIGNED
@@ -117,7 +117,7 @@ class _Storage:
 
 
 class _Column(_Storage):
-    """A tensor over all of its storage."""
+    """A tensor that covers its whole storage."""
 
 
 class _Pickler(pickle.Pickler):

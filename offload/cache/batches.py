@@ -1,11 +1,11 @@
-"""Batches of rows, read before they are asked for; and rows as a dataset of torch.
+"""Batches of rows, read ahead of use; and a torch dataset of rows.
 
 Always true:
-- batches come in the order of the sampler, which is asked in the thread that uses them
-- at most `prefetch` batches wait beside the one in use
-- an error of a read is raised where its batch would have come
-- nothing is read any more once the one who asks has left
-- a dataset that goes to another process takes the path along, and not the data
+- batches come in the order of the sampler, which is iterated in the consumer's thread
+- at most `prefetch` batches wait in addition to the one in use
+- a read error is raised where its batch would have come
+- reading stops when the consumer stops
+- a dataset sent to another process contains the path, not the data
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def rows_of_each(sampler: int | Iterable[Any], num_rows: int) -> Iterable[Any]:
-    """What names the rows of each batch: as a sampler says, or so many behind each other; the last may be fewer.
+    """The rows of each batch: given by a sampler, or consecutive ones of a given number; the last batch may be smaller.
 
     Raises:
-        CacheError: a batch of no rows.
+        CacheError: the batch size is not positive.
     """
     if not isinstance(sampler, int):
         return map(_kept, iterated(sampler, "sampler"))
@@ -41,14 +41,14 @@ def rows_of_each(sampler: int | Iterable[Any], num_rows: int) -> Iterable[Any]:
 
 
 def _kept(rows: Any) -> Any:
-    """Rows that are read later: a sampler may use its tensor or list again for the next batch."""
+    """A copy of indices that are used later: a sampler may reuse its tensor or list for the next batch."""
     if isinstance(rows, torch.Tensor):
         return rows.clone()
     return rows.copy() if isinstance(rows, np.ndarray | list) else rows
 
 
 def read_ahead(items: Iterable[S], read: Callable[[S], T], prefetch: int) -> Iterator[T]:
-    """`read(item)` of each item, in order; a thread is up to `prefetch` reads ahead, with 0 there is none.
+    """`read(item)` for each item, in order, from a thread up to `prefetch` reads ahead; with 0 there is no thread.
 
     Example:
         >>> list(read_ahead([3, 1, 2], lambda item: item * 10, prefetch=2))
@@ -70,7 +70,7 @@ def read_ahead(items: Iterable[S], read: Callable[[S], T], prefetch: int) -> Ite
 
 
 class Readable(Protocol):
-    """What a dataset asks of a cache."""
+    """What a dataset needs from a cache."""
 
     def __len__(self) -> int: ...
 
@@ -88,10 +88,10 @@ class RowDataset(Dataset[dict[str, Any]]):
         return len(self.cache)
 
     def __getitem__(self, rows: Any) -> dict[str, Any]:
-        """A row; of several rows, the batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
+        """One row; for several, a batch, for a `DataLoader` with `batch_size=None` and a batch sampler."""
         return self.cache.get(rows, columns=self.columns)
 
     def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows one by one, read together."""
+        """Separate rows, read together."""
         batch = self.cache.get(list(rows), columns=self.columns)
         return [{name: values[at] for name, values in batch.items()} for at in range(len(rows))]

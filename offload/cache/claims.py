@@ -1,8 +1,8 @@
-"""Rows that are missing, shared out among those who compute them.
+"""Sharing out missing rows among those who compute them.
 
 Always true:
-- a row is computed by one at a time, thread or process; what one that died had taken is free at once
-- where the file system knows no locks, each computes all that is missing
+- a row is computed by one thread or process at a time; rows claimed by a process that died are free at once
+- if the file system has no locks, each process computes everything that is missing
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.storage.locks import lock_range, unlock_range
 
 
 class Claims:
-    """The rows that somebody is about to compute: for each, a lock on a byte of a file."""
+    """Claimed rows: a lock on one byte of a file for each."""
 
     def __init__(self, store: Store, columns: Iterable[str] | None, count: int) -> None:
         """
@@ -35,23 +35,23 @@ class Claims:
         self._store, self._columns, self._count = store, columns, count
         self._path = store.folder / LOCK
         self._fd = opened(self._path, os.O_RDWR)
-        self._seen: list[Numbers] = []  # rows that were taken
+        self._seen: list[Numbers] = []  # rows that were claimed
 
     def parts(self, size: int) -> Iterator[torch.Tensor]:
-        """The missing rows that nobody else has taken, so many at a time; each is given once."""
+        """Missing rows that nobody else has claimed, up to `size` at a time; each is returned once."""
         rows = self._rest()
         for start in range(0, len(rows), size):
             wanted = rows[start : start + size].tolist()
             part = np.array([row for row in wanted if lock_range(self._fd, self._path, row, 1)], np.int64)
             self._seen.append(part)
-            part = part[self._store.are_missing(self._columns, part)]  # some were filled before they were taken
+            part = part[self._store.are_missing(self._columns, part)]  # some were filled before they were claimed
             if len(part):
                 yield torch.from_numpy(part)
 
     def has_more(self) -> bool:
-        """Give back what was taken, which is on the disk; whether others have left something to do.
+        """Release the claims, which must be on the disk by now; returns whether others have left anything to do.
 
-        Waits for one who computes a row. To be called when nothing is under way here: others may wait for it.
+        Waits for other processes that compute rows. Call it with nothing in progress here: others may wait for that.
         """
         unlock_range(self._fd, self._path, 0, 0)
         rest = self._rest()
@@ -66,5 +66,5 @@ class Claims:
         return np.setdiff1d(missing[missing < self._count], np.concatenate([*self._seen, np.empty(0, np.int64)]))
 
     def close(self) -> None:
-        """Give everything back, for good."""
+        """Release everything for good."""
         os.close(self._fd)

@@ -1,17 +1,17 @@
-"""The columns of a folder: rows of one size, and rows that have none of their own (tokens, text, JSON, bytes).
+"""The columns of a folder: rows of fixed size, and rows of varying size (tokens, text, JSON, bytes).
 
-Rows of one size have a safetensors file, (room, *row_shape). Other values stand in `NAME.values` (rows of tensors, as
-bytes), `NAME.jsonl` (a line per row) or `NAME.bytes`, and where they are in `NAME%2findex.safetensors`, int64
-(room, 2): first byte, and how many (elements of the first dimension, or bytes).
+Fixed-size rows are in a safetensors file, (capacity, *row_shape). Other values are in `NAME.values` (rows of tensors,
+as bytes), `NAME.jsonl` (one line per row) or `NAME.bytes`, with their places in `NAME%2findex.safetensors`, int64
+(capacity, 2): first byte, and length (elements of the first dimension, or bytes).
 
 Always true:
-- what a header says follows from the column and its room: one that a crash has torn is written again
-- the rows begin at the same byte whatever the room
-- what is written is a row, and the pages that it lies on; never through a mapping
-- other values stand one behind the other in a file that only grows; a row that is written again gets a new place: who
-  reads the old one is not disturbed
-- nothing is written to a file that was cut: what is put where the values of a row were would be taken for that row's
-- what comes back is what went in, or writing it was an error; nothing is unpickled
+- a header follows from the column and its capacity: one torn by a crash is written again
+- the rows begin at the same byte for any capacity
+- a write touches a row and the pages it is on; it never goes through a mapping
+- varying-size values are appended to a file that only grows; a rewritten row gets a new place, so that readers of the
+  old one are not disturbed
+- a truncated file is never written to: new data in place of lost values would be taken for these
+- what is read is what was written, or writing it was an error; nothing is unpickled
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from offload.tensor.arguments import checked_dense, checked_number, refuse_unsto
 from offload.tensor.wrapper import is_offloaded
 
 Filled: TypeAlias = "npt.NDArray[np.bool_] | None"
-_SHAPE = b'"shape": ['  # of a column; within a name the quotes would have slashes before them
+_SHAPE = b'"shape": ['  # of a column; inside a name the quotes would be escaped
 _ROW_SHAPE = re.compile(rb'\d+((?:, \d+)*)\], "data_offsets"')
-_MOST = 2**63 - 1  # bytes that torch can count
+_MOST = 2**63 - 1  # most bytes that torch can count
 _SUFFIXES = {RAGGED: ".values", JSON: ".jsonl", BYTES: ".bytes"}
-_ALIGNED = 64  # bytes at a multiple of which a batch of values begins
-_LOOKS = 16  # at values, to tell whether all are in memory
+_ALIGNED = 64  # alignment of a batch of values in bytes
+_LOOKS = 16  # values to check for being in memory
 
 
 class FixedColumn:
-    """An opened column."""
+    """An open column of fixed-size rows."""
 
     def __init__(self, folder: Path, column: Column, *, writes: bool) -> None:
         """
@@ -89,10 +89,10 @@ class FixedColumn:
 
     @staticmethod
     def create(folder: Path, column: Column, room: int) -> None:
-        """A file whose rows read as zeros; takes the disk space of its header. On the disk that is with the first row.
+        """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
 
         Raises:
-            ForeignFileError: a file that offload did not write stands there.
+            ForeignFileError: there is a file that offload did not write.
             WriteError
         """
         path = folder / file_name(column.name)
@@ -100,15 +100,15 @@ class FixedColumn:
         put_file(path, _head(column, room), _size(column, room), durable=False)
 
     def table(self, count: int) -> tuple[RowFile, torch.Tensor] | None:
-        """The file, and so many of its rows, if it is in memory."""
+        """The file and its first `count` rows, if it is in memory."""
         words = self._file.table(count)
         return None if words is None else (self._file, words)
 
     def _refuse_another(self) -> bool:
-        """A crash may have torn a header behind the number of rows: what stands before is always the same.
+        """Check that the header is of this column; a crash may have torn it after the row count, but not before.
 
         Returns:
-            Whether there is no header: `check` says that it was cut, or a power cut has left nothing of it, and no row.
+            Whether there is no header: `check` then finds the file truncated, or a power cut left no header and no row.
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
@@ -127,7 +127,7 @@ class FixedColumn:
     def refuse_blank(self, filled: Iterator[Rows]) -> None:
         """
         Raises:
-            CorruptFileError: there is no header, though rows are filled.
+            CorruptFileError: there is no header, although rows are filled.
         """
         if self._is_blank and next(filled, None) is not None:
             raise CorruptFileError(
@@ -138,7 +138,7 @@ class FixedColumn:
     def check(self, room: int) -> None:
         """
         Raises:
-            CorruptFileError: the file has no such room.
+            CorruptFileError: the file lacks the capacity.
         """
         found, expected = size_of(self._file.fd, self.path), _size(self.column, room)
         if found < expected:
@@ -149,7 +149,7 @@ class FixedColumn:
             )
 
     def refuse_cut(self, room: int) -> None:
-        """As `check`: what is said under the lock is so."""
+        """Like `check`, which is reliable under the lock."""
         self.check(room)
 
     def has_room(self, room: int) -> bool:
@@ -159,7 +159,7 @@ class FixedColumn:
         return Identity.of(file_status(self.path))
 
     def with_rows(self, rows: int) -> TensorFile:
-        """The file as one of so many rows, which it has, whatever its header says. One while it does not change."""
+        """The file as one with this number of rows (which it has), whatever its header says. Cached while unchanged."""
         known, name = self._with_rows, self.column.name
         if known is not None and known.entry(name).layout.shape[0] == rows and known.identity == self._identity():
             return known
@@ -168,12 +168,12 @@ class FixedColumn:
         return self._with_rows
 
     def fit(self, room: int, known: int) -> None:
-        """Make the file, which has room for as many rows as are `known`, exactly as `room` has it. Under the lock.
+        """Resize the file, which has capacity for `known` rows, to exactly `room`. Under the lock.
 
-        On the disk that is with the next row that is.
+        Durable with the next row that is.
 
         Raises:
-            CorruptFileError: it has not: what was cut off would read as zeros.
+            CorruptFileError: it lacks that capacity: what was cut off would read as zeros.
             WriteError
         """
         self.check(known)
@@ -184,7 +184,7 @@ class FixedColumn:
                 write_all(fd, memoryview(head), 0)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
-        """`value` as `count` rows, of which only those at the places `kept` are to be written: their bytes.
+        """`value` as `count` rows, reduced to those at the positions `kept`.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
@@ -200,7 +200,7 @@ class FixedColumn:
         return rows if kept is None else rows[torch.from_numpy(kept)]
 
     def write(self, rows: Rows, values: torch.Tensor) -> int:
-        """Write what `prepare` gave to rows whose numbers ascend; how many bytes that was.
+        """Write what `prepare` returned to rows in ascending order; returns the number of bytes.
 
         Raises:
             OSError
@@ -211,11 +211,11 @@ class FixedColumn:
     def read(
         self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> torch.Tensor:
-        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled`: None where all are.
+        """(rows, *row_shape), plain, on the CPU; zeros for rows that are not `filled` (None if all are).
 
         Raises:
             CorruptFileError
-            ShapeMismatchError: `out` is another.
+            ShapeMismatchError: `out` has another shape.
         """
         if out is not None:
             self._refuse_other(out, (len(rows), *self.column.row_shape))
@@ -225,7 +225,7 @@ class FixedColumn:
             out = torch.empty(
                 (len(rows), *self.column.row_shape), dtype=self.column.dtype, device="cpu", pin_memory=pinned
             )
-        part = self._file.read(Rows(rows.numbers[filled]))  # a writer may be cutting off room in which no row is filled
+        part = self._file.read(Rows(rows.numbers[filled]))  # a writer may be cutting off unused capacity
         self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
         return out
 
@@ -238,7 +238,7 @@ class FixedColumn:
             )
 
     def _as_bytes(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, bytes of a row), over the same memory."""
+        """(rows, bytes per row), over the same memory."""
         return rows.view(torch.uint8).view(len(rows), self._row_bytes)
 
     def nbytes(self, num_rows: int) -> int:
@@ -247,7 +247,7 @@ class FixedColumn:
     def sync(self) -> None:
         """
         Raises:
-            OSError: what was written is not on the disk.
+            OSError: written data is not on the disk.
         """
         os.fdatasync(self._file.fd)
 
@@ -256,15 +256,15 @@ class FixedColumn:
 
 
 def _is_elsewhere(out: torch.Tensor) -> bool:
-    """Whether memory of this process is not what the tensor says."""
+    """Whether the tensor's values are not simply in this process's memory."""
     return out.device.type != "cpu" or is_offloaded(out) or out.is_conj() or out.is_neg()
 
 
 def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
-    """A plain tensor on the CPU, of the column's dtype.
+    """A plain CPU tensor of the column's dtype.
 
     Raises:
-        DtypeMismatchError: it is of another one; lists and numbers become what the column holds.
+        DtypeMismatchError: it has another one; lists and numbers are converted.
     """
     try:
         if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
@@ -299,7 +299,7 @@ def _head(column: Column, room: int) -> bytes:
 
 @cache
 def _start(column: Column) -> int:
-    """Where the rows begin: where they would with the most room that torch can count."""
+    """The first byte of the rows: where it would be with the largest capacity that torch can count."""
     each = math.prod(max(size, 1) for size in column.row_shape) * column.dtype.itemsize
     layouts = {column.name: contiguous(column.dtype, (_MOST // each, *column.row_shape))}
     return build(layouts, {"name": column.name}).start(column.name)
@@ -309,16 +309,16 @@ def _size(column: Column, room: int) -> int:
     return _start(column) + room * column.row_bytes
 
 
-# Rows that have no size of their own
+# Rows of varying size
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Values on their way to the file.
+    """Values to be written.
 
     Attributes:
-        counts: how many each row has.
-        parts: their bytes, row by row.
+        counts: the length of each row.
+        parts: the bytes of each row.
     """
 
     counts: Numbers
@@ -326,7 +326,7 @@ class Batch:
 
 
 class HeapColumn:
-    """An opened column."""
+    """An open column of varying-size rows."""
 
     def __init__(self, folder: Path, column: Column, length: Length, *, writes: bool) -> None:
         """
@@ -336,7 +336,7 @@ class HeapColumn:
         self.column = column
         self.path = _path(folder, column)
         self._length = length
-        self._each = column.row_bytes  # bytes of what is counted
+        self._each = column.row_bytes  # bytes per counted element
         self._filling = Filling()
         self._fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY)
         with closed_on_error(self._fd):
@@ -347,7 +347,7 @@ class HeapColumn:
         """Empty files.
 
         Raises:
-            ForeignFileError: a file that offload did not write stands there.
+            ForeignFileError: there is a file that offload did not write.
             OSError
         """
         path = _path(folder, column)
@@ -360,10 +360,10 @@ class HeapColumn:
         self._index.check(room)
 
     def refuse_cut(self, room: int) -> None:
-        """Under the lock.
+        """Call it under the lock.
 
         Raises:
-            CorruptFileError: the index has no such room, or the values are not all there.
+            CorruptFileError: the index lacks capacity, or values are missing.
         """
         self._index.refuse_cut(room)
         end, expected = size_of(self._fd, self.path), self._length.get()
@@ -380,7 +380,7 @@ class HeapColumn:
         self._index.fit(room, known)
 
     def settle(self, filled: Iterable[Rows]) -> None:
-        """Find out how long the file is to be where that is not known, or a power cut took what no row was yet.
+        """Determine the length of the file if it is unknown, or if a power cut took values that no row had yet.
 
         Under the lock.
 
@@ -395,7 +395,7 @@ class HeapColumn:
         self._length.set(end)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> Batch:
-        """`value` as rows, of which only those at the places `kept` are to be written.
+        """`value` as rows, reduced to those at the positions `kept`.
 
         Raises:
             ShapeMismatchError, DtypeMismatchError
@@ -417,7 +417,7 @@ class HeapColumn:
         return Batch(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)), parts)
 
     def write(self, rows: Rows, batch: Batch) -> int:
-        """Write what `prepare` gave; how many bytes that was. Under the lock.
+        """Write what `prepare` returned; returns the number of bytes. Under the lock.
 
         Raises:
             OSError
@@ -441,7 +441,7 @@ class HeapColumn:
     def read(
         self, rows: Rows, filled: Filled, out: torch.Tensor | None = None, *, pinned: bool = False
     ) -> list[Any] | Ragged:
-        """The rows; of those that are not filled, no values.
+        """The rows; those that are not filled are empty.
 
         Raises:
             CorruptFileError
@@ -488,10 +488,10 @@ class HeapColumn:
         """
         Args:
             index: (rows, 2)
-            end: bytes that the file has.
+            end: size of the file in bytes.
 
         Raises:
-            CorruptFileError: values of a row are said to be where there are none.
+            CorruptFileError: the index points outside the file.
         """
         starts, counts = index[:, 0], index[:, 1]
         most = (end - starts) // self._each if self._each else counts
@@ -510,7 +510,7 @@ class HeapColumn:
     def sync(self) -> None:
         """
         Raises:
-            OSError: what was written is not on the disk.
+            OSError: written data is not on the disk.
         """
         os.fdatasync(self._fd)
         self._index.sync()
@@ -556,16 +556,16 @@ class HeapColumn:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of different lengths: all their values, one row behind the other, and how many each has."""
+    """Rows of different lengths: all values, row by row, and the length of each row."""
 
     values: torch.Tensor
     counts: Numbers
 
     def formed(self, form: str, padding: complex) -> list[torch.Tensor] | torch.Tensor:
-        """As a list, padded, or jagged.
+        """As a list, padded, or as a jagged tensor.
 
         Raises:
-            CacheError: `form` is none of these.
+            CacheError: `form` is unknown.
         """
         if form == "list":
             return list(self.values.split(self.counts.tolist()))
@@ -596,7 +596,7 @@ def _index_of(column: Column) -> Column:
 
 
 def _checked(value: Any) -> Any:
-    """JSON would turn other keys into text."""
+    """Refuse keys that JSON would turn into text."""
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):

@@ -1,10 +1,10 @@
-"""Tensors of one length by row: in memory, or in a file of them.
+"""Tensors with one row per index, all of the same length: in memory, or in a file.
 
 Always true:
-- every column has as many rows as the others
-- a file is read a batch at a time, in place, and never written to; one that changes is an error. One that another takes
-  the place of is kept: rows are read from what was opened
-- a file that is written is whole, or not there; only one of ours is replaced
+- all columns have the same number of rows
+- a file is read a batch at a time, in place, and never written to; if it is modified, that is an error. If it is
+  replaced, the old one stays open, and is read from
+- a file that is written is complete or does not exist; only files of ours are replaced
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from offload.tensor.arguments import checked_dense, checked_names, refuse_other,
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, mapped_value, wrap_handles
 
-_NOTE = "rows"  # what a file of ours says of itself
+_NOTE = "rows"  # the note in a file of ours
 
 
 class HeldColumn:
-    """A column that is there already: a plain tensor, or one over a file."""
+    """An existing column: a plain tensor, or one over a file."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         refuse_unstorable(tensor, name)
         if not tensor.dim():
             raise CacheError(f"column {name!r} is a single value, and a column has rows: give it a first dimension")
         self.tensor = tensor.detach()
-        self._rows: RowFile | torch.Tensor | None = None  # where they are read from: a file, or its mapping
-        self._of: TensorFile | None = None  # whose they are
+        self._rows: RowFile | torch.Tensor | None = None  # where rows are read from: the file, or its mapping
+        self._of: TensorFile | None = None  # the file that `_rows` belongs to
 
     def read(self, rows: Rows, *, pinned: bool = False) -> torch.Tensor:
-        """(rows, *row_shape): on the device of the tensor, from a file on the CPU.
+        """(rows, *row_shape): on the tensor's device; for a file, on the CPU.
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError
@@ -68,7 +68,7 @@ class HeldColumn:
     def _from_file(self, tensor: OffloadedTensor, rows: Rows, *, pinned: bool) -> torch.Tensor:
         handle = handle_of(tensor)
         if handle.owned:
-            handle.base()  # which may be another file by now
+            handle.base()  # switches to a new file if there is one
         if self._rows is None or self._of is not handle.file:
             self.keep(Kept())
         if not handle.owned:
@@ -79,7 +79,7 @@ class HeldColumn:
         return self._rows[torch.from_numpy(rows.numbers)]
 
     def keep(self, kept: Kept) -> None:
-        """Have the file open from now on, if there is one, together with the other columns of that file.
+        """Keep its file open from now on, if there is one, shared with the file's other columns.
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError, ReadError
@@ -98,7 +98,7 @@ class HeldColumn:
     def _refuse_changed(self) -> None:
         """
         Raises:
-            ChangedFileError: somebody has written into the file that was opened.
+            ChangedFileError: the opened file has been modified.
         """
         assert self._of is not None
         with reading(self._of.path):
@@ -118,7 +118,7 @@ class HeldColumn:
 
 
 class Kept:
-    """Files that are kept open, each for all of its columns."""
+    """Files that are kept open, each shared by its columns."""
 
     def __init__(self) -> None:
         self._known: dict[int, Descriptors] = {}
@@ -134,7 +134,7 @@ class Kept:
 
 
 class HeldStore:
-    """Columns that are there already, with what `Store` has for a folder. It is not written to by rows."""
+    """Existing columns, with the interface of `Store`. Rows can't be written."""
 
     is_closed = False
     writes = False
@@ -144,7 +144,7 @@ class HeldStore:
     ) -> None:
         """
         Raises:
-            CacheError: there are no tensors, they are of several lengths, or one is no column.
+            CacheError: there are no tensors, they differ in length, or one can't be a column.
         """
         refuse_other(tensors, Mapping, "a dict of tensors by column")
         self.folder = folder
@@ -153,7 +153,7 @@ class HeldStore:
         self.device = next(iter(self._columns.values())).tensor.device
 
     def _take(self, columns: dict[str, HeldColumn]) -> None:
-        """Have these columns, which are of one length, from now on."""
+        """Replace the columns; they must have the same length."""
         lengths = {name: len(column.tensor) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             told = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
@@ -167,10 +167,10 @@ class HeldStore:
         self.manifest = Manifest(self.schema, self.num_rows, self._metadata)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Have a tensor as a column, a new one or in place of that of its name.
+        """Set a tensor as a column, new or existing.
 
         Raises:
-            CacheError: it is of another length than the others, or can't be a column.
+            CacheError: its length differs from the others', or it can't be a column.
             UnsupportedOpError
         """
         self._take({**self._columns, name: HeldColumn(name, tensor)})
@@ -179,13 +179,13 @@ class HeldStore:
         """
         Raises:
             ColumnError: there is no such column.
-            CacheError: it is the last one.
+            CacheError: it is the last column.
         """
         self.names([name])
         self._take({other: column for other, column in self._columns.items() if other != name})
 
     def keep(self) -> None:
-        """Have the files of all columns open from now on, whatever takes their place.
+        """Keep the files of all columns open from now on, even if they are replaced.
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError, ReadError
@@ -195,7 +195,7 @@ class HeldStore:
             column.keep(kept)
 
     def was_saved(self, path: Path, names: Iterable[str]) -> None:
-        """These columns were written to `path`: if that is the file that they are from, they are from the new one."""
+        """These columns were written to `path`: if they came from that file, switch to the new one."""
         if path == self.folder:
             new = read_file(path)._columns
             self._take({name: new[name] if name in set(names) else column for name, column in self._columns.items()})
@@ -216,7 +216,7 @@ class HeldStore:
         """
         Raises:
             ColumnError: there is no such column.
-            ArgumentTypeError: they are no names.
+            ArgumentTypeError: they are not names.
         """
         named = checked_names(columns, "columns")
         names = list(self.schema) if named is None else named
@@ -247,12 +247,12 @@ class HeldStore:
         pinned: bool,
         **_: Any,
     ) -> dict[str, Any]:
-        """As `Store.read`; nothing is missing here."""
+        """Like `Store.read`; no rows are missing here."""
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
     def read_hot(self, *_: Any) -> None:
-        """Nothing: there are no states that could tell, and `read` has little else to do."""
+        """Nothing: `read` is fast enough."""
 
     def lengths(self, column: str, _: Rows) -> NoReturn:
         self.names([column])
@@ -267,16 +267,16 @@ class HeldStore:
     append = write
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Nothing to write."""
 
     def close(self) -> None:
         self.is_closed = True
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """Tensors by column, as `TensorCache.tensors` gives them: its owner is told what is assigned, and what removed.
+    """Tensors by column, returned by `TensorCache.tensors`: assignments and deletions are passed on to the cache.
 
-    A pickle of it, also one of `torch.save`, is one of a plain dict.
+    It is pickled, also by `torch.save`, as a plain dict.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], put: Callable[[str, torch.Tensor | None], None]) -> None:
@@ -321,7 +321,7 @@ def read_file(path: Path) -> HeldStore:
 
     Raises:
         MissingFileError, CorruptFileError, CheckpointError
-        CacheError: they are no columns of one length.
+        CacheError: they are not columns of the same length.
     """
     found = open_checkpoint(path)
     handles = [(value.handle(name), CPU) for name, value in found.items()]
@@ -342,15 +342,15 @@ def write_file(
     values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Put a file of columns, (dtype, shape), at `path`, atomically; folders are made.
+    """Put a file of columns, given by (dtype, shape), at `path`, atomically; creates parent folders.
 
-    What its suffix says: one that `torch.load` opens, or safetensors.
+    The suffix decides the format: one that `torch.load` opens, or safetensors.
 
     Raises:
-        ForeignFileError: a file that offload did not write stands there.
+        ForeignFileError: there is a file that offload did not write.
         WriteError
     """
-    by_size = sorted(columns, key=lambda name: -columns[name][0].itemsize)  # so that every element is aligned
+    by_size = sorted(columns, key=lambda name: -columns[name][0].itemsize)  # keeps every element aligned
     layouts = {name: contiguous(*columns[name]) for name in by_size}
     made_folder(path.parent)
     said = {"columns": list(columns), "metadata": dict(metadata)}

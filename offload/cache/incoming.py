@@ -1,11 +1,11 @@
-"""Rows on their way into a cache: their columns, and batches of them; from records, and from elsewhere.
+"""Rows to be added to a cache: their columns, and batches of them, from records and other sources.
 
 Always true:
 - a batch has a value for each column and each of its rows
-- the first records, the annotations of their class and the caller settle the columns; later records fit, or raise
-- a field that is None or not there is missing: False in the column `<field>.present`, beside zeros or an empty row; in
-  a JSON column it is null
-- no more records are held than those of one batch
+- the first records, the annotations of their class and the caller determine the columns; a later record fits or raises
+- a field that is None or absent is missing: False in the column `<field>.present`, with zeros or an empty row in its
+  own; in a JSON column it is null
+- records are held for one batch only
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from offload.tensor.arguments import refuse_unstorable
 
 PRESENT = ".present"
 _BATCH = 8 << 20  # bytes
-_LOOK = 64  # records that settle the columns
+_LOOK = 64  # records from which the columns are inferred
 _MOST_ROWS = 1024  # in a batch of records
-_MOST_BYTES = 4 << 20  # of tensors in a batch of records; four times that is in memory
+_MOST_BYTES = 4 << 20  # of tensors in a batch of records; peak memory is four times that
 _PLAIN = (bool, int, float, complex)
 _TENSORS = (torch.Tensor, np.ndarray)
-Batch: TypeAlias = "dict[str, Any]"  # by column: a tensor of all rows, or a list of one tensor or JSON value per row
+Batch: TypeAlias = "dict[str, Any]"  # by column: a tensor of all rows, or a list with one tensor or JSON value per row
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Field:
     """A column to be filled.
 
     Attributes:
-        dtype: of a tensor's elements; None for what JSON says, and for bytes.
-        row_shape: of a tensor in it; a first size of None differs from row to row.
+        dtype: of a tensor's elements; None for JSON and bytes.
+        row_shape: of one row; a first size of None varies.
         is_optional: whether a row may have no value.
-        is_bytes: whether it is of bytes, and not of JSON.
+        is_bytes: whether it holds bytes, not JSON.
     """
 
     dtype: torch.dtype | None
@@ -64,20 +64,20 @@ class Field:
 
     @property
     def marks_missing(self) -> bool:
-        """Whether a column beside it says which rows have a value; JSON has a word for none."""
+        """Whether another column says which rows have a value; JSON has null for that."""
         return self.is_optional and (self.is_tensor or self.is_bytes)
 
     @property
     def column(self) -> Any:
-        """As `TensorCache.create` takes it."""
+        """In the form that `TensorCache.create` takes."""
         return (self.dtype, self.row_shape) if self.is_tensor else BYTES if self.is_bytes else JSON
 
     @classmethod
     def of(cls, said: Any) -> Field:
-        """What a user says of a column, as `TensorCache.create` takes it.
+        """A column as described by the user, as for `TensorCache.create`.
 
         Raises:
-            CacheError: it is none.
+            CacheError: the description is invalid.
         """
         [column] = schema_of({"schema": said}).values()
         if column.kind in (JSON, BYTES):
@@ -87,14 +87,14 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Rows on their way: what columns they have, and their batches, which are made as they are asked for."""
+    """The columns of incoming rows, and their batches, produced on demand."""
 
     fields: Mapping[str, Field]
     batches: Iterator[Batch]
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As `TensorCache.create` takes it, with the columns that say what is there."""
+        """In the form that `TensorCache.create` takes, with the `.present` columns."""
         found: dict[str, Any] = {}
         for name, field in self.fields.items():
             found[name] = field.column
@@ -104,7 +104,7 @@ class Incoming:
 
 
 def rows_in_batch(nbytes: Iterable[int]) -> int:
-    """How many rows make a batch, if a row is the sum of these bytes."""
+    """Rows per batch, if a row takes the sum of these bytes."""
     return max(_BATCH // max(sum(nbytes), 1), 1)
 
 
@@ -115,7 +115,7 @@ def rows_of(records: Iterable[Any], schema: Mapping[str, Field], optional: Colle
     """Records as rows.
 
     Raises:
-        CacheError: no records, or a field of which no column can be made; also from the batches, for a record that
+        CacheError: there are no records, or a field can't become a column; raised while iterating if a record
             does not fit.
     """
     source = iter(records)
@@ -131,7 +131,7 @@ def rows_of(records: Iterable[Any], schema: Mapping[str, Field], optional: Colle
 
 
 def _chunks(rows: Iterator[dict[str, Any]], most: int) -> Iterator[list[dict[str, Any]]]:
-    """Up to so many records at a time, fewer where their tensors are large."""
+    """Up to `most` records at a time, fewer if their tensors are large."""
     chunk, nbytes = [], 0
     for row in rows:
         chunk.append(row)
@@ -143,15 +143,15 @@ def _chunks(rows: Iterator[dict[str, Any]], most: int) -> Iterator[list[dict[str
         yield chunk
 
 
-# A record, taken apart
+# Taking records apart
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Its fields by name; those of a record in it as `outer.inner`. A dict without tensors is a value.
+    """Its fields by name; those of a nested record as `outer.inner`. A dict without tensors is a value.
 
     Raises:
-        CacheError: it is no record.
-        UnsupportedOpError, UnknownSubclassError: a tensor in it has no dense value, or is more than its numbers.
+        CacheError: it is not a record.
+        UnsupportedOpError, UnknownSubclassError: a tensor in it has no dense value, or can't be stored completely.
     """
     found: dict[str, Any] = {}
     for name, value in _items(record):
@@ -186,11 +186,11 @@ def _is_named_tuple(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-# What the columns are
+# Inferring columns
 
 
 def _hints(kind: type, *, is_optional: bool = False) -> dict[str, tuple[Any, bool]]:
-    """What annotations say of fields: the type, None where it is one of several, and whether None may stand there."""
+    """Field annotations: the type (None for a union of several), and whether None is allowed."""
     if not dataclasses.is_dataclass(kind) and not _is_named_tuple(kind):
         return {}
     try:
@@ -234,7 +234,7 @@ def _settled(
 
 
 def _below(nests: Collection[str], names: Collection[str], hints: Mapping[str, tuple[Any, bool]]) -> Iterator[str]:
-    """The fields of records that were None at times, in the order of their class."""
+    """The fields of nested records that are sometimes None, in the order of their class."""
     for nest in nests:
         if any(name.startswith(f"{nest}.") for name in names):
             continue
@@ -286,7 +286,7 @@ def _common_shape(name: str, tensors: Sequence[torch.Tensor]) -> tuple[int | Non
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """A tensor for what is kept as one; None for what is kept as JSON."""
+    """A tensor, if the value is stored as one; None if it is stored as JSON."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, np.ndarray | np.generic):
@@ -348,7 +348,7 @@ def _bytes(name: str, value: Any, number: int) -> bytes:
 
 
 def _fitting(name: str, field: Field, value: Any, number: int) -> torch.Tensor:
-    """The value as a row of its column; zeros, or an empty row, for None."""
+    """The value as a row of its column; zeros or an empty row for None."""
     assert field.dtype is not None
     if value is None:
         return torch.zeros([size or 0 for size in field.row_shape], dtype=field.dtype)

@@ -1,8 +1,8 @@
-"""Which rows are meant.
+"""Resolving row indices.
 
 Always true:
-- every form that names rows of a plain tensor names the same rows here
-- what is no row is an error that tells the index and the size; nothing is clipped or wrapped around twice
+- every index form that works on a plain tensor selects the same rows here
+- an invalid index is an error that names the index and the size; nothing is clipped or wrapped twice
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FORMS = "an int, a slice, a range, a list, or a 1-D tensor or array of integers
 
 
 class Rows:
-    """Some rows of a cache, by their numbers from 0 on, in the order that was asked for; a number may repeat.
+    """Some rows of a cache by index, counted from 0, in the requested order; an index may repeat.
 
     Attributes:
-        span: the same as a slice, where each row follows the one before.
-        is_one: whether a single row was named, which comes without a leading dimension.
+        span: the same rows as a slice, if they are consecutive.
+        is_one: whether a single row was selected, which is returned without a leading dimension.
     """
 
     __slots__ = ("_last", "_numbers", "is_one", "span")
@@ -34,7 +34,7 @@ class Rows:
     def __init__(self, numbers: Numbers, last: int | None = None, *, is_one: bool = False) -> None:
         """
         Args:
-            last: the largest of the numbers, where it is known.
+            last: the largest index, if known.
         """
         self._numbers: Numbers | None = numbers
         self._last = last
@@ -43,7 +43,7 @@ class Rows:
 
     @classmethod
     def run(cls, first: int, end: int) -> Rows:
-        """From one row up to another."""
+        """The rows from `first` up to `end`."""
         rows = cls.__new__(cls)
         rows._numbers, rows._last, rows.span, rows.is_one = None, None, slice(first, max(first, end)), False
         return rows
@@ -56,7 +56,7 @@ class Rows:
 
     @property
     def last(self) -> int:
-        """The largest number, -1 if there is none."""
+        """The largest index, -1 if there are no rows."""
         if self.span is not None:
             return self.span.stop - 1 if len(self) else -1
         if self._last is None:
@@ -64,7 +64,7 @@ class Rows:
         return self._last
 
     def some(self, count: int) -> list[int]:
-        """About so many of them, spread over all."""
+        """About `count` of them, evenly spread."""
         step = -(-len(self) // count)
         if self.span is not None:
             return list(range(self.span.start, self.span.stop, step or 1))
@@ -72,7 +72,7 @@ class Rows:
         return numbers
 
     def kept(self) -> Rows:
-        """With numbers of its own: those of the caller may become others."""
+        """The rows with their own copy of the indices: the caller may modify his."""
         return self if self._numbers is None else Rows(self._numbers.copy(), self._last)
 
     def __len__(self) -> int:
@@ -82,16 +82,16 @@ class Rows:
 
 
 def rows_of(index: Any, size: int) -> Rows:
-    """The rows that `index` names among `size`.
+    """The rows that `index` selects among `size`.
 
     Raises:
-        RowIndexError: it names none, or some that are not there.
+        RowIndexError: it is not an index, or is out of range.
     """
     if isinstance(index, slice):
         start, stop, step = index.indices(size)
         return Rows.run(start, stop) if step == 1 else Rows(np.arange(start, stop, step, dtype=np.int64))
     if isinstance(index, range):
-        _checked(np.array([index[0], index[-1]] if index else []), size)  # before there is memory for all
+        _checked(np.array([index[0], index[-1]] if index else []), size)  # before memory for all of them is allocated
         return Rows(_checked(np.arange(index.start, index.stop, index.step, dtype=np.int64), size)[0])
     if isinstance(index, torch.Tensor | np.ndarray | list):
         numbers = _array(index)
@@ -102,7 +102,7 @@ def rows_of(index: Any, size: int) -> Rows:
 
 
 def span_of(numbers: Numbers) -> slice | None:
-    """The slice that gives the same rows, where each follows the one before."""
+    """The same rows as a slice, if they are consecutive."""
     count = len(numbers)
     if not count:
         return slice(0, 0)
@@ -113,7 +113,7 @@ def span_of(numbers: Numbers) -> slice | None:
 
 
 def last_of_each(numbers: Numbers) -> Numbers | None:
-    """Places that put numbers in order, each once, the last of equal ones; None if they are so."""
+    """Positions that sort the numbers and keep the last of equal ones; None if they are strictly ascending already."""
     if len(numbers) < 2 or bool((np.diff(numbers) > 0).all()):
         return None
     order = np.argsort(numbers, kind="stable")
@@ -131,17 +131,17 @@ def _number(index: Any) -> int:
 
 
 def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArray[Any]:
-    """An array of bool, or of integers, with one dimension or none."""
+    """An array of bool or integers, with at most one dimension."""
     try:
         if isinstance(index, torch.Tensor):
             array = _whole(index.detach().cpu()).numpy()
         elif isinstance(index, np.ndarray):
-            array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch has them
+            array = np.require(np.asarray(index), requirements=["C", "W"])  # as torch requires them
             if array.dtype.kind == "f":
                 array = _whole(torch.from_numpy(array)).numpy()
         else:
             array = np.asarray(index if len(index) else np.empty(0, dtype=np.int64))
-    except (ValueError, TypeError, NotImplementedError):  # lists of different lengths; a tensor that NumPy can't have
+    except (ValueError, TypeError, NotImplementedError):  # ragged lists; a tensor that NumPy can't represent
         array = np.asarray(None)
     if array.ndim == 1 and array.dtype == bool:
         return array
@@ -151,7 +151,7 @@ def _array(index: torch.Tensor | npt.NDArray[Any] | Sequence[Any]) -> npt.NDArra
 
 
 def _whole(index: torch.Tensor) -> torch.Tensor:
-    """Floats that are whole numbers, as integers: some keep the numbers of rows beside their values."""
+    """Floats with integer values as integers: some code stores row indices together with float values."""
     if not index.is_floating_point():
         return index
     numbers = index.double().nan_to_num(nan=0.5).clamp(-(2.0**62), 2.0**62)
@@ -165,7 +165,7 @@ def _masked(mask: npt.NDArray[np.bool_], size: int) -> Numbers:
 
 
 def _checked(numbers: npt.NDArray[Any], size: int) -> tuple[Numbers, int | None]:
-    """From 0 on, and with a dimension; and the largest, if it is known."""
+    """Indices from 0 on, with one dimension; and the largest, if known."""
     if numbers.ndim == 0:
         numbers = numbers[None]
     if not len(numbers):
@@ -173,13 +173,13 @@ def _checked(numbers: npt.NDArray[Any], size: int) -> tuple[Numbers, int | None]
     if numbers.dtype == np.int64:
         most = int(np.maximum.reduce(numbers.view(np.uint64)))
         if most < size:
-            return numbers, most  # read without its sign a negative number is larger than any size
+            return numbers, most  # viewed as unsigned, a negative number is larger than any size
     least, most = int(numbers.min()), int(numbers.max())
     if least < -size or most >= size:
         wrong = most if most >= size else least
         has = f"its rows go from 0 to {size - 1}, or from {-size} to -1" if size else "it has no rows"
         raise RowIndexError(f"row {wrong} is out of range for a cache of {size} rows: {has}")
-    numbers = numbers.astype(np.int64, copy=False)  # those of 64 bits without a sign have been looked at as they are
+    numbers = numbers.astype(np.int64, copy=False)  # uint64 values were checked before
     return np.where(numbers < 0, numbers + size, numbers) if least < 0 else numbers, None
 
 

@@ -1,10 +1,10 @@
-"""Rows of a file, by their numbers, and parts of a file wherever they are.
+"""Rows of a file by index, and arbitrary parts of a file.
 
 Always true:
-- a mapping is used for what is in memory already: under a cap on memory one that is not collapses to a page at a time
-- what is not in memory is read by calls, all of it announced before the first of it is waited for
-- parts lie in what is given as they were asked for, in any order, also twice
-- what is written is rows, never through a mapping
+- a mapping is used only for what is in memory: under a memory cap, faulting in the rest goes page by page
+- what is not in memory is read with system calls, all of which are announced before the first one is waited for
+- parts are returned in the requested order; they may come in any order and repeat
+- only whole rows are written, never through a mapping
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from offload.storage.reasons import explained, reading
 from offload.storage.regular import closed_on_error, open_regular
 from offload.storage.replacing import write_all
 
-_LOOKS, _LOOKS_IF_MAPPED = 16, 4  # at rows, to tell whether all are in memory
-_STILL = 0.01  # seconds for which what is mapped is taken to be in memory after it was: a batch or few that wait longer
-_READ_AGAIN = 8  # a file that was not in memory is mapped when one in so many of its bytes has been read from there
-_SAMPLES, _ABSENT = 256, 5  # pages of a mapped file that are looked at; so many of them need not be in memory
-_WRITTEN_OUT = 8 << 20  # bytes behind each other that the disk is given while the next are made ready
-_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # of NumPy and of torch
-_MOST_PARTS = 512  # that are read in one call, with what is between them: the system takes 1024
-_CLOSE = 4096  # bytes between parts that are read with them: another call takes longer
-_HUGE = 32 << 20  # bytes: for less the C library has memory that was touched before
+_LOOKS, _LOOKS_IF_MAPPED = 16, 4  # rows to check for being in memory
+_STILL = 0.01  # seconds for which a mapping is assumed to be in memory after a check: one batch, or a few
+_READ_AGAIN = 8  # an uncached file is mapped once 1/8 of its bytes have been read from memory
+_SAMPLES, _ABSENT = 256, 5  # pages of a mapped file to check, and how many of them may be absent
+_WRITTEN_OUT = 8 << 20  # consecutive bytes to hand to the disk while the next ones are prepared
+_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # dtype names common to NumPy and torch
+_MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
+_CLOSE = 4096  # gap in bytes that is read along: another call would take longer
+_HUGE = 32 << 20  # bytes: smaller allocations reuse memory of the C library that has been touched
 
 
 class Descriptors:
-    """Two of one file: for rows behind each other, and for rows here and there. Whoever has them last closes them."""
+    """Two descriptors of one file: for consecutive rows, and for random access. Closed with the last reference."""
 
     def __init__(self, fd: int, random: int) -> None:
         self.fd = fd
         self.random = random
-        advise(random, 0, 0, os.POSIX_FADV_RANDOM)  # else the system reads on behind each row
+        advise(random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
 
     @classmethod
     def opened(cls, path: Path, *, writes: bool) -> Descriptors:
@@ -61,7 +61,7 @@ class Descriptors:
 
     @classmethod
     def kept(cls, fd: int, path: Path) -> Descriptors:
-        """Of a file that is open already, whatever stands at its path by now.
+        """For a file that is open already, whatever is at its path by now.
 
         Raises:
             ReadError
@@ -71,7 +71,7 @@ class Descriptors:
 
     def close(self) -> None:
         left = {self.fd, self.random} - {-1}
-        self.fd = self.random = -1  # first: after an interrupt none is closed again, which may be another's by then
+        self.fd = self.random = -1  # first: after an interrupt, nothing is closed twice
         for fd in left:
             os.close(fd)
 
@@ -81,7 +81,7 @@ class Descriptors:
 
 
 class RowFile:
-    """A file with rows of one dtype and shape, from byte `start` on."""
+    """A file with rows of one dtype and shape, beginning at byte `start`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RowFile:
     ) -> None:
         """
         Args:
-            files: the descriptors of one that is open already.
+            files: the descriptors, if it is open already.
 
         Raises:
             MissingFileError, CorruptFileError, ForeignFileError, ReadError
@@ -106,21 +106,21 @@ class RowFile:
         self._dtype = dtype
         self._row_shape = row_shape
         self._size = math.prod(row_shape) * dtype.itemsize
-        word = math.gcd(start, dtype.itemsize)  # rows of any dtype, wherever they begin, can be copied as such
+        word = math.gcd(start, dtype.itemsize)  # rows of any dtype and alignment can be copied as such words
         self._word_name = _WORDS[word]
         self._word: torch.dtype = getattr(torch, self._word_name)
-        self._words = row_shape if word == dtype.itemsize else (*row_shape, dtype.itemsize // word)  # of a row
+        self._words = row_shape if word == dtype.itemsize else (*row_shape, dtype.itemsize // word)  # of one row
         self._files = files
         self.fd = files.fd
         self._random = files.random
-        self._mapped: torch.Tensor | None = None  # (rows that the file holds, *words of a row)
+        self._mapped: torch.Tensor | None = None  # (rows in the file, *words of a row)
         self.in_memory_until = 0.0  # as far as is known
-        self._behind = range(0)  # bytes behind each other that were written and not given to the disk
-        self._until_mapped = 0  # bytes that are to be read from memory before
+        self._behind = range(0)  # consecutive bytes that were written but not handed to the disk
+        self._until_mapped = 0  # bytes to be read from memory before it is mapped
         self._filling = Filling()
 
     def write(self, rows: Rows, data: memoryview) -> None:
-        """Write rows whose numbers ascend; `data` has them one behind the other.
+        """Write rows in ascending order; `data` has them one after the other.
 
         Raises:
             OSError
@@ -131,13 +131,13 @@ class RowFile:
             self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
 
     def read(self, rows: Rows, out: torch.Tensor | None = None, *, pinned: bool = False) -> torch.Tensor:
-        """Rows, in any order: (rows, *row_shape), plain, on the CPU; contiguous and all that if it is given.
+        """Rows in any order: (rows, *row_shape), plain, on the CPU; `out`, if given, must be contiguous.
 
         Raises:
-            CorruptFileError: the file is cut.
-            ReadError: the disk does not give it.
+            CorruptFileError: the file is truncated.
+            ReadError: the disk failed.
         """
-        mapped = self._mapped  # another thread may be at it too
+        mapped = self._mapped  # another thread may change it meanwhile
         if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out, pinned=pinned)
         if not self._size or not len(rows):
@@ -155,12 +155,12 @@ class RowFile:
             return self._values(words) if out is None else out
 
     def table(self, count: int) -> torch.Tensor | None:
-        """So many rows from the first on, over the file's memory, for `picked`; None if it has none."""
+        """The first `count` rows, mapped, for `picked`; None if there is no mapping."""
         mapped = self._mapped
         return None if mapped is None or len(mapped) < count else mapped[:count]
 
     def picked(self, words: torch.Tensor, rows: int | slice | torch.Tensor) -> torch.Tensor:
-        """Rows of a table, in memory of their own.
+        """Rows of a table, copied.
 
         Raises:
             IndexError
@@ -173,14 +173,14 @@ class RowFile:
         return self._values(torch.index_select(words, 0, rows))
 
     def look(self, rows: Iterable[int]) -> None:
-        """See that these rows are in memory; for a moment, others are taken to be so too.
+        """Check that these rows are in memory; for a moment, all others are assumed to be, too.
 
         Raises:
-            OSError: one of them is not, or not in the file; or the file ends before what is mapped of it.
+            OSError: one of them is not in memory or not in the file; or the file has become shorter than its mapping.
         """
         mapped = self._mapped
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
-            self._mapped = None  # to touch what was cut off would end the process
+            self._mapped = None  # touching the truncated part would kill the process
             raise OSError(errno.ENODATA, "the file ends before its rows")
         look_at(self._random, map(self._at, rows))
         self.in_memory_until = time.monotonic() + _STILL
@@ -215,14 +215,14 @@ class RowFile:
         read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
 
     def _fresh(self, count: int, *, pinned: bool) -> torch.Tensor:
-        """(rows, *words of a row) to read into. NumPy asks the system for huge pages, which are touched sooner."""
+        """Memory for (rows, *words of a row). NumPy requests huge pages, which are faster to fault in."""
         shape = (count, *self._words)
         if pinned or count * self._size < _HUGE:
             return torch.empty(shape, dtype=self._word, device="cpu", pin_memory=pinned)
         return torch.from_numpy(np.empty(shape, dtype=self._word_name))
 
     def _give_to_disk(self, at: int, nbytes: int) -> None:
-        """In large parts, whole pages; what is left waits for the next sync."""
+        """Hand written data to the disk in large pieces of whole pages; the rest waits for the next sync."""
         behind = range(self._behind.start if at == self._behind.stop else at, at + nbytes)
         if len(behind) >= _WRITTEN_OUT:
             end = behind.stop // PAGE * PAGE
@@ -241,8 +241,8 @@ class RowFile:
     def _are_cached(self, rows: Rows) -> bool:
         """Whether some of the rows, spread over all, are in memory; or some others were a moment ago.
 
-        To look brings in a page, and the system reads on in small pieces where one is there already: a run may be in
-        memory until it is mapped.
+        Checking a row loads its page, and the system then reads ahead in small steps; a run of rows is therefore taken
+        to be in memory until the file is mapped.
         """
         if self._mapped is None and rows.span:
             return True
@@ -255,9 +255,9 @@ class RowFile:
         return True
 
     def _hot_mapping(self, rows: Rows, is_cached: bool) -> torch.Tensor | None:
-        """The rows that the file holds, if these, and the file but for a little, are in memory.
+        """The mapped rows of the file, if these rows and nearly all of the file are in memory.
 
-        To look all over the file takes time: it is done at the first batch that is in memory, and not soon again.
+        Checking the whole file takes time: it is done at the first batch that is in memory, and not again soon.
         """
         mapped = self._mapped
         self._until_mapped -= len(rows) * self._size
@@ -269,7 +269,7 @@ class RowFile:
         return mapped if is_cached and mapped is not None and len(mapped) > rows.last else None
 
     def _map(self) -> torch.Tensor | None:
-        """The rows that the file holds, if nearly all are in memory."""
+        """The mapped rows of the file, if nearly all are in memory."""
         size = os.fstat(self.fd).st_size
         if size > available_bytes() // 2:
             return None
@@ -289,7 +289,7 @@ class RowFile:
             mapping = mapped(self.fd, self.path, 0, size, shared=False)
         except ReadError:  # there are too many mappings
             return None
-        if os.fstat(self.fd).st_size < size:  # a writer has cut off room meanwhile
+        if os.fstat(self.fd).st_size < size:  # a writer has just cut off capacity
             return None
         count = (size - self._start) // self._size
         whole = torch.empty(0, dtype=torch.uint8).set_(mapping, self._start, (count * self._size,), (1,))
@@ -297,7 +297,7 @@ class RowFile:
 
 
 def _is_in_memory(mapped: torch.Tensor) -> bool:
-    """Whether nearly all of it is, by pages spread over it."""
+    """Whether nearly all of it is in memory, by a sample of pages."""
     address, step = mapped.data_ptr(), max(mapped.nbytes // _SAMPLES, PAGE)
     absent, most = 0, _ABSENT if step > PAGE else 0
     for at in range(address + min(step, mapped.nbytes) // 2, address + mapped.nbytes, step):
@@ -307,14 +307,14 @@ def _is_in_memory(mapped: torch.Tensor) -> bool:
     return True
 
 
-# Parts of a file, into memory
+# Parts of a file
 
 
 def look_at(fd: int, places: Iterable[int]) -> None:
-    """See that these bytes of a file are in memory.
+    """Check that these bytes of a file are in memory.
 
     Raises:
-        OSError: one of them is not, or not in the file.
+        OSError: one of them is not in memory, or not in the file.
     """
     for place in places:
         if not os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT):
@@ -322,7 +322,7 @@ def look_at(fd: int, places: Iterable[int]) -> None:
 
 
 def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:
-    """Where numbers follow each other: the first of each run, its place, and that behind its last."""
+    """Runs of consecutive numbers: the first number of each, and its start and end positions."""
     if not len(rows):
         return ()
     ends = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
@@ -332,12 +332,12 @@ def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:
 def read_parts(
     fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
 ) -> None:
-    """Read parts of a file, of so many bytes each, to their places in memory: all are announced, then read in order.
+    """Read parts of a file, with the given sizes, to their places in memory: all are announced, then read in order.
 
-    What lies between parts that are close to each other is read with them.
+    Small gaps between parts are read along.
 
     Raises:
-        CorruptFileError: the file ends before.
+        CorruptFileError: the file ends too early.
         ReadError
     """
     order = np.flatnonzero(sizes)
@@ -360,14 +360,14 @@ def read_parts(
 
 
 def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
-    """Parts, and memory for what is between them, which nobody reads."""
+    """The parts, and between them scratch memory for the gaps."""
     nowhere = memoryview(bytearray(max(gaps)))
     both = zip(parts, [*gaps, 0], strict=True)
     return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
 
 
 def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
-    """Read what follows each other in a file.
+    """Read consecutive bytes of a file into several buffers.
 
     Raises: as `read_parts`.
     """
@@ -394,13 +394,13 @@ def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int
 
 
 def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
-    """Tell the system how a file will be read; that it does not listen changes no value."""
+    """Tell the system how a file will be read; failing to do so changes no value."""
     with suppress(OSError):
         os.posix_fadvise(fd, start, nbytes, advice)
 
 
 def size_of(fd: int, path: Path) -> int:
-    """Bytes of an open file.
+    """The size of an open file in bytes.
 
     Raises:
         ReadError
@@ -412,7 +412,7 @@ def size_of(fd: int, path: Path) -> int:
 
 
 def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
-    """A descriptor of a regular file of a cache; a link is followed to read, and never to write.
+    """A descriptor of a regular file of a cache; a symlink is followed to read, never to write.
 
     Raises:
         MissingFileError, CorruptFileError, ForeignFileError, ReadError

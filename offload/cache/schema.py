@@ -1,10 +1,10 @@
-"""What a column is, and what a folder of rows says of itself: `manifest.json`.
+"""What a column is, and the manifest of a folder of rows, `manifest.json`.
 
 Always true:
-- a column is of one kind: `tensor` (rows of one shape), `ragged` (rows whose first size differs), `json`, `bytes`
-- what is written down of a column is enough to open it
-- a folder is a cache once its manifest is there, and that is there last; it is replaced whole, or not at all
-- what is asked for is compared with what stands there, and told where it differs
+- a column has one kind: `tensor` (rows of one shape), `ragged` (rows whose first size varies), `json`, `bytes`
+- the manifest's description of a column is enough to open it
+- a folder is a cache once it has a manifest, which is written last, and only ever replaced as a whole
+- a requested cache is compared with the existing one, and differences are reported
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.storage.state_file import Kind, read_state, write_state
 from offload.tensor.arguments import refuse_other
 
 JSON, BYTES, TENSOR, RAGGED = "json", "bytes", "tensor", "ragged"
-_MOST = 2**63 - 1  # bytes that torch can count
+_MOST = 2**63 - 1  # most bytes that torch can count
 _WORDS = {JSON: JSON, BYTES: BYTES, str: JSON, dict: JSON, list: JSON, bytes: BYTES}
 MANIFEST = "manifest.json"
 _KIND = Kind(
@@ -44,10 +44,10 @@ class Column:
     """A column of a cache.
 
     Attributes:
-        name: what it is called; the name of its file.
+        name: its name, also of its file.
         kind: `tensor`, `ragged`, `json` or `bytes`.
         dtype: of its elements; uint8 for text and bytes.
-        row_shape: of one row; of a ragged one, what comes after the size that differs.
+        row_shape: of one row; of a ragged one, without the first size.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Column:
 
     @property
     def shape_text(self) -> str:
-        """The shape of a row as users write it."""
+        """The shape of a row in the user's notation."""
         sizes = [*(["None"] if self.kind == RAGGED else []), *map(str, self.row_shape)]
         return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
     @property
     def row_bytes(self) -> int:
-        """Of one row; of one with a size that differs, for each of that."""
+        """The size of one row; of a ragged one, per element of the first dimension."""
         return math.prod(self.row_shape) * self.dtype.itemsize
 
     @property
@@ -79,7 +79,7 @@ class Column:
     def from_json(cls, name: str, said: Any) -> Column:
         """
         Raises:
-            ValueError: nothing that a column is.
+            ValueError: it does not describe a column.
         """
         try:
             kind = said["kind"]
@@ -94,14 +94,14 @@ class Column:
 
 
 def schema_of(columns: Mapping[str, Any]) -> dict[str, Column]:
-    """What users write, as columns.
+    """The user's description, as columns.
 
     Args:
-        columns: by name: `(dtype, row_shape)`, in which a first size of None is one that differs from row to row;
-            `"json"`, `str`, `dict` or `list` for what JSON can say; `"bytes"` or `bytes`.
+        columns: by name: `(dtype, row_shape)`, where a first size of None varies from row to row; `"json"`, `str`,
+            `dict` or `list` for JSON values; `"bytes"` or `bytes`.
 
     Raises:
-        CacheError: there are none, or something else stands there.
+        CacheError: there are no columns, or a description is invalid.
     """
     refuse_other(columns, Mapping, "a dict of columns by name, {name: (dtype, row_shape)},")
     if not columns:
@@ -151,11 +151,11 @@ def _sizes(name: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is written down of a cache.
+    """The description of a cache on disk.
 
     Attributes:
         columns: by name.
-        num_rows: how many rows there are whatever happens; rows appended since are counted beside the bitmap.
+        num_rows: the least number of rows; rows appended later are counted in the state file.
         metadata: the user's.
     """
 
@@ -170,7 +170,7 @@ class Manifest:
         """
         Raises:
             WriteError
-            CacheError: JSON has no words for the metadata.
+            CacheError: the metadata can't be expressed in JSON.
         """
         columns = {name: column.to_json() for name, column in self.columns.items()}
         said = {"num_rows": self.num_rows, "columns": columns, "metadata": dict(self.metadata)}
@@ -181,9 +181,9 @@ class Manifest:
         """
         Raises:
             MissingFileError: there is no cache.
-            CorruptFileError: something else stands there.
-            ReadError: it can't be read now.
-            CacheError: one of another version.
+            CorruptFileError: the file is something else.
+            ReadError: it can't be read at the moment.
+            CacheError: it is of another version.
         """
         path = folder / MANIFEST
         said = read_state(path, _KIND)
@@ -199,7 +199,7 @@ class Manifest:
     def check(self, expect: Mapping[str, Any] | None, folder: Path) -> None:
         """
         Raises:
-            CacheError: the metadata are others than expected; says which.
+            CacheError: the metadata differs from what is expected; says where.
         """
         wrong = self._others(as_json(expect, "expect"))
         if wrong:
@@ -211,7 +211,7 @@ class Manifest:
     def refuse_other(self, wanted: Manifest, folder: Path) -> None:
         """
         Raises:
-            CacheError: the columns or rows, or the metadata that are wanted, are others; says which.
+            CacheError: the columns, the number of rows or the metadata differ from what is wanted; says where.
         """
         wrong = [f"it has no column {name!r}" for name in wanted.columns if name not in self.columns]
         for name, column in self.columns.items():
@@ -229,7 +229,7 @@ class Manifest:
             )
 
     def _others(self, expect: Mapping[str, Any]) -> list[str]:
-        """What of the metadata is other than expected."""
+        """Differences between the metadata and what is expected."""
         return [
             f"{key!r} is {self.metadata[key]!r}, expected {value!r}"
             if key in self.metadata
@@ -240,11 +240,11 @@ class Manifest:
 
 
 def as_json(metadata: Mapping[str, Any] | None, what: str = "metadata") -> dict[str, Any]:
-    """Metadata as they come back from JSON.
+    """Metadata as it comes back from JSON.
 
     Raises:
-        ArgumentTypeError: they are no dict.
-        CacheError: JSON has no words for them.
+        ArgumentTypeError: it is not a dict.
+        CacheError: it can't be expressed in JSON.
     """
     if metadata is None:
         return {}

@@ -1,15 +1,15 @@
-"""The folder of a cache: made, opened, read, written, and closed, in the order in which things are written.
+"""The folder of a cache: created, opened, read, written and closed; and the order of writes.
 
 Always true:
-- of several who make a cache in one folder one does; its manifest is written last: what a creator that was killed
-  leaves is no cache, and is replaced by the next one. What somebody else put there is left as it is
-- data are on the disk before a row counts as filled; a row that is written again counts as empty before its data change
-- what a row is made of is written by one at a time, so that the last of two writers wins whole
-- room is made for all columns before it is said to be there, and taken from them after it is said to be gone: a crash
-  leaves some to spare, which the next writer gives back
-- who only reads needs no header of a column: what a crash has left of it is the next writer's to mend
-- rows that were written and not flushed are this process's own: others see them as missing
-- what `read_hot` gives is what `read` would give; where that is not certain, it gives nothing
+- if several processes create a cache in one folder, one succeeds; the manifest is written last: what a killed creator
+  leaves is not a cache, and the next one replaces it. Files of others are left alone
+- data is on the disk before a row counts as filled; a rewritten row counts as empty before its data changes
+- the contents of a row are written by one writer at a time: of two, the last one wins as a whole
+- capacity is added to all columns before it is published, and removed after it has been withdrawn: a crash leaves some
+  to spare, which the next writer gives back
+- readers need no column header: one torn by a crash is repaired by the next writer
+- rows that were written and not flushed are visible to this process only: others see them as missing
+- `read_hot` returns what `read` would return; if in doubt, it returns nothing
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 log = logging.getLogger("offload.cache")
 LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
-_LEAST_BYTES = 16 << 20  # for which there is room after it has been made
-_MOST_BYTES = 256 << 20  # that are written between two flushes; under a cap on memory, fewer: they can't be dropped
+_LEAST_BYTES = 16 << 20  # least capacity when it is first extended
+_MOST_BYTES = 256 << 20  # most unflushed bytes; less under a memory cap, as dirty pages can't be dropped
 _LEAST_FLUSHED = 4 << 20
-_ROW = 256  # bytes that a row counts for beside its own
+_ROW = 256  # overhead per row, in the count of unflushed bytes
 _MOST_SECONDS = 10.0
-_LOOKS = 1000  # at rows that others write while they are read
-_SAMPLES = 4  # of rows that were picked, to tell whether all are in memory
-_STILL = 0.01  # seconds for which the states are taken to be whole after they were
+_LOOKS = 1000  # retries if rows are being written while they are read
+_SAMPLES = 4  # picked rows to check for being in memory
+_STILL = 0.01  # seconds for which the state file is assumed to be complete after a check
 _NEVER = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Cells that were written and not flushed: `states.fill` takes them."""
+    """Cells that were written and not flushed, for `states.fill`."""
 
     rows: Rows
     columns: list[int]
@@ -78,16 +78,16 @@ class Written:
 
 
 class Store:
-    """An opened folder."""
+    """An open folder."""
 
-    # Making and opening
+    # Creating and opening
 
     @classmethod
     def create(cls, folder: Path, manifest: Manifest, *, exist_ok: bool) -> Store:
-        """A new folder, of empty rows; if that may be, one that is there already and agrees.
+        """A new folder with empty rows; or with `exist_ok` an existing one that matches.
 
         Raises:
-            CacheError: it is one already, or somebody is making it one; or it does not agree.
+            CacheError: it is a cache already, or another process is creating one; or it does not match.
             ForeignFileError: a file that offload did not write is in the way.
             WriteError, ReadError
         """
@@ -162,10 +162,10 @@ class Store:
             raise
 
     def _settle(self) -> None:
-        """Count this writer, and mend what killed ones left, if it is the only one.
+        """Register this writer; if it is the only one, repair what killed writers left.
 
         Raises:
-            CorruptFileError: a file was cut.
+            CorruptFileError: a file was truncated.
         """
         is_only = flock(self._states.fd, self._states.path, wait=False)
         if is_only:
@@ -188,12 +188,12 @@ class Store:
         return HeapColumn(self.folder, column, self._states.length(number), writes=self.writes)
 
     def _room_of(self, file: FixedColumn | HeapColumn) -> int:
-        """For how many rows a file has room, at least.
+        """For how many rows a file has capacity, at least.
 
-        It may lack room that was made just before a power cut: no row was filled there.
+        It may lack capacity that was added just before a power cut: no row was filled there.
 
         Raises:
-            CorruptFileError: it lacks other room.
+            CorruptFileError: it lacks more than that.
         """
         if file.has_room(self._states.room):
             return self._states.room
@@ -203,7 +203,7 @@ class Store:
         return used
 
     def _refuse_cut(self, names: Iterable[str]) -> None:
-        """Who writes to a file that was cut makes it long again: what was cut off would be zeros. Under the lock.
+        """Refuse truncated files: a write would extend them, and what was cut off would read as zeros. Under the lock.
 
         Raises:
             CorruptFileError
@@ -211,7 +211,7 @@ class Store:
         for name in names:
             self._files[name].refuse_cut(self._states.room)
 
-    # What it is
+    # Properties
 
     @property
     def num_rows(self) -> int:
@@ -225,7 +225,7 @@ class Store:
         """
         Raises:
             ColumnError: there is no such column.
-            ArgumentTypeError: they are no names.
+            ArgumentTypeError: they are not names.
         """
         named = checked_names(columns, "columns")
         names = self._names if named is None else named
@@ -239,7 +239,7 @@ class Store:
         return self._states.missing(self.places(columns))
 
     def are_missing(self, columns: Iterable[str] | None, rows: Numbers) -> npt.NDArray[np.bool_]:
-        """Which of these rows are not filled; those that were written here and not flushed are missing."""
+        """Which of these rows are not filled; rows written here and not flushed count as missing."""
         cells = self._states.of(rows_of(rows, self.num_rows), self.places(columns))
         filled: npt.NDArray[np.bool_] = np.logical_and.reduce(cells_filled(cells), axis=1)
         return ~filled
@@ -249,7 +249,7 @@ class Store:
         return self._states.count(self.places(columns))
 
     def tensor(self, name: str, device: torch.device) -> OffloadedTensor:
-        """A column, over its file."""
+        """A column as a tensor over its file."""
         self.places([name])
         if self.schema[name].kind != TENSOR:
             raise UnsupportedOpError(
@@ -264,7 +264,7 @@ class Store:
         rows, room = self.num_rows, self._states.room
         if tensor is None or len(tensor) != room:
             with self._lock.held():
-                column.fit(self._states.room, self._states.room)  # another writer may have been killed
+                column.fit(self._states.room, self._states.room)  # a previous writer may have been killed
                 handle = Handle.shared(TensorFile.open(column.path), name, self.folder)
             handle.has_holes = handle.is_fixed = True
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
@@ -282,7 +282,7 @@ class Store:
             return wrap_handle(Handle.reference(column.with_rows(self.num_rows), column.column.name), device)
 
     def lengths(self, name: str, rows: Rows) -> Numbers:
-        """How many values each row has; 0 where it is not filled."""
+        """The length of each row; 0 if it is not filled."""
         [place] = self.places([name])
         file = self._files[name]
         if isinstance(file, FixedColumn):
@@ -295,7 +295,7 @@ class Store:
     # Reading
 
     def read_hot(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows as `read` gives them, if all are filled and in memory; else, and for most forms of `index`, None."""
+        """Rows as from `read`, if all are filled and in memory; otherwise, and for most forms of `index`, None."""
         return None if self._hot is None else self._hot.take(index, columns)
 
     def read(
@@ -307,7 +307,7 @@ class Store:
         out: Mapping[str, torch.Tensor] | None,
         pinned: bool,
     ) -> dict[str, Any]:
-        """Rows of some columns, whole: what others write meanwhile is seen before or after.
+        """Rows of some columns, consistent: a concurrent write is seen completely or not at all.
 
         Raises:
             MissingRowsError, CorruptFileError
@@ -330,7 +330,7 @@ class Store:
                     )
                     for at, name in enumerate(self._names[place] for place in places)
                 }
-            except CorruptFileError:  # or what was read of it was half another's
+            except CorruptFileError:  # or a concurrent write was read halfway
                 if self._are_still(rows, places, before, changes):
                     raise
                 continue
@@ -348,7 +348,7 @@ class Store:
         self._hot = HotRows(self._states, (changes, count), tables) if len(tables) == len(self._files) else None
 
     def _are_still(self, rows: Rows, places: list[int], before: Bytes | None, changes: int) -> bool:
-        """Whether nobody has begun to write what was filled."""
+        """Whether no filled row has begun to be rewritten."""
         if self._states.changes == changes:
             return True
         if before is None:
@@ -383,7 +383,7 @@ class Store:
             self._flush_if_due()
 
     def append(self, values: Mapping[str, Any]) -> range:
-        """Write behind the last row; the numbers of the new rows.
+        """Write after the last row; returns the new row numbers.
 
         Raises: as `write`.
         """
@@ -418,7 +418,7 @@ class Store:
             ) from None
 
     def _put(self, rows: Rows, places: list[int], prepared: Mapping[str, Any]) -> None:
-        """Write rows whose numbers ascend. Under the lock."""
+        """Write rows in ascending order. Under the lock."""
         with self._explained(rows):
             begun = self._states.begin(rows, places)
             nbytes = sum(self._files[name].write(rows, values) for name, values in prepared.items())
@@ -435,7 +435,7 @@ class Store:
             self.flush_own()
 
     def flush(self) -> None:
-        """Have all that was written, also through tensors, on the disk, and the rows filled.
+        """Put everything written, also through tensors, on the disk, and mark the rows as filled.
 
         Raises:
             WriteError: rows written since the last flush are missing.
@@ -445,16 +445,16 @@ class Store:
             self._flush(self._names)
 
     def flush_own(self) -> bool:
-        """Have the rows that this process has written filled; False if it can't have written any."""
+        """Flush the rows written by this process; False if it can't have written any."""
         if not self.writes or self._pid != os.getpid():
             return False
-        with self._flushing:  # another thread may be at it
+        with self._flushing:  # another thread may be flushing
             if self._written:
                 self._flush(None)
         return True
 
     def _flush(self, names: list[str] | None) -> None:
-        """The rows that were written, with these columns or with those that they are of."""
+        """Flush written rows, with these columns, or only with the columns that were written."""
         with self._lock.held():
             written, self._written, self._written_bytes = self._written, [], 0
         touched = {self._names[place] for part in written for place in part.columns} if names is None else names
@@ -470,7 +470,7 @@ class Store:
             log.debug("%s: %d rows are on the disk", self.folder, sum(len(part.rows) for part in written))
 
     def close(self) -> None:
-        """Flush, let go of the files and, if nobody else writes, give back the room that no row is in."""
+        """Flush, release the files and, if no other process writes, give back unused capacity."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -489,10 +489,10 @@ class Store:
                 "closed" if self.is_closed else "open for reading only: TensorCache.open(folder, mode='r+') can write"
             )
             raise CacheError(f"the cache in {self.folder} is {what}")
-        if self._pid != os.getpid():  # what the parent has written is for it to flush
+        if self._pid != os.getpid():  # the parent flushes its own rows
             self._written, self._written_bytes, self._pid = [], 0, os.getpid()
             self._states.count_in()
-            util.Finalize(None, self.flush_own, exitpriority=10)  # a worker process ends
+            util.Finalize(None, self.flush_own, exitpriority=10)  # at the end of a worker process
 
     @contextmanager
     def _explained(self, rows: Rows) -> Iterator[None]:
@@ -508,7 +508,7 @@ class Store:
                 str(self.folder),
             ) from error
 
-    # Room
+    # Capacity
 
     def _make_room(self, needed: int) -> None:
         """Under the lock."""
@@ -521,10 +521,10 @@ class Store:
         log.debug("%s: there is room for %d rows now", self.folder, room)
 
     def _forget_unfilled(self) -> int:
-        """Rows that were appended and never filled are none, behind the last that was. Under the lock, by the only one.
+        """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer.
 
         Returns:
-            How many rows there are.
+            The number of rows.
         """
         rows = max(self.manifest.num_rows, self._states.known())
         if rows < self.num_rows:
@@ -550,9 +550,9 @@ class Store:
 
 
 class HotRows:
-    """Rows that are all filled and all in memory, as most batches of a warm cache are: given with little else done.
+    """Rows that are all filled and all in memory, as in most reads of a warm cache: returned by a short path.
 
-    Nothing is certain any more when a row is added or begins to be written, or when some are not in memory.
+    They are no longer certain once a row is added or rewritten, or when some are not in memory.
     """
 
     def __init__(
@@ -560,8 +560,8 @@ class HotRows:
     ) -> None:
         """
         Args:
-            seen: as `States.seen` gave it: at so many changes there were so many rows.
-            tables: by column, its file, and these rows of it as `RowFile.table` gives them.
+            seen: from `States.seen`: the change count, and the number of rows at that point.
+            tables: for each column its file, and these rows of it from `RowFile.table`.
         """
         self.seen = seen
         self._states = states
@@ -570,9 +570,9 @@ class HotRows:
         self._all = [(name, *table) for name, table in tables.items()]
 
     def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows by a number, a slice of some behind each other, or a list, array or tensor of numbers; else nothing."""
+        """Rows by number, contiguous slice, or list, array or tensor of numbers; None for other forms."""
         now = time.monotonic()
-        if now > self._whole_until:  # seldom, as it takes a call: what was cut off would end the process
+        if now > self._whole_until:  # rarely, as it is a system call: touching a truncated part would kill the process
             self._states.refuse_cut()
             self._whole_until = now + _STILL
         if self._states.seen() != self.seen or not is_plain_world():
@@ -586,10 +586,10 @@ class HotRows:
                 if now > file.in_memory_until:
                     file.look(_some(rows))
             found = {name: file.picked(words, rows) for name, file, words in tables}
-        except (KeyError, IndexError):  # there is no such column; they count from the end, or are out of range
+        except (KeyError, IndexError):  # no such column; negative indices, or out of range
             return None
         except OSError:
-            self.seen = _NEVER  # until `read` has seen whether the files are still mapped
+            self.seen = _NEVER  # until `read` has checked whether the files are still mapped
             return None
         return found if self._states.seen() == self.seen else None
 
@@ -597,7 +597,7 @@ class HotRows:
         if type(index) is list:
             try:
                 index = np.asarray(index)
-            except (TypeError, ValueError, RuntimeError):  # no numbers, or too large ones
+            except (TypeError, ValueError, RuntimeError):  # not numbers, or too large
                 return None
         if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
             index = torch.from_numpy(index)
@@ -622,5 +622,5 @@ def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
 
 
 def _one(value: Any) -> Any:
-    """The values of one row, as those of some."""
+    """The values of one row, as a batch of one."""
     return value[None] if isinstance(value, torch.Tensor | np.ndarray) else [value]

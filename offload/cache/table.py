@@ -1,9 +1,9 @@
-"""Named rows, read by index: what users hold.
+"""Named rows, read by index: the user interface.
 
 Always true:
-- a batch is a dict of plain tensors, rows in the order that was asked for, each equal to what was written
-- a row that is not filled is never given as if it were
-- it may be passed to other processes: what travels is the folder's path
+- a batch is a dict of plain tensors, rows in the requested order, each equal to what was written
+- a row that is not filled is never returned as if it were
+- a cache may be passed to other processes: the folder's path is sent, not the data
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from offload.tensor.arguments import (
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import guest_of
 
-_FLUSH_EVERY = 2.0  # seconds of work that a kill may cost
+_FLUSH_EVERY = 2.0  # seconds of work that a kill may lose
 
 
 class TensorCache:
@@ -670,7 +670,7 @@ class TensorCache:
             del block
             count_freed(nbytes)
 
-    # Its end, and on its way to another process
+    # Closing, and passing to another process
 
     def close(self) -> None:
         """Flush, and let go of the files. A cache that is dropped, or whose process ends, is closed too."""
@@ -706,11 +706,11 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Neither offloaded nor nested.
+    """A value that is neither offloaded nor nested.
 
     Raises:
-        UnknownSubclassError: its class is more than its numbers.
-        UnsupportedOpError: it has no values, or is sparse.
+        UnknownSubclassError: its class can't be stored completely.
+        UnsupportedOpError: it is meta or sparse.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -726,9 +726,9 @@ def cache_of(
     metadata: Mapping[str, Any] | None,
     device: torch.device | str | int,
 ) -> TensorCache:
-    """A cache of rows that come in batches, as `from_records` and `offload.integrations.cache_from` make them.
+    """A cache of incoming rows, for `from_records` and `offload.integrations.cache_from`.
 
-    Raises: as `TensorCache.create`, and what the batches raise; nothing is left in `folder` then.
+    Raises: as `TensorCache.create`, and what the batches raise; then nothing is left in `folder`.
     """
     root = private_folder() if folder is None else absolute(folder)
     with writing(root):
@@ -747,7 +747,7 @@ def cache_of(
 
 
 def _remove_others(folder: Path, kept: Collection[str] | None) -> None:
-    """Remove a cache that could not be filled: all that was not there before, and the folder if it was not."""
+    """Remove a cache that could not be filled: all files that are new, and the folder if it is new."""
     if kept is None:
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -3,7 +3,6 @@
 Always true:
 - a file of ours states its kind and version; it is replaced as a whole
 - no more is read than the kind allows, duplicate keys are refused, and every error is one of ours, with the path
-  the path
 """
 
 from __future__ import annotations
