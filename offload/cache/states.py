@@ -1,19 +1,19 @@
-"""Which rows are filled, and how many there are: `rows.state`.
+"""Which rows are filled, and how many there are: `rows.state`, one sequence counter per cell.
 
 Always true:
-- one byte a row and column: 0 is empty, 1 is being written for the first time, an odd number is being written, an even
-  one is filled
-- who writes a row moves its byte on, so that two writers of it can tell; who fills it moves it on again
-- a byte says filled only when what it stands for is on the disk
-- numbers of rows and room move under the lock of the folder; the room is said to be there when it is
-- between a byte that stops saying that its cell is filled and the data of that the count of changes moves: who has seen
-  rows filled may take them for that until it does
-- the file never gets shorter: who has it mapped would be killed by a look at what was cut off. One that did is an
-  error before it is looked at, and is not made longer again
+- one byte per row and column: 0 is empty, 1 is being written for the first time, any other odd number is being
+  rewritten, any other even number is filled
+- starting to write a cell increments its byte, so that concurrent writers can tell; filling it increments it again
+- a byte says filled only once the data is on the disk
+- the number of rows and the capacity change under the folder's lock; the capacity is raised once it exists
+- between a byte ceasing to say filled and its data changing, the change counter is incremented: rows that were seen as
+  filled may be assumed so as long as it stays the same
+- the file never shrinks: processes that map it would be killed when they read past its end. If it was truncated, that
+  is an error before it is read, and it is not extended again
 
-The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit counts: version, columns, rows, room, changes, and for each
-column of rows of any length how many bytes its values take, 0 if that is not known), then the bytes, row by row. It may
-be longer than that, with nothing there: a sync of its length waits for rows.
+The file: a page of 4096 bytes (16 of `MAGIC`; then 64-bit numbers: version, columns, rows, capacity, changes, and for
+each column of varying-size rows the size of its values in bytes, 0 if unknown), then the bytes, row by row. The file
+may be longer than needed: syncing a changed length would delay rows.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from offload.storage.replacing import put_file
 FILE = "rows.state"
 PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
-VERSION = 2  # in the first one changes were not counted
+VERSION = 2  # version 1 did not count changes
 EMPTY, BEGUN, _LAST = 0, 1, 255
-_LENGTHS = 16 + 5 * 8  # where the lengths of values begin
-_MOST_LENGTHS = (PAGE - _LENGTHS) // 8  # of columns beyond that none is known
-_CHUNK = 1 << 16  # bytes that are reserved at a time: a store into a hole of a full disk would end the process
-_AHEAD = 16  # times the room that is needed
-_SCANNED = 1 << 24  # rows that are looked at at a time
-_PART = 1 << 16  # rows that are looked at at a time, where one may end it
-_QUICKER = 16  # cells in order that are looked at in the time of one here and there
-_LOOK = 4096  # cells here and there that could be looked at in the time that a call takes
+_LENGTHS = 16 + 5 * 8  # offset of the sizes of values
+_MOST_LENGTHS = (PAGE - _LENGTHS) // 8  # further columns have no known size
+_CHUNK = 1 << 16  # bytes reserved at a time: a store into a hole on a full disk would kill the process
+_AHEAD = 16  # factor by which the file is longer than needed
+_SCANNED = 1 << 24  # rows checked at a time
+_PART = 1 << 16  # rows checked at a time, if the caller may stop early
+_QUICKER = 16  # sequential cells that are checked in the time of one random cell
+_LOOK = 4096  # random cells that could be checked in the time of a call
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 _SAYS_FILLED = np.array([number % 2 == 0 and number != EMPTY for number in range(256)])
 _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
 
 
 class States:
-    """The opened file."""
+    """The open file."""
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
         """
         Args:
-            rows: that there are at least.
+            rows: least number of rows.
 
         Raises:
             MissingFileError, CorruptFileError, ForeignFileError, ReadError
@@ -73,9 +73,9 @@ class States:
         self._writes = writes
         self._pid = os.getpid()
         self._reserved: set[int] = set()
-        self._durable = 0  # bytes that the file has, also after a power cut
-        self._known_filled = (-1, 0)  # at so many changes, so many rows from the first on
-        self._looked_at = 0  # rows here and there, since all were
+        self._durable = 0  # size of the file that would survive a power cut
+        self._known_filled = (-1, 0)  # at this change count, this many rows from the start
+        self._looked_at = 0  # random rows checked since all were
         what = "the file that says which rows are filled"
         self.fd = opened(self.path, os.O_RDWR if writes else os.O_RDONLY, what)
         with closed_on_error(self.fd):
@@ -83,10 +83,10 @@ class States:
 
     @staticmethod
     def create(folder: Path, columns: int, rows: int) -> None:
-        """A file in which every row is empty; takes the disk space of one page.
+        """A file in which every row is empty; takes one page of disk space.
 
         Raises:
-            ForeignFileError: something that offload did not write stands there.
+            ForeignFileError: there is something that offload did not write.
             WriteError
         """
         path = folder / FILE
@@ -106,34 +106,34 @@ class States:
 
     @property
     def room(self) -> int:
-        """Rows that there is room for."""
+        """The capacity in rows."""
         self.refuse_cut()
         return int(self._counts[3])
 
     @property
     def changes(self) -> int:
-        """How often rows began to be written: what is known of them holds until it moves."""
+        """How often rows began to be written: what is known about rows stays valid while this does not change."""
         return int(self._counts[4])
 
     def seen(self) -> tuple[int, int]:
-        """As `changes` and `num_rows`, for those who have just seen that the file is whole."""
+        """`changes` and `num_rows`, without checking again that the file is complete."""
         return int(self._counts[4]), int(self._counts[2])
 
     def length(self, number: int) -> Length:
-        """Of the values of a column: among those with rows of any length, the one of this number."""
+        """The size of a column's values; `number` counts the columns of varying-size rows."""
         return Length(self, number)
 
     def known_filled(self, changes: int) -> int:
-        """How many rows, from the first on, are known to have been filled in every column at so many changes."""
+        """How many rows, from the start, are known to be filled in every column at this change count."""
         known_at, rows = self._known_filled
         return rows if known_at == changes else 0
 
     def grow(self, room: int) -> None:
-        """Say that there is room for so many rows: the columns have it. Under the lock.
+        """Publish a larger capacity, once the columns have it. Under the lock.
 
         Raises:
             WriteError
-            CorruptFileError: the file was cut.
+            CorruptFileError: the file was truncated.
         """
         self.refuse_cut()
         needed = room * self._columns
@@ -147,7 +147,7 @@ class States:
         self._map()
 
     def of(self, rows: Rows, columns: list[int]) -> Bytes:
-        """The bytes of these cells, (rows, columns): a copy."""
+        """A copy of the bytes of these cells, (rows, columns)."""
         known = self._all()
         self._look_at_all(len(rows))
         index = self._cells(rows, columns)
@@ -155,7 +155,7 @@ class States:
         return cells.copy() if cells.base is not None else cells
 
     def _look_at_all(self, count: int) -> None:
-        """When some have been looked at for as long as it takes: if all are filled none need be, until one changes."""
+        """When random checks have cost as much as a full one, do that: if all are filled, it holds until a change."""
         self._looked_at += _LOOK + count
         changes, rows = self.seen()
         if self._looked_at * _QUICKER >= rows * self._columns:
@@ -165,7 +165,7 @@ class States:
                 self._known_filled = (changes, rows)
 
     def _part(self, first: int, count: int) -> bytes:
-        """The bytes of rows behind each other. A look at a hole through a mapping may take room on the disk."""
+        """The bytes of consecutive rows. Reading a hole through a mapping could allocate disk space."""
         with reading(self.path):
             part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
         if len(part) < count * self._columns:
@@ -173,13 +173,13 @@ class States:
         return part.ljust(count * self._columns, b"\0")
 
     def begin(self, rows: Rows, columns: list[int]) -> Bytes:
-        """Say that these cells are being written; gives what to `fill` them with. They may be filled no more.
+        """Mark these cells as being written; returns what to pass to `fill`. They no longer count as filled.
 
         Under the lock.
 
         Raises:
             WriteError: the disk is full.
-            CorruptFileError: the file was cut.
+            CorruptFileError: the file was truncated.
         """
         self.refuse_cut()
         self._reserve(rows.numbers)
@@ -190,12 +190,12 @@ class States:
         now[before == _LAST] = BEGUN + 2
         self._all()[cells] = now
         self._counts[4] += 1
-        if rewrites:  # the disk may say that they are filled
+        if rewrites:  # on the disk they may still say filled
             self.sync()
         return now
 
     def fill(self, rows: Rows, columns: list[int], begun: Bytes) -> None:
-        """Say of what is on the disk that it is filled, but for cells that somebody has begun to write again.
+        """Mark cells as filled, once their data is on the disk, except those that another writer has begun to rewrite.
 
         Under the lock.
         """
@@ -206,7 +206,7 @@ class States:
         self._all()[cells] = np.where(now == begun, done, now)
 
     def forget(self, first: int) -> None:
-        """The rows from `first` on are no rows any more. Under the lock."""
+        """Drop the rows from `first` on. Under the lock."""
         self.num_rows = first
         for start in range(first, self.room, _SCANNED):
             part = self._all()[start : start + _SCANNED]
@@ -214,7 +214,7 @@ class States:
                 part[part != EMPTY] = EMPTY
 
     def shrink(self) -> None:
-        """Give back the room behind the last row. Under the lock, by the only writer.
+        """Give back the capacity after the last row. Under the lock, by the only writer.
 
         Raises:
             WriteError
@@ -224,7 +224,7 @@ class States:
         self._map()
 
     def sync(self) -> None:
-        """Wait until what the file says is on the disk.
+        """Wait until the file's contents are on the disk.
 
         Raises:
             WriteError
@@ -233,7 +233,7 @@ class States:
             os.fdatasync(self.fd)
 
     def missing(self, columns: list[int]) -> Numbers:
-        """Rows of which one of these cells is not filled, in order."""
+        """The rows in which one of these cells is not filled, in order."""
         found = [np.empty(0, dtype=np.int64)]
         for at in range(0, self.num_rows, _SCANNED):
             part = self._all()[at : min(at + _SCANNED, self.num_rows)]
@@ -247,18 +247,18 @@ class States:
         return sum(int(np.count_nonzero(cells_filled(part[:, columns]).all(axis=1))) for part in rows)
 
     def filled(self, column: int) -> Iterator[Rows]:
-        """The rows that are filled in a column, in order, some at a time."""
+        """The rows that are filled in a column, in order, in chunks."""
         for at in range(0, self.num_rows, _PART):
             numbers = np.flatnonzero(cells_filled(self._all()[at : min(at + _PART, self.num_rows), column])) + at
             if len(numbers):
                 yield Rows(numbers)
 
     def used(self) -> int:
-        """The number of rows up to the last one that is filled, in some column."""
+        """The number of rows up to the last one that is filled in any column."""
         return self._up_to_last(cells_filled)
 
     def known(self) -> int:
-        """The number of rows up to the last one that was ever filled: a row that was written again is missing now."""
+        """The number of rows up to the last one that was ever filled: rows that are being rewritten count."""
         return self._up_to_last(lambda cells: cells > BEGUN)
 
     def _up_to_last(self, holds: Callable[[Bytes], npt.NDArray[np.bool_]]) -> int:
@@ -271,7 +271,7 @@ class States:
         return 0
 
     def count_in(self) -> None:
-        """Be a writer of its own, in a forked child: it may outlive the parent, whose lock it shares."""
+        """Register as a separate writer in a forked child, which shares the parent's lock and may outlive it."""
         own = opened(self.path, os.O_RDWR)
         with closed_on_error(own):
             if not os.path.sameopenfile(own, self.fd):
@@ -285,16 +285,16 @@ class States:
         if self._pid == os.getpid():
             unlock(self.fd)
         os.close(self.fd)
-        del self._counts, self._lengths, self._bytes  # the mapping has a descriptor of its own
+        del self._counts, self._lengths, self._bytes  # the mapping has its own descriptor
 
     def refuse_cut(self) -> None:
         """
         Raises:
-            CorruptFileError: the file is shorter than it was.
+            CorruptFileError: the file is shorter than before.
             ReadError
         """
         try:
-            size = os.lseek(self.fd, 0, os.SEEK_END)  # in a third of the time of `fstat`; nothing is read at the offset
+            size = os.lseek(self.fd, 0, os.SEEK_END)  # three times as fast as `fstat`; the offset is not used
         except OSError as error:
             raise unread(self.path, error) from error
         if size < self._mapped_bytes:
@@ -305,12 +305,12 @@ class States:
 
     def _all(self) -> Bytes:
         self.refuse_cut()
-        if len(self._bytes) < int(self._counts[2]):  # another process has made room
+        if len(self._bytes) < int(self._counts[2]):  # another process has raised the capacity
             self._map()
         return self._bytes
 
     def _cells(self, rows: Rows, columns: list[int]) -> Any:
-        """An index, as cheap a one as there is."""
+        """The cheapest index for these cells."""
         numbers = rows.numbers if rows.span is None else rows.span
         if len(columns) == self._columns and columns == list(range(self._columns)):
             return numbers
@@ -331,7 +331,7 @@ class States:
         with reading(self.path):
             is_still = os.fstat(self.fd).st_size == size
         if not is_still or self._counts[:4].tolist() != said:
-            self._map()  # another process is making room
+            self._map()  # another process is raising the capacity
             return
         self._check(size, version, columns, rows, room)
         if self._writes:
@@ -375,7 +375,7 @@ class States:
 
 
 class Length:
-    """How many bytes the values of a column take, as all know who write them; 0 if that is not known."""
+    """The size of a column's values in bytes, known to all its writers; 0 if unknown."""
 
     __slots__ = ("_number", "_states")
 
@@ -392,7 +392,7 @@ class Length:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a cache that was not made to its end may have left it."""
+    """Whether an unfinished cache may have left it."""
     with suppress(CorruptFileError, ForeignFileError):
         fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
         with as_file(fd) as file, reading(path):
@@ -401,17 +401,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_filled(cells: bytes) -> bool:
-    """As `all_filled`, for many."""
+    """Like `all_filled`, faster for many."""
     each: Bytes = np.frombuffer(cells, dtype=np.uint8)
     return not cells or bool(each.min() != EMPTY and not np.bitwise_or.reduce(each) & 1)
 
 
 def all_filled(cells: bytes) -> bool:
-    """Whether all of these bytes say that they stand for something filled."""
+    """Whether all of these bytes say filled."""
     return not cells.translate(None, _FILLED)
 
 
 def cells_filled(cells: Bytes) -> npt.NDArray[np.bool_]:
-    """Which of these bytes say that they stand for something filled."""
+    """Which of these bytes say filled."""
     filled: npt.NDArray[np.bool_] = _SAYS_FILLED[cells]
     return filled

@@ -1,17 +1,17 @@
-"""Neighbours: one file each, which imports its neighbour when it is called.
+"""Third-party libraries: one module each, which imports its library when it is called.
 
 | module | what |
 | --- | --- |
-| `accelerate` | empty weights, as accelerate makes them |
-| `transformers` `hub` | `from_pretrained`, and where its files are |
-| `keys_values` | `kv_cache`: keys and values of a transformers model on disk |
+| `accelerate` | accelerate's empty weights |
+| `transformers` `hub` | `from_pretrained`, and finding a model's files |
+| `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
 | `peft` | `merge_lora`, and adapters over values on disk |
-| `compressed_tensors` | checkpoints in 8 and 4 bits, written from file to file |
-| `torchao` `export` | `quantize_`, and its weights in the forms that others load |
-| `rows` | `cache_from`: rows of others into a cache |
-| `numpy` `hdf5` `arrow` `parquet` | whose rows these are |
-| `tensordict` | folders of `TensorDict.memmap`, read and written |
-| `log` | the logger of this wing |
+| `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |
+| `torchao` `export` | `quantize_`; a cache written in the formats of others |
+| `rows` | `cache_from`: rows from other sources into a cache |
+| `numpy` `hdf5` `arrow` `parquet` | sources and formats of rows |
+| `tensordict` | reading and writing folders of `TensorDict.memmap` |
+| `log` | the logger of this package |
 """
 
 from offload.integrations import tensordict

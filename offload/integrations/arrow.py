@@ -1,10 +1,10 @@
-"""Arrow's tables, and the files and datasets of them, as rows of a cache.
+"""Rows from Arrow tables, files and datasets.
 
 Always true:
-- no more than a batch of a file is in memory
-- numbers, and lists of one size, are tensors; lists of any size are rows of any length; text, structs and deeper lists
-  become JSON
-- what is null is missing: `<column>.present` is False there, beside zeros or an empty row; in a JSON column it is null
+- at most one batch of a file is in memory
+- numbers, and lists of one size, become tensors; lists of varying size become rows of varying size; text, structs and
+  deeper lists become JSON
+- a null is a missing value: `<column>.present` is False, with zeros or an empty row; in a JSON column it is null
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from offload.cache.incoming import PRESENT, Batch, Field, Incoming
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen
 
-IS_JSON = {b"offload": b"json"}  # of a column of text that we wrote
+IS_JSON = {b"offload": b"json"}  # marks a text column that we wrote
 _MOST_ROWS = 4096
 _BATCH = 8 << 20  # bytes
-_BUFFER = 1 << 20  # bytes that are read of a column of a Parquet file at a time
+_BUFFER = 1 << 20  # bytes per read of a Parquet column
 
 
 def rows_of_parquet(paths: Collection[Path], columns: Collection[str] | None) -> Incoming:
     """The rows of Parquet files, one after another.
 
     Raises:
-        CacheError: one can't be read, they differ in their columns, or a column can't be kept.
+        CacheError: one can't be read, their columns differ, or a column can't be stored.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -57,7 +57,7 @@ def rows_of_parquet(paths: Collection[Path], columns: Collection[str] | None) ->
 
 
 def rows_of_ipc(path: Path, columns: Collection[str] | None) -> Incoming:
-    """The rows of an Arrow or Feather file, or of a stream in a file.
+    """The rows of an Arrow or Feather file, or of a file with an Arrow stream.
 
     Raises: as `rows_of_parquet`.
     """
@@ -66,7 +66,7 @@ def rows_of_ipc(path: Path, columns: Collection[str] | None) -> Incoming:
     source = pa.memory_map(str(path))
     try:
         try:
-            table = pa.ipc.open_file(source).read_all()  # over the mapping, but for compressed ones
+            table = pa.ipc.open_file(source).read_all()  # mapped, except compressed ones
         except pa.ArrowInvalid:
             source.seek(0)
             table = pa.ipc.open_stream(source).read_all()
@@ -79,7 +79,7 @@ def rows_of_table(table: Any, columns: Collection[str] | None, place: str = "the
     """The rows of a `pyarrow.Table`.
 
     Raises:
-        CacheError: a column can't be kept.
+        CacheError: a column can't be stored.
     """
     names, nulls, step = _taken(table, table.column_names, columns, place)
     return _rows(table.schema, names, nulls, table.select(names).to_batches(step), place)
@@ -99,7 +99,7 @@ def rows_of_dataset(dataset: Any, columns: Collection[str] | None) -> Incoming:
 def _taken(
     table: Any, there: Collection[str], columns: Collection[str] | None, place: str
 ) -> tuple[list[str], set[str], int]:
-    """The columns to take, those of them with nulls, and how many rows at a time."""
+    """The columns to read, those of them with nulls, and the number of rows per batch."""
     _refuse_malformed(table, place)
     names = list(chosen(dict.fromkeys(there), columns, place))
     nbytes = table.select(names).get_total_buffer_size() // max(len(table), 1)
@@ -107,7 +107,7 @@ def _taken(
 
 
 def _with_nulls(metadata: Any, names: Collection[str]) -> set[str]:
-    """The columns that have nulls, or may have: of a list the file counts one that is empty as well, or nothing."""
+    """The columns that have, or may have, nulls: for lists, the file also counts empty ones, or nothing."""
     found = set()
     for group in range(metadata.num_row_groups):
         for at in range(metadata.num_columns):
@@ -119,10 +119,10 @@ def _with_nulls(metadata: Any, names: Collection[str]) -> set[str]:
 
 
 def _refuse_malformed(data: Any, place: str, *, full: bool = False) -> None:
-    """pyarrow follows the places and lengths that a file tells without a look at them, also out of its memory.
+    """Validate offsets and lengths in a file: pyarrow follows them unchecked, even out of its memory.
 
     Raises:
-        CacheError: some do not fit; `full` looks at the values as well.
+        CacheError: some are invalid; with `full` values are validated, too.
     """
     import pyarrow as pa
 
@@ -163,10 +163,10 @@ def _field(name: str, kind: Any, has_nulls: bool, place: str) -> Field:
 
 
 def _layout(kind: Any) -> tuple[torch.dtype | None, tuple[int | None, ...]]:
-    """The dtype, None for what torch has none for, and the sizes of a row."""
+    """The dtype (None if torch has none) and the sizes of a row."""
     import pyarrow as pa
 
-    if hasattr(kind, "shape") and hasattr(kind, "value_type") and isinstance(kind, pa.ExtensionType):  # of datasets
+    if hasattr(kind, "shape") and hasattr(kind, "value_type") and isinstance(kind, pa.ExtensionType):  # from datasets
         return getattr(torch, str(kind.value_type), None), tuple(kind.shape)
     if pa.types.is_fixed_size_list(kind):
         dtype, sizes = _layout(kind.value_type)
@@ -239,7 +239,7 @@ def _ragged(name: str, array: Any, field: Field, place: str) -> list[torch.Tenso
 
 
 def _flat(name: str, array: Any, field: Field, place: str) -> torch.Tensor:
-    """All numbers of an array of lists of lists of them."""
+    """All numbers of an array of nested lists, flat."""
     import pyarrow as pa
 
     while isinstance(array, pa.ExtensionArray):

@@ -1,9 +1,9 @@
-"""compressed-tensors: a checkpoint in its quantized forms, written from file to file.
+"""compressed-tensors: quantizing a checkpoint from file to file.
 
 Always true:
-- its own compressors quantize and pack: weights are rounded to the nearest step, without calibration data
-- in memory is one weight, with what is made of it
-- the new folder appears whole; until then, what is done is in a folder beside it, where a run that was killed goes on
+- the package's own compressors quantize and pack: round to nearest, without calibration data
+- one weight at a time is in memory, with its quantized form
+- the new folder appears complete; until then, results are in a folder beside it, from which a killed run is resumed
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from offload.storage.replacing import put_file, refuse_filled, remove_folder, re
 from offload.storage.state_file import read_json
 from offload.tensor.wrapper import OffloadedTensor, PathLike
 
-# A scheme of the package, of which only the weights are quantized; the format that it is stored in; and whether each
-# group of columns has a scale of its own.
+# A scheme of the package, of which only the weights' part is used; the format that it is stored in; and whether each
+# group of columns has its own scale.
 FORMS = {
     "int8": ("W8A16", "pack-quantized", True),
     "int4": ("W4A16", "pack-quantized", True),
     "fp8": ("FP8_DYNAMIC", "float-quantized", False),
 }
-_PACKED = (".weight_packed", ".weight")  # the last piece that is stored of a weight
+_PACKED = (".weight_packed", ".weight")  # the piece of a weight that is stored last
 
 
 def quantize_checkpoint(
@@ -112,7 +112,7 @@ def _scheme(form: str, group_size: int) -> Any:
 
 
 def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict[str, bool]]:
-    """The weights to quantize, and the layers that are left, each with whether it is the output layer."""
+    """The weights to quantize, and the layers to leave, each with whether it is the output layer."""
     model, config, _ = model_on_meta(source.path, class_of(source.path))
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"{source.path} is quantized already: quantize the model that it was made of")
@@ -143,7 +143,7 @@ def _layers(source: Checkpoint, group_size: int | None) -> tuple[list[str], dict
 
 
 def _done_in(work: Path) -> dict[str, dict[str, OffloadedTensor]]:
-    """The weights that a run before has done, each as its pieces."""
+    """The weights that an earlier run has finished, each as its pieces."""
     done: dict[str, dict[str, OffloadedTensor]] = defaultdict(dict)
     for name, piece in open_checkpoint(work).tensors().items() if any(work.glob("*.safetensors")) else ():
         done[f"{name.rpartition('.')[0]}.weight"][name] = piece
@@ -159,7 +159,7 @@ def _quantized(
     *,
     progress: bool,
 ) -> dict[str, torch.Tensor]:
-    """What the weights are made into, each piece in a file of the work folder."""
+    """The quantized weights, each piece in a file of the work folder."""
     tensors = source.tensors()
     found: dict[str, torch.Tensor] = {}
     with progress_in_bytes(sum(source[name].nbytes for name in names), "quantizing", shown=progress) as advance:
@@ -174,7 +174,7 @@ def _quantized(
 
 
 def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[str, OffloadedTensor]:
-    """The pieces of a weight; the packed one last, so that where it is, all are."""
+    """The pieces of a weight; the packed one is written last, so that its presence means all are there."""
     from compressed_tensors.compressors import BaseCompressor
 
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
@@ -186,16 +186,16 @@ def _stored(prefix: str, weight: torch.Tensor, scheme: Any, work: Path) -> dict[
 
 
 def _steps(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
-    """The scale of each row, or of each group in it, from its smallest and largest value."""
+    """The scale of each row, or of each group in it, from its minimum and maximum."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))  # (rows, groups, columns of a group)
+    groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))  # (rows, groups, columns per group)
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     return {"weight_scale": scale, "weight_zero_point": zero_point}
 
 
 def _note(folder: Path, scheme: Any, stored_as: str, left: Mapping[str, bool]) -> None:
-    """Have the configuration say how the weights are stored."""
+    """Write into the configuration how the weights are stored."""
     from compressed_tensors.quantization import QuantizationConfig
 
     said = QuantizationConfig(

@@ -1,8 +1,8 @@
-"""A cache written as files of others.
+"""Writing a cache in the formats of others.
 
 Always true:
-- no more than a batch is in memory
-- every file is whole, or not there; nothing that stands there is replaced, but a safetensors file of ours
+- at most one batch is in memory
+- every file is complete or does not exist; existing files are not replaced, except a safetensors file of ours
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offload.storage.folders import SUFFIX, file_name
 from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, refuse_there, replacing, sync_folder
 
-_GUESS = 1024  # bytes of a value of any length
+_GUESS = 1024  # assumed size in bytes of a varying-size value
 
 
 def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] | None = None) -> None:

@@ -1,10 +1,10 @@
-"""HDF5's datasets, through h5py, as rows of a cache.
+"""Rows from HDF5 datasets, with h5py.
 
 Always true:
-- the file is opened to be read; no more than a batch of it is in memory
-- a dataset is a column, under its path in the file without the first slash; a compound one is a column a field
-- what is no array (a single value, nothing, references, opaque bytes) is skipped where no columns are named, and logged
-- vlen values are rows of any length; text becomes JSON
+- the file is opened read-only; at most one batch of it is in memory
+- a dataset becomes a column named by its path without the leading slash; a compound one becomes a column per field
+- without named columns, non-arrays (scalars, empty datasets, references, opaque data) are skipped, and logged
+- vlen values become rows of varying size; text becomes JSON
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from offload.integrations.log import log
 from offload.integrations.numpy import chosen, field_of, values_of
 from offload.storage.reasons import explained
 
-_GUESS = 1024  # bytes of a value of any length
+_GUESS = 1024  # assumed size in bytes of a varying-size value
 
 
 def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
-    """The rows of an HDF5 file, which stays open until the last of them was taken.
+    """The rows of an HDF5 file, which stays open until the last one has been read.
 
     Raises:
-        CacheError: it can't be opened, has no datasets, or some of another length or kind.
-        MissingFileError, ReadError: it can't be read now.
+        CacheError: it can't be opened, has no datasets, or they differ in length or have an unsupported type.
+        MissingFileError, ReadError: it can't be read at the moment.
     """
     import h5py
 
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        if error.errno is not None:  # of the system; what is wrong with the file has none
+        if error.errno is not None:  # from the system; errors about the content have none
             raise explained(path, error) from error
         raise CacheError(f"{path} can't be opened as HDF5 ({error}): download or copy the file again") from error
     return rows_of_group(file, columns)
@@ -68,7 +68,7 @@ def rows_of_group(group: Any, columns: Collection[str] | None) -> Incoming:
 
 
 def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
-    """By the name of the column: a dataset, and the field of it, if it is a compound one."""
+    """For each column name, its dataset, and the field of it for a compound one."""
     import h5py
 
     datasets: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _parts(group: Any) -> Iterator[tuple[str, tuple[Any, str | None]]]:
 
 
 def _is_array(name: str, dataset: Any, key: str | None, place: str) -> bool:
-    """Whether rows of it can be kept; if not, that is logged."""
+    """Whether its rows can be stored; if not, that is logged."""
     import h5py
 
     dtype = (dataset.dtype[key] if key else dataset.dtype).base

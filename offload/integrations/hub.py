@@ -1,9 +1,9 @@
-"""huggingface_hub: a model's name as a folder on this machine.
+"""huggingface_hub: the local folder of a named model.
 
 Always true:
 - a local folder needs no network
-- only configuration, tokenizer and weights are fetched, never code: .safetensors, and .bin where there are none, or the
-  GGUF file that is asked for
+- only configuration, tokenizer and weights are downloaded, never code: .safetensors, or .bin if there are none, or the
+  requested GGUF file
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from offload.storage.regular import as_file, is_folder, is_there, open_regular, 
 _WANTED = [*COMPANIONS, "*.safetensors"]
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _PICKLED = ["*.bin"]
-_NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  # other forms, and what trained it
+_NOT_PICKLED = ["*/*", "training_args.bin", "optimizer.bin", "scheduler.bin"]  # other formats, and training state
 
 
 def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None, **hub_options: Any) -> Path:
-    """The folder of a model: the local one, or the hub's in the local cache, fetched with a progress bar.
+    """The folder of a model: a local one, or the hub's in the local cache, downloaded with a progress bar.
 
     Args:
-        name_or_path: a folder, or "organization/name"; a GGUF file is what is given then.
-        gguf_file: the name of one in there, which is given then.
+        name_or_path: a folder, or "organization/name"; a GGUF file is returned as it is.
+        gguf_file: the name of a GGUF file in there, whose path is returned then.
         hub_options: for `huggingface_hub.snapshot_download`: revision, token, cache_dir, local_files_only...
 
     Raises:
-        CheckpointError: another file, or neither a folder nor a model that the hub, or its cache, has.
+        CheckpointError: it is another kind of file, or neither a folder nor a model on the hub or in its cache.
         MissingFileError: the folder has no such GGUF file.
     """
     folder = Path(text_of(name_or_path))
@@ -61,14 +61,14 @@ def folder_of(name_or_path: str | os.PathLike[str], gguf_file: str | None = None
 
 
 def headers_of(name: str, **hub_options: Any) -> tuple[Path, dict[str, tuple[str, int]]]:
-    """Of a model on the hub, the folder with its configuration, and what the headers of its safetensors say.
+    """For a model on the hub, the folder with its configuration, and the content of its safetensors headers.
 
     Args:
         name: "organization/name".
         hub_options: revision, token.
 
     Returns:
-        A folder of the local cache, and for each tensor its dtype and its bytes.
+        A folder of the local cache, and for each tensor its dtype and size in bytes.
 
     Raises:
         CheckpointError: the hub has no such model, or it has no safetensors.
@@ -91,7 +91,7 @@ def headers_of(name: str, **hub_options: Any) -> tuple[Path, dict[str, tuple[str
 
 @contextmanager
 def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
-    """What goes wrong in the block with the hub is said as an error of ours."""
+    """Turn errors of the hub into ours."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -106,7 +106,7 @@ def _asking(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF one does."""
+    """Whether a file begins like a GGUF file."""
     with reading(path), as_file(open_regular(path)) as file:
         return file.read(len(MAGIC)) == MAGIC
 

@@ -1,9 +1,9 @@
-"""transformers: keys and values on disk, so that a context may be longer than memory.
+"""transformers: keys and values on disk, so that a context may exceed memory.
 
 Always true:
-- a layer's keys are one file and its values another, (batch, heads, room, size): a token writes its own rows alone
-- what a layer gives to attention is a view of the file, of the tokens that are there; nothing is copied to give it
-- transformers' own layers count, crop, slide and reorder; only where their keys and values are is another matter
+- a layer has one file for keys and one for values, (batch, heads, capacity, size): a token writes only its own rows
+- attention gets views of the files that cover the current tokens; nothing is copied for that
+- transformers' own layers count, crop, slide and reorder; only the place of keys and values differs
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.tensor.rules import is_followed
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_stale, mapped_value, wrap_handle
 
 _LEAST_ROOM = 256  # tokens
-_STEP = 64  # tokens to a multiple of which there is room: heads then begin at whole cache lines, as plain tensors do
+_STEP = 64  # granularity of the capacity in tokens: heads then begin at whole cache lines, as in plain tensors
 
 
 def kv_cache(
@@ -112,7 +112,7 @@ def _on_disk(config: Any, prefix: str, folder: Path | None, max_length: int | No
 
 
 def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int | None) -> Any:
-    """A layer as this new one, with keys and values on disk; itself if it does not keep them as most do."""
+    """A new layer with keys and values on disk; the layer itself if it does not keep them in the usual way."""
     kind = _kind_on_disk(layer.__class__)
     if kind is None:
         log.debug("%s of the cache, a %s, stays in memory", name, type(layer).__name__)
@@ -125,7 +125,7 @@ def _layer_on_disk(layer: Any, name: str, folder: Path | None, max_length: int |
 
 @cache
 def _kind_on_disk(kind: Any) -> Any:
-    """`kind` of transformers' layers with keys and values on disk; None for one that does not keep them as most do."""
+    """A subclass of layer class `kind` with keys and values on disk; None if it does not keep them in the usual way."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     update = getattr(kind, "update", None)
@@ -135,11 +135,11 @@ def _kind_on_disk(kind: Any) -> Any:
         part = _LayerOnDisk
     else:
         return None
-    return type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # not to be the one for a layer type
+    return type(f"{kind.__name__}OnDisk", (part, kind), {"_layer_type": None})  # not registered for a layer type
 
 
 class _Rows:
-    """What a layer keeps of each token, keys or values, in a file with room for more: (batch, heads, room, size)."""
+    """A layer's keys or values, in a file with spare capacity: (batch, heads, capacity, size)."""
 
     def __init__(self, name: str, folder: Path | None, max_length: int | None) -> None:
         self._name = name
@@ -148,11 +148,11 @@ class _Rows:
         self._file: OffloadedTensor | None = None
 
     def append(self, kept: torch.Tensor | None, states: torch.Tensor) -> OffloadedTensor:
-        """The tokens of `kept`, which is a view of the file, and after them `states`.
+        """The tokens in `kept`, a view of the file, followed by `states`.
 
         Raises:
-            ShapeMismatchError, DtypeMismatchError: `states` are not of the kind that is kept.
-            WriteError: there is no room on the disk.
+            ShapeMismatchError, DtypeMismatchError: `states` do not match the stored ones.
+            WriteError: the disk is full.
         """
         first, end = 0, 0
         if kept is not None and is_offloaded(kept):
@@ -166,13 +166,13 @@ class _Rows:
         return self._file[:, :, first : end + states.shape[-2]].to(states.device)  # type: ignore[return-value]
 
     def put(self, states: torch.Tensor | None) -> torch.Tensor | None:
-        """`states` in the file, in place of all that is there; as they are, if they are there already, or nothing."""
+        """`states` in the file, replacing everything there; returned unchanged if they are there already, or empty."""
         if states is None or states.numel() == 0 or self._holds(states):
             return states
         return self.append(None, states)
 
     def again(self, kept: torch.Tensor | None) -> torch.Tensor | None:
-        """The tokens of `kept`, which may have been given more room, and stand at the beginning of that then."""
+        """The tokens in `kept` again, after the capacity may have grown: they are then at the start of the new file."""
         if kept is None or not self._holds(kept) or not is_stale(kept):
             return kept
         assert self._file is not None
@@ -187,14 +187,14 @@ class _Rows:
         return is_offloaded(states) and self._file is not None and handle_of(states) is handle_of(self._file)
 
     def _takes(self, states: torch.Tensor, end: int) -> bool:
-        """Whether `states` fit in the file after so many tokens."""
+        """Whether `states` fit in the file up to token `end`."""
         file = self._file
         if file is None or file.dtype != states.dtype or _shape_of_a_token(file) != _shape_of_a_token(states):
             return False
         return end + states.shape[2] <= file.shape[2]
 
     def _make_room(self, kept: torch.Tensor | None, states: torch.Tensor) -> int:
-        """Have room for `states` after the tokens of `kept`, which begin the file then; how many they are."""
+        """Make room for `states` after the tokens in `kept`, which are moved to the start; returns their number."""
         count = 0 if kept is None else kept.shape[-2]
         batch, heads, new, size = states.shape
         needed = count + new
@@ -232,7 +232,7 @@ def _shape_of_a_token(states: torch.Tensor) -> tuple[int, ...]:
 
 
 class _LayerOnDisk:
-    """The part of a layer that keeps its keys and values on disk; whatever the rest assigns to them goes there."""
+    """The part of a layer that keeps keys and values on disk; whatever other code assigns to them goes there."""
 
     is_initialized: bool
     lazy_initialization: Any
@@ -262,12 +262,12 @@ class _LayerOnDisk:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values, with these new ones."""
+        """All keys and values, including the new ones."""
         self._keys, self._values = self._appended(key_states, value_states)
         return self._keys, self._values
 
     def reset(self) -> None:
-        """Forget all tokens; the room for them stays."""
+        """Forget all tokens; the capacity stays."""
         self._keys = self._values = None
         self.is_initialized = False
         super().reset()  # type: ignore[misc]
@@ -290,7 +290,7 @@ class _LayerOnDisk:
 
 
 class _SlidingLayerOnDisk(_LayerOnDisk):
-    """As `_LayerOnDisk`, of which only the tokens in a window are kept."""
+    """Like `_LayerOnDisk`, for layers that keep only the tokens in a window."""
 
     sliding_window: int
     cumulative_length: int
@@ -299,7 +299,7 @@ class _SlidingLayerOnDisk(_LayerOnDisk):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that the new ones, which are among them, can see."""
+        """The keys and values visible to the new tokens, including these."""
         keys, values = self._appended(key_states, value_states)
         new = key_states.shape[-2]
         self.cumulative_length += new
@@ -307,5 +307,5 @@ class _SlidingLayerOnDisk(_LayerOnDisk):
         if not self.record_past:
             self._keys, self._values = keys[:, :, -window:], values[:, :, -window:]
             return keys, values
-        self._keys, self._values = keys, values  # until `crop` says which of them stay
+        self._keys, self._values = keys, values  # until `crop` decides which of them stay
         return keys[:, :, -window - new :], values[:, :, -window - new :]

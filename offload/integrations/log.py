@@ -1,7 +1,7 @@
-"""The logger of this wing.
+"""The logger of this package.
 
 Always true:
-- what a neighbour was asked for is told at `INFO`, what came of a single value at `DEBUG`
+- calls are logged at `INFO`, results for single values at `DEBUG`
 """
 
 import logging

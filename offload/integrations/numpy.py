@@ -1,8 +1,8 @@
-"""NumPy's arrays and files as rows of a cache.
+"""Rows from NumPy arrays and files.
 
 Always true:
-- no more than a batch of a file is in memory, and nothing in it is unpickled
-- a field of a structured array is a column, those of a nested one `outer.inner`; an array without fields is `values`
+- at most one batch of a file is in memory, and nothing is unpickled
+- a field of a structured array becomes a column, nested ones `outer.inner`; an array without fields becomes `values`
 - text becomes JSON
 """
 
@@ -23,7 +23,7 @@ def rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
     """The rows of an `.npy` file.
 
     Raises:
-        CacheError: it holds pickled objects, is not whole, or has no rows.
+        CacheError: it contains pickled objects, is incomplete, or has no rows.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -61,14 +61,14 @@ def _parts(array: np.ndarray[Any, Any], prefix: str) -> Iterator[tuple[str, np.n
         yield from _parts(array[name], f"{prefix}{name}.")
 
 
-# What h5py's arrays go by as well
+# Also used for h5py's arrays
 
 
 def chosen(found: Mapping[str, Any], columns: Collection[str] | None, place: str) -> dict[str, Any]:
-    """Those of the columns that were asked for, in that order; all if None.
+    """The requested columns, in that order; all if None.
 
     Raises:
-        CacheError: there is none of that name.
+        CacheError: there is no column of that name.
     """
     for name in columns or ():
         if name not in found:
@@ -80,7 +80,7 @@ def field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place:
     """The column for values of a dtype.
 
     Raises:
-        CacheError: there is none.
+        CacheError: it can't be stored.
     """
     if dtype.kind in "US":
         return Field(None)
@@ -94,7 +94,7 @@ def field_of(name: str, dtype: np.dtype[Any], row_shape: tuple[int, ...], place:
 
 
 def values_of(rows: np.ndarray[Any, Any], field: Field) -> Any:
-    """A batch of a column, in memory of its own."""
+    """A batch of a column, in new memory."""
     if not field.is_tensor:
         return (np.char.decode(rows, "utf-8") if rows.dtype.kind == "S" else rows).tolist()
     native = rows.dtype.newbyteorder("=")

@@ -1,9 +1,9 @@
-"""A cache written as Parquet.
+"""Writing a cache as Parquet.
 
 Always true:
-- no more than a batch is in memory; the file is whole, or not there
-- what was null when it was read is null again: where `<column>.present` is False
-- values of JSON are written as JSON, text included
+- at most one batch is in memory; the file is complete or does not exist
+- what was null in the source is null again: the rows where `<column>.present` is False
+- JSON values are written as JSON, including text
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from offload.storage.replacing import refuse_there, replacing
 
 
 def write_parquet(path: Path, fields: Mapping[str, Field], batches: Iterator[Batch]) -> None:
-    """Put a Parquet file at `path`, where nothing may stand.
+    """Put a Parquet file at `path`, which must be free.
 
     Raises:
-        ForeignFileError: something stands there.
-        CacheError: a column of a dtype that Arrow does not have.
+        ForeignFileError: there is a file already.
+        CacheError: Arrow lacks the dtype of a column.
         WriteError
     """
     import pyarrow as pa
@@ -74,7 +74,7 @@ def _array(kind: Any, field: Field, name: str, batch: Batch) -> Any:
 
 
 def _dense(values: torch.Tensor, nulls: Any) -> Any:
-    """(rows, *row_shape) as an array of rows."""
+    """(rows, *row_shape) as an Arrow array of rows."""
     import pyarrow as pa
 
     if values.dim() == 1:

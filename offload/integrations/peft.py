@@ -1,9 +1,9 @@
-"""peft: an adapter merged into a base on disk.
+"""peft: merging an adapter into a base on disk.
 
 Always true:
-- peft itself computes: each of its layers merges as it does in memory, over a copy of its base's values
-- a merged value takes the place of the old one in one step, in its own file, which then says which layer was merged
-- no layer is merged twice in a run, also after a kill; after a failure the model is without adapters
+- peft itself computes: each of its layers merges as in memory, on copies of its base's values
+- a merged value replaces the old one in one step, in its own file, which notes the merged layer
+- no layer is merged twice in a run, even after a kill; after a failure the model is without adapters
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from offload.tensor.saved import subclass_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 from offload.torch_api import parameters_of, version_of
 
-_BLOCK = 1 << 20  # bytes that are read at a time
+_BLOCK = 1 << 20  # bytes per read
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -146,7 +146,7 @@ def merge_checkpoint(
 
 @dataclass
 class _Merging:
-    """Layers of peft on their way into the values of the base."""
+    """Merges peft's layers into the values of the base."""
 
     journal: Journal
     values: dict[int, Slot]
@@ -160,7 +160,7 @@ class _Merging:
 
     @contextmanager
     def of(self, layers: Mapping[str, Any]) -> Iterator[None]:
-        """In the block the layers merge in this way."""
+        """In this context, the layers' `merge` is the one below."""
         try:
             for name, layer in layers.items():
                 layer.merge = partial(self.merge, layer, name, layer.merge)
@@ -171,7 +171,7 @@ class _Merging:
 
     @torch.no_grad()
     def merge(self, layer: Any, name: str, merge: Callable[..., None], *args: Any, **options: Any) -> None:
-        """`layer.merge`, over copies of the base's values, of which then those are stored that it has changed."""
+        """`layer.merge` on copies of the base's values; those that it has changed are stored."""
         self.at = name
         held, mark = list(self._held_by(layer)), f"{self._run} {name}"
         if self._run and held and all(mark in marks_on(value.tensor) for _, _, value in held):
@@ -197,7 +197,7 @@ class _Merging:
         return_freed()
 
     def marks_for_whole(self) -> tuple[str, ...]:
-        """What a file says of a value that comes from the adapter as it is."""
+        """The note in the file of a value taken whole from the adapter."""
         return (self._run, f"{self._run} whole") if self._run else ()
 
     @property
@@ -205,7 +205,7 @@ class _Merging:
         return "".join(self.journal.key)
 
     def _held_by(self, layer: Any) -> Iterator[tuple[nn.Module, str, Slot]]:
-        """The base's values that a layer is over."""
+        """The base's values under a layer."""
         for module in layer.get_base_layer().modules():
             for key, parameter in parameters_of(module).items():
                 if id(parameter) in self.values:
@@ -215,7 +215,7 @@ class _Merging:
 def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return False
-    bits = _BITS.get(old.itemsize, old.dtype)  # 0.0 and -0.0 are equal numbers
+    bits = _BITS.get(old.itemsize, old.dtype)  # 0.0 and -0.0 compare equal
     return torch.equal(old.detach().view(bits), new.view(bits))
 
 
@@ -223,7 +223,7 @@ def _same_bits(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _name_of(adapter: str) -> str:
-    """What a run is called: the same for the same adapter, wherever it lies."""
+    """The name of the run: the same for the same adapter, wherever it is."""
     folder = Path(adapter)
     if not is_folder(folder):
         return f"merge {adapter}"
@@ -237,7 +237,7 @@ def _name_of(adapter: str) -> str:
 
 
 def _kind_of(adapter: str) -> str:
-    """Which of peft's methods an adapter is of, if it can be merged; nothing of the model is touched for that."""
+    """The adapter's peft method, if it can be merged; does not touch the model."""
     from peft import PeftConfig
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -263,7 +263,7 @@ def _unmergeable(kind: str, why: str) -> UnsupportedOpError:
 def _with_adapter(
     model: nn.Module, adapter: str, kind: str, values: list[Slot], *, is_resumed: bool
 ) -> tuple[Any, list[str]]:
-    """peft's model over the base, and the names of the values that reading the adapter has changed."""
+    """peft's model over the base, and the names of values that loading the adapter has changed."""
     from peft import PeftModel
 
     quantized = next((value.name for value in values if subclass_value(value.tensor) is not None), None)
@@ -282,7 +282,7 @@ def _with_adapter(
     except (ValueError, RuntimeError, KeyError, TypeError, UserWarning) as error:
         raise CheckpointError(f"{adapter} is not an adapter for this {type(model).__name__}: {error}") from error
     read = [value.name for value, state in zip(values, before, strict=True) if state != _state_of(value.tensor)]
-    changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may hold whole biases
+    changed = next((name for name in read if not name.endswith("bias")), None)  # adapters may contain whole biases
     if is_resumed and changed is not None:
         raise JournalError(
             f"{adapter} changes {changed!r} of the base when it is read ({kind}), so that a merge of it can't be "
@@ -297,7 +297,7 @@ def _state_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _layers_of(model: nn.Module) -> dict[str, Any]:
-    """The layers that peft has put over those of the base."""
+    """The layers that peft has wrapped around those of the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
@@ -305,7 +305,7 @@ def _layers_of(model: nn.Module) -> dict[str, Any]:
 
 def _merged_by(tuner: Any, kind: str, merging: _Merging) -> None:
     try:
-        warnings.simplefilter("ignore")  # of peft, that embeddings are untied: the page says it
+        warnings.simplefilter("ignore")  # from peft, that embeddings are untied: the documentation says so
         tuner.merge_and_unload()
     except OffloadError:
         raise
@@ -326,7 +326,7 @@ def _so_far(merging: _Merging) -> str:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """What peft changes of a model beside its values is put back: the layers, if it failed, and its flags."""
+    """Restore what peft changes in a model besides its values: the layers, if it failed, and flags."""
     grads = {name: tensor.requires_grad for name, tensor in model.named_parameters(remove_duplicate=False)}
     training = [(module, module.training) for module in model.modules()]
     try:
@@ -340,7 +340,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _unload(model: nn.Module) -> None:
-    """Put the base's own modules back where peft's still are."""
+    """Put the base's own modules back wherever peft's are left."""
     layers = _layers_of(model)
     wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "original_module")}
     for name, module in {**layers, **wrapped}.items():

@@ -1,8 +1,8 @@
-"""Files and tables of others, read into a cache.
+"""Reading files and tables of others into a cache.
 
 Always true:
-- a file is told by what is in it, and is opened to be read
-- no more than a batch is in memory; nothing in a file is run or unpickled
+- a file is recognised by its content, and opened read-only
+- at most one batch is in memory; nothing in a file is executed or unpickled
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def rows_of(source: Any, columns: Collection[str] | None = None) -> Incoming:
 
 
 def _is_tensordict(source: object) -> bool:
-    """Whether it is a TensorDict or tensorclass; tensordict is not imported for that."""
+    """Whether it is a TensorDict or tensorclass; does not import tensordict."""
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and tensordict.is_tensor_collection(source)
 
 
 def _is_one(source: object, package: str, kind: str) -> bool:
-    """Whether it is of a neighbour's class, which is not imported for that."""
+    """Whether it is an instance of a library's class; does not import the library."""
     return any(base.__module__.split(".")[0] == package and base.__name__ == kind for base in type(source).__mro__)
 
 
@@ -134,7 +134,7 @@ def _rows_of_file(path: Path, columns: Collection[str] | None) -> Incoming:
 
 @contextmanager
 def _as_read(path: Path) -> Iterator[None]:
-    """What a neighbour makes of a file that is damaged may be any error: it is the file's.
+    """Third-party readers can raise anything for a damaged file: blame the file.
 
     Raises:
         CorruptFileError, ReadError
@@ -144,7 +144,7 @@ def _as_read(path: Path) -> Iterator[None]:
     except (OffloadError, ImportError, MemoryError):
         raise
     except OSError as error:
-        if error.errno is None:  # neighbours raise such errors of what is in the file
+        if error.errno is None:  # libraries raise such errors about a file's content
             raise CorruptFileError(
                 f"{path} can't be read ({error}): is it complete? Download or copy it again."
             ) from error

@@ -1,8 +1,8 @@
-"""transformers: a pretrained model whose weights stay on disk.
+"""transformers: pretrained models whose weights stay on disk.
 
 Always true:
-- transformers' own loader names, renames, ties and initializes; it is handed tensors on disk instead of tensors
-- a weight stored in the dtype that is asked for is referenced in its checkpoint; others are recipes over it
+- transformers' own loader names, renames, ties and initializes; it is given tensors on disk
+- a weight stored in the requested dtype is referenced in its checkpoint; others are recipes over it
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def from_pretrained(
     dense = None if quantization is None else Dense.of(tensors, quantization)
     values: Mapping[str, torch.Tensor | Waiting]
     if dense is not None:
-        del tensors  # tens of thousands of pieces, which the recipes have
+        del tensors  # tens of thousands of pieces, which the recipes hold
         return_freed()
         log.info("%s is quantized (%s): its weights are recipes", folder, quantization["quant_method"])
         values = dict(dense.tensors) if is_asked else dense.for_loading()
@@ -152,10 +152,10 @@ def from_pretrained(
 
 
 def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """The model of a folder or GGUF file without values, its configuration, and what the options say beside that.
+    """The model in a folder or GGUF file without values, its configuration, and the options not used for it.
 
     Raises:
-        CheckpointError: transformers can't make one of what is there.
+        CheckpointError: transformers can't create it.
     """
     import transformers
 
@@ -178,12 +178,12 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
         return empty, config, {**_generation_config(type(empty), folder), **options}
     except OffloadError:
         raise
-    except Exception as error:  # whatever it makes of a configuration that is damaged, or of another kind of model
+    except Exception as error:  # transformers can raise anything for a damaged configuration or another kind of model
         raise CheckpointError(f"transformers can't make a model of {folder}: {first_line(error)}") from error
 
 
 def class_of(folder: Path) -> Any:
-    """The class that a model's configuration names as the one that it was saved from; None if transformers has none.
+    """The class named in a model's configuration, from which it was saved; None if transformers has none.
 
     Raises:
         CorruptFileError: the configuration can't be read.
@@ -210,7 +210,7 @@ def _refuse_options(options: dict[str, Any]) -> None:
 
 
 def _empty_model(model_class: Any, config: Any) -> Any:
-    """The concrete model on the meta device: its class and configuration are those that transformers picks."""
+    """The model on the meta device: transformers picks its class and configuration."""
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise ArgumentTypeError(
             f"model_class should be a model class of transformers, or one of its Auto classes: {model_class!r}"

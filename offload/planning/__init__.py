@@ -1,14 +1,14 @@
-"""What would happen if a model ran here: from its configuration, the headers of its files, and a look at the machine.
+"""What to expect of a model on this machine: from its configuration, its files' headers, and measured rates.
 
 Always true:
-- no weight is read, and of a model on the hub nothing is downloaded but its configuration and headers
-- rates are measured here, not known; what cannot be measured is None, or given by the user
+- no weight is read, and for a model on the hub only configuration and headers are downloaded
+- rates are measured here, not looked up; what can't be measured is None, or given by the user
 
 | module | what |
 | --- | --- |
-| `machine` | what a machine can do: memory, disk, computing |
-| `sizes` | what a model holds, and which bytes of it a pass needs |
-| `estimate` | how long a token takes in each of the ways to run it |
+| `machine` | measured properties of a machine: memory, disk, compute |
+| `sizes` | the sizes of a model, and which bytes a pass needs |
+| `estimate` | how long a token takes, for each way of running the model |
 """
 
 from offload.planning.estimate import Plan, Way, plan

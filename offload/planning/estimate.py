@@ -1,8 +1,8 @@
-"""How long a token takes, in each of the ways to run a model here.
+"""How long a token takes, for each way of running a model here.
 
 Always true:
-- a pass takes as long as the slower of reading what does not stay in memory, and of computing
-- a way that another beats in each respect is not shown
+- a pass takes as long as the slower of the two: reading what does not stay in memory, and computing
+- a way that is worse than another in every respect is not shown
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from offload.prefetch.residency import Pool
 from offload.tensor.arguments import checked_count, computing_device
 from offload.tensor.wrapper import PathLike
 
-IN_FLIGHT = 32  # batches that share a reading, where that is a way to go
-_BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # a number, with its share of the scales
-# Times as long as casting a number that decoding one takes, in a pass: for FP8 and int4 as `bench --only plan` shows,
-# for the others in relation to these as decoders by themselves.
+IN_FLIGHT = 32  # batches that share each read, where that is an option
+_BITS = {"int8": 8.125, "fp8": 8.0, "int4": 4.125}  # bits per number, including its share of the scales
+# Decoding time of a number in a pass, relative to a cast: for FP8 and int4 measured by `bench --only plan`, for the
+# others estimated by comparing the decoders alone.
 _DECODING = {
     **dict.fromkeys(("fp8", "float-quantized"), 3.3),
     **dict.fromkeys(("int8", "int4", "pack-quantized", "bitsandbytes", "gptq", "awq"), 3.5),
     "mxfp4": 7.0,
 }
-_OTHER = 5.0  # of forms that are not in there
-_ON_META = 2.0  # times as long as calling kernels of a processor that calling those of the meta device takes
+_OTHER = 5.0  # of other forms
+_ON_META = 2.0  # cost of calling a CPU kernel, relative to the same call on the meta device
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a model.
+    """A way of running a model.
 
     Attributes:
-        what: in words.
-        stored: bytes of its files.
+        what: a description.
+        stored: size of its files in bytes.
         stays: bytes of these that stay in memory.
-        reads: bytes that a pass reads.
-        tokens: that come of a pass.
-        pass_seconds: that a pass takes.
-        first_seconds: that the first pass takes, of which nothing is in memory yet.
+        reads: bytes read per pass.
+        tokens: per pass.
+        pass_seconds: per pass.
+        first_seconds: for the first pass, with nothing in memory.
         is_read_bound: whether reading takes longer than computing.
-        commands: lines for a shell that do it.
+        commands: shell commands for it.
     """
 
     what: str
@@ -65,7 +65,7 @@ class Way:
 
     @property
     def token_seconds(self) -> float:
-        """That a token takes, on average over those of a pass."""
+        """Time per token, averaged over a pass."""
         return self.pass_seconds / self.tokens
 
 
@@ -213,7 +213,7 @@ def _rate_of_disk(file: Path | None) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long passes take on a machine."""
+    """Estimates the time of passes on a machine."""
 
     sizes: ModelSizes
     budget: int
@@ -222,7 +222,7 @@ class Estimate:
     batch: int
 
     def of(self, what: str, sizes: ModelSizes, in_flight: int, commands: tuple[str, ...]) -> Way:
-        """A way, with so many batches for a reading."""
+        """A way, with `in_flight` batches per read."""
         tokens = self.batch * in_flight
         needed = sizes.needed(tokens)
         stays = min(self.budget, sizes.stored - sizes.rows)
@@ -241,9 +241,9 @@ class Estimate:
         )
 
     def _computing(self, sizes: ModelSizes, tokens: int, in_flight: int) -> float:
-        """Seconds of a pass: weights go through the processor for each batch, decoded before where they are packed.
+        """Compute time of a pass in seconds: the weights pass through the processor for each batch, decoded if packed.
 
-        Calling the kernels takes time of its own, which is what counts where a model is small.
+        Kernel calls have a cost of their own, which dominates for small models.
         """
         gone_through = in_flight * sizes.multiplied(self.batch)
         multiplied = max(
@@ -254,7 +254,7 @@ class Estimate:
         return multiplied + called + decoded * _DECODING.get(sizes.form, _OTHER) / self.computing.casts
 
     def others(self) -> Iterator[Way]:
-        """The best of the ways to go on from the model as it is."""
+        """The best alternatives to running the model as it is."""
         sizes, name = self.sizes, self.sizes.name
         found = [self._together(f"{IN_FLIGHT} requests in flight", sizes, name)]
         for form in _BITS if sizes.form in DENSE else ():
@@ -270,7 +270,7 @@ class Estimate:
         return self.of(what, sizes, IN_FLIGHT, (*before, command))
 
     def _packed(self, form: str) -> ModelSizes:
-        """The same model, quantized."""
+        """The sizes of the same model, quantized."""
         sizes = self.sizes
         saved = int(sizes.linear * (sizes.stored / sizes.parameters - _BITS[form] / 8))
         shrunk = 1 - saved / max(sizes.stored - sizes.rows, 1)

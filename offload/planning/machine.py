@@ -1,7 +1,7 @@
-"""What this machine can do for tensors on disk.
+"""Measured properties of this machine.
 
 Always true:
-- the disk is measured by reading a file that is there, or with one of our own, which goes when it is done, also after a
+- the disk is measured by reading an existing file, or one of our own, which is removed afterwards, even after a
   failure
 - nothing is guessed: what could not be measured is None
 """
@@ -33,19 +33,19 @@ from offload.storage.replacing import remove, temporary_for
 
 _PACKAGES = ("safetensors", "transformers", "accelerate", "huggingface-hub", "psutil", "peft", "torchao")
 _BLOCK = 4 << 20
-_LEAST = 16 << 20  # bytes to measure with; less says nothing
+_LEAST = 16 << 20  # smallest size in bytes that gives a useful measurement
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What was measured of the disk that a folder is on. Rates in bytes per second.
+    """Measurements of a folder's disk. Rates in bytes per second.
 
     Attributes:
         folder: the folder.
         free: bytes that can still be written there.
-        writes: rate of writing, synced.
-        reads: rate of reading it back, past what the system keeps in memory.
-        reads_direct: the same past the page cache (O_DIRECT); None where the file system refuses it.
+        writes: write rate, synced.
+        reads: rate of reading that back, after dropping it from the page cache.
+        reads_direct: rate past the page cache (O_DIRECT); None if the file system refuses it.
     """
 
     folder: Path
@@ -116,12 +116,12 @@ def diagnose(folder: str | os.PathLike[str], *, nbytes: int = 256 << 20) -> Diag
 
 @dataclass(frozen=True)
 class Computing:
-    """What was measured of a device that computes, in the dtype of a model.
+    """Measurements of a compute device, in a model's dtype.
 
     Attributes:
-        streams: bytes of weights per second in a product with one row, which is as fast as memory gives them.
+        streams: bytes of weights per second in a matrix-vector product, limited by memory bandwidth.
         multiplies: floating-point operations per second in a product with many rows.
-        casts: numbers per second that are brought from another dtype into this one, as a decoder does at its fastest.
+        casts: numbers per second that are cast to this dtype; the upper limit for decoders.
     """
 
     streams: float
@@ -130,14 +130,14 @@ class Computing:
 
 
 def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Computing:
-    """Measure products on a device. Takes some tenths of a second, and 50 MB.
+    """Measure matrix products on a device. Takes a few tenths of a second, and 50 MB.
 
     Example:
         >>> computing_rates(torch.device("cpu"), torch.float32).streams > 0
         True
     """
     with torch.inference_mode(), torch.device(device):
-        weight = torch.zeros(4096, 4096, dtype=dtype)  # more than the caches of processors hold
+        weight = torch.zeros(4096, 4096, dtype=dtype)  # more than processor caches hold
         one, many = torch.zeros(1, 4096, dtype=dtype), torch.zeros(256, 4096, dtype=dtype)
         packed = torch.zeros(2048, 4096, dtype=torch.float32 if dtype.itemsize < 4 else torch.bfloat16)
         streaming = _seconds(lambda: torch.nn.functional.linear(one, weight), device)
@@ -152,7 +152,7 @@ def computing_rates(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
 
 
 def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs, after one that does not count."""
+    """The median time of several runs, after a warm-up."""
     taken = []
     for _ in range(6):
         started = time.perf_counter()
@@ -164,7 +164,7 @@ def _seconds(act: Callable[[], object], device: torch.device) -> float:
 
 
 def reading_rate(path: Path, *, nbytes: int = 256 << 20) -> float | None:
-    """Bytes per second of reading a file past the page cache; None where that is not possible, or it is too small.
+    """Rate of reading a file past the page cache in bytes per second; None if impossible, or if the file is too small.
 
     Raises:
         ReadError
@@ -205,7 +205,7 @@ def _measured(folder: Path, nbytes: int) -> Disk:
             writes = _rate(size, lambda: _write(path, size))
         _forget(path)
         reads = _rate(size, lambda: _read(path, 0))
-        with suppress(OSError):  # the file system has no O_DIRECT
+        with suppress(OSError):  # the file system does not support O_DIRECT
             return Disk(folder, free, writes, reads, _rate(size, lambda: _read(path, os.O_DIRECT)))
         return Disk(folder, free, writes, reads, reads_direct=None)
     finally:
@@ -219,7 +219,7 @@ def _rate(size: int, act: Callable[[], None]) -> float:
 
 
 def _write(path: Path, size: int) -> None:
-    """Noise: some disks are quick with zeros."""
+    """Writes random bytes: some disks are faster with zeros."""
     block = os.urandom(_BLOCK)
     with path.open("xb", buffering=0) as file:
         for _ in range(0, size, _BLOCK):

@@ -1,8 +1,8 @@
-"""What a model holds, and which bytes of it a pass needs: from its configuration and the headers of its files.
+"""The sizes of a model, and which bytes a pass needs: from its configuration and its files' headers.
 
 Always true:
-- no weight is read, and nothing but the configuration and headers is fetched
-- bytes are those of the files; parameters are those of the model that transformers makes of the configuration
+- no weight is read, and only configuration and headers are fetched
+- bytes are those of the files; parameters are those of the model that transformers creates from the configuration
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DENSE = ("bfloat16", "float16", "float32")
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, as its header says."""
+    """A tensor in a file, according to the header."""
 
     dtype: str
     nbytes: int
@@ -41,22 +41,22 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model holds. Sizes in bytes.
+    """The sizes of a model, in bytes where not noted otherwise.
 
     Attributes:
-        name: as it was asked for.
-        form: of most of its bytes: "bfloat16", "fp8"...
-        parameters: numbers in its weights.
-        linear: those in linear layers and experts, which a quantization would pack.
-        looked_up: those in tables of which a token needs a row.
+        name: as requested.
+        form: of most bytes: "bfloat16", "fp8"...
+        parameters: number of weights.
+        linear: those in linear layers and experts, which quantization would pack.
+        looked_up: those in tables from which a token needs one row.
         routed: those in routed experts.
-        stored: all its files hold.
-        rows: what is stored of tables of which a token needs a row.
-        experts: what is stored of routed experts.
-        share: of the experts that a token is routed to.
-        kv_per_token: keys and values of a token of context; None where that could not be told.
-        dispatch: seconds that a pass of one token takes here without any values; 0 where that could not be told.
-        file: the largest of its files, if they are here.
+        stored: total size of its files.
+        rows: stored size of tables from which a token needs one row.
+        experts: stored size of routed experts.
+        share: fraction of the experts that a token is routed to.
+        kv_per_token: keys and values per token of context; None if unknown.
+        dispatch: time in seconds of a one-token pass on the meta device; 0 if unknown.
+        file: the largest of its files, if local.
     """
 
     name: str
@@ -74,32 +74,32 @@ class ModelSizes:
     file: Path | None
 
     def needed(self, tokens: int) -> int:
-        """Bytes that a pass over so many tokens needs, if each is routed by chance."""
+        """Bytes needed for a pass over this many tokens, if they are routed at random."""
         return int(self.stored - self.rows - self.experts * (1 - self.touched(tokens)))
 
     def multiplied(self, tokens: int) -> float:
-        """How many numbers of the weights such a pass multiplies with."""
+        """How many weights such a pass multiplies."""
         return self.parameters - self.looked_up - self.routed * (1 - self.touched(tokens))
 
     def decoded(self, tokens: int) -> float:
-        """How many of these are packed; MXFP4 is a form of experts alone."""
+        """How many of these are packed; with MXFP4 only experts are."""
         others = 0 if self.form == "mxfp4" else self.linear - self.routed
         return 0 if self.form in DENSE else others + self.routed * self.touched(tokens)
 
     def touched(self, tokens: int) -> float:
-        """The part of the experts that so many tokens are routed to."""
+        """The fraction of the experts that this many tokens are routed to."""
         return 1 - (1 - self.share) ** tokens
 
 
 def sizes_of(name_or_path: PathLike, **hub_options: Any) -> ModelSizes:
-    """What a model holds.
+    """The sizes of a model.
 
     Args:
         name_or_path: a folder with a checkpoint, a GGUF file, or a model on the hub.
         hub_options: revision, token.
 
     Raises:
-        CheckpointError: neither a folder nor a model on the hub, or none that transformers knows.
+        CheckpointError: neither a folder nor a model on the hub, or not supported by transformers.
     """
     name = text_of(name_or_path)
     place = Path(name)
@@ -122,14 +122,14 @@ def _dtype_of(value: Any) -> str:
 def sizes_from(
     name: str, folder: Path, entries: Mapping[str, Entry], largest: Path | None = None, *, form: str | None = None
 ) -> ModelSizes:
-    """What a model holds, of which a folder has the configuration, and files the entries.
+    """The sizes of a model, from the configuration in a folder and the entries of its files.
 
     Args:
         name: of the model.
         folder: with the configuration.
         entries: what is stored, by name.
-        largest: of its files, if they are here.
-        form: None for that of the configuration and the entries.
+        largest: the largest file, if local.
+        form: None to derive it from the configuration and the entries.
     """
     model, config, _ = model_on_meta(folder, class_of(folder) if is_folder(folder) else None)
     text = config.get_text_config(decoder=True)
@@ -162,19 +162,19 @@ def _first(config: Any, names: tuple[str, ...], otherwise: int) -> int:
 
 
 def _tables(model: nn.Module) -> set[str]:
-    """The embeddings, but for one that is the output layer too."""
+    """The embeddings, except one that is also the output layer."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
     found = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return {key for key in found if head is None or model.get_parameter(key) is not head}
 
 
 def _is_table(key: str, entries: Mapping[str, Entry]) -> bool:
-    """Whether an entry of a GGUF file is the embedding, and not the output layer too."""
+    """Whether an entry of a GGUF file is the embedding, and not also the output layer."""
     return key == _GGUF_TABLE and _GGUF_HEAD in entries
 
 
 def _linear_in(model: nn.Module) -> list[int]:
-    """Numbers in the weights that a quantization packs: of linear layers but the output layer, and of experts."""
+    """Numbers of weights that quantization packs: of linear layers except the output layer, and of experts."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [
         weight.numel()
@@ -200,7 +200,7 @@ def _form(config: Any, entries: Mapping[str, Entry]) -> str:
 
 
 def _empty_passes(model: Any) -> tuple[int | None, float]:
-    """What a pass over two tokens keeps more than one over one, as the model itself lays it out; and seconds of one."""
+    """The bytes of keys and values that one more token adds, as laid out by the model; and the seconds of a pass."""
     try:
         model = model.to(model.config.dtype or torch.bfloat16)
         with torch.no_grad(), torch.device("meta"):
@@ -208,7 +208,7 @@ def _empty_passes(model: Any) -> tuple[int | None, float]:
             started = time.perf_counter()
             model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True)
             return held[1] - held[0], time.perf_counter() - started
-    except Exception:  # it takes other inputs, or looks at values
+    except Exception:  # it takes other inputs, or depends on values
         return None, 0.0
 
 

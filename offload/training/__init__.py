@@ -2,9 +2,9 @@
 
 | module | what |
 | --- | --- |
-| `optimizer` | what an optimizer keeps of each parameter, and gradients, on disk |
-| `activations` | what autograd saves for backward, on disk until it is asked for |
-| `checkpoints` | model, optimizer and the rest, saved as one and loaded as one |
+| `optimizer` | an optimizer's state, and gradients, on disk |
+| `activations` | tensors that autograd saves for backward, on disk until then |
+| `checkpoints` | model, optimizer and other state, saved and loaded together |
 """
 
 from offload.training.activations import offload_activations

@@ -1,11 +1,11 @@
-"""Tensors that autograd saves for backward, on disk until backward asks for them.
+"""Tensors that autograd saves for backward, on disk until backward needs them.
 
 Always true:
-- what is written is what only the graph holds in memory: parameters, inputs, and whatever somebody else keeps, stay
-  where they are, since writing them would free nothing
-- a storage is written once, whichever ops saved it and through whichever views; its file goes with the graph
+- only what the graph alone keeps in memory is written: parameters, inputs, and whatever else is held elsewhere stay,
+  since writing them would free nothing
+- a storage is written once, whichever ops saved it, through whichever views; its file goes with the graph
 - a tensor that was modified after it was saved is an error in backward, as it is without hooks
-- until its file is whole, the value is in memory; where the disk does not take it, it stays there
+- until its file is complete, the value is in memory; if the disk fails, it stays there
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wra
 from offload.torch_api import not_compiled, storage_id, storage_uses, version_of
 from offload.training.optimizer import log
 
-_MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward waits for it
+_MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward has to wait
 
 
 @not_compiled
@@ -76,29 +76,29 @@ def offload_activations(
 
 
 class _Content:
-    """The bytes of one storage: in memory, or in a file, of which `storage` is the mapping once it was read."""
+    """The bytes of one storage: in memory, or in a file, of which `storage` is the mapping once it has been read."""
 
     __slots__ = ("__weakref__", "block", "storage", "stored", "turn")
 
     def __init__(self, storage: torch.UntypedStorage, block: _Block, turn: int) -> None:
-        self.storage: torch.UntypedStorage | None = storage  # the object itself: one use, whether tensors have others
+        self.storage: torch.UntypedStorage | None = storage  # the object itself counts as one use
         self.stored: OffloadedTensor | None = None
         self.block = block
         self.turn = turn
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else holds the memory."""
+        """Whether nothing else holds the memory."""
         return self.storage is not None and storage_uses(storage_id(self.storage)) == 1
 
 
 class _Saved:
-    """A tensor as an op saved it, at which version: the whole of it, or which part of which content."""
+    """A tensor as an op saved it, with its version: either the tensor, or a cut of a content."""
 
     __slots__ = ("content", "cut", "version", "witness")
 
     def __init__(self, tensor: torch.Tensor, content: _Content | None = None) -> None:
-        self.witness = tensor.detach()  # has the version counter of `tensor`, and its memory only if that stays
+        self.witness = tensor.detach()  # shares the version counter of `tensor`, and its memory only if that stays
         self.version = version_of(tensor)
         self.content = content
         if content is not None:
@@ -107,18 +107,18 @@ class _Saved:
 
 
 class _Block:
-    """One `with` block: where it writes to, and what came of that."""
+    """One `with` block: its folder, what was written, and errors."""
 
     def __init__(self, folder: Path | None, min_bytes: int) -> None:
         self.folder = folder
         self.error: Exception | None = None
-        self.written: weakref.WeakValueDictionary[int, _Content] = weakref.WeakValueDictionary()  # by their turn
-        self.is_expected = True  # whether those who read ahead know of all that was written
+        self.written: weakref.WeakValueDictionary[int, _Content] = weakref.WeakValueDictionary()  # in order
+        self.is_expected = True  # whether everything that was written has been announced to the prefetcher
         self._min_bytes = min_bytes
 
     @not_compiled
     def pack(self, tensor: torch.Tensor) -> _Saved:
-        """What the graph holds in place of `tensor`."""
+        """The graph's replacement for `tensor`."""
         self.tell()
         if not _has_memory(tensor) or tensor.untyped_storage().nbytes() < max(self._min_bytes, 1):
             return _Saved(tensor)
@@ -127,7 +127,7 @@ class _Block:
 
     @not_compiled
     def unpack(self, saved: _Saved) -> torch.Tensor:
-        """The tensor that was saved."""
+        """The saved tensor."""
         now = version_of(saved.witness)
         if now != saved.version:
             shape = saved.witness.shape if saved.content is None else saved.cut[0]
@@ -143,13 +143,13 @@ class _Block:
             return _DISK.load(saved, saved.content)
 
     def tell(self) -> None:
-        """Raise what the writer met."""
+        """Raise an error of the writer."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error
 
     def _expect(self) -> None:
-        """Have what was written read ahead, the last first."""
+        """Announce what was written for read-ahead, last first."""
         if self.is_expected:
             return
         self.is_expected = True
@@ -158,7 +158,7 @@ class _Block:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain tensor with a storage: subclasses, sparse ones and those on disk keep themselves."""
+    """Whether it is a plain tensor with a storage: subclasses, sparse ones and those on disk are kept as they are."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -172,17 +172,17 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
-    """What the threads of a process share: which storages were saved, and the thread that writes them."""
+    """Shared by the threads of a process: which storages were saved, and the writer thread."""
 
     def __init__(self) -> None:
         super().__init__("offload-writer")
-        self._ops = Waiters()  # for the writer to have written something
+        self._ops = Waiters()  # waiting for the writer
         self._contents: weakref.WeakValueDictionary[int, _Content] = (
             weakref.WeakValueDictionary()
-        )  # by the address of storage
-        self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nobody else holds them
+        )  # by the storage's address
+        self._waiting: weakref.WeakSet[_Content] = weakref.WeakSet()  # until nothing else holds them
         self._queue: deque[tuple[weakref.ref[_Content], int]] = deque()
-        self._writing = 0  # bytes, just now
+        self._writing = 0  # bytes being written
         self._turns = count()
 
     def save(self, tensor: torch.Tensor, block: _Block) -> _Saved:
@@ -203,15 +203,15 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
                 assert content.storage is not None
                 return twin_with(_bytes_of(content.storage), saved.cut)
         mapped = value_on_cpu(content.stored)
-        with self.lock:  # what backward saves of it, for a second one, is this content
+        with self.lock:  # if backward saves it again for a second backward, it is this content
             self._forget(content)
             content.storage = mapped.untyped_storage()
             self._contents[storage_id(content.storage)] = content
-        count_freed(mapped.nbytes)  # of the gradients that came before
+        count_freed(mapped.nbytes)  # those of earlier gradients
         return sent_to(twin_with(mapped, saved.cut), saved.witness.device)
 
     def look(self) -> None:
-        """Have written what nobody else holds any more."""
+        """Queue for writing what nothing else holds any more."""
         here: list[_Content] = []
         with self.lock:
             alone = [content for content in self._waiting if content.is_alone]
@@ -221,13 +221,13 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
                     self._queue.append((weakref.ref(content), content.storage.nbytes()))
                     self.wake()
                 else:
-                    here.append(content)  # in the order of the stream that computed it
+                    here.append(content)  # still held, in order
                 self._waiting.discard(content)
         for content in here:
             self._write(content)
 
     def wait(self, most: int) -> None:
-        """Until at most so many bytes are still to be written."""
+        """Wait until at most this many bytes are still to be written."""
         while True:
             with self.lock:
                 if self._writing + sum(nbytes for _, nbytes in self._queue) <= most:
@@ -239,17 +239,17 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         if content.storage is not None:
             self._contents.pop(storage_id(content.storage), None)
 
-    # The writer
+    # The writer thread
 
     def take(self) -> tuple[weakref.ref[_Content], int] | None:
-        """The next in turn, and its bytes, which then are being written."""
+        """The next one in the queue and its size, now counted as being written."""
         if not self._queue:
             return None
         found, self._writing = self._queue.popleft()
         return found, self._writing
 
     def carry_out(self, work: tuple[weakref.ref[_Content], int]) -> None:
-        """Write it, unless the graph has gone."""
+        """Write it, unless the graph is gone."""
         try:
             content = work[0]()
             if content is not None:
@@ -263,16 +263,16 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
 
     def _write(self, content: _Content) -> None:
         storage, block = content.storage, content.block  # the object only: a tensor over it would be another use
-        if storage is None or not content.is_alone:  # backward has asked for it
+        if storage is None or not content.is_alone:  # backward has needed it
             return
         try:
             handle = Handle.passing(_bytes_of(storage), f"activation-{content.turn}", block.folder)
-        except Exception as error:  # whatever it is, it is for the thread that computes
+        except Exception as error:  # any error is for the computing thread
             log.warning("an activation stays in memory: %s", error)
             block.error = error
             return
         with self.lock:
-            if storage_uses(storage_id(storage)) > 1:  # backward has asked for it meanwhile
+            if storage_uses(storage_id(storage)) > 1:  # backward has needed it meanwhile
                 return
             self._forget(content)
             content.stored, content.storage = wrap_handle(handle, CPU), None
@@ -285,7 +285,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
 
 
 def _begin_anew() -> None:
-    """In a forked child nobody writes; what waited to be written stays in memory."""
+    """A forked child has no writer; what waited to be written stays in memory."""
     global _DISK
     _DISK = _Disk()
 

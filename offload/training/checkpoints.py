@@ -1,12 +1,12 @@
-"""Checkpoints of training: model, optimizer and all that belongs to them, at one moment.
+"""Training checkpoints: model, optimizer and everything that belongs to them, at one point in time.
 
 Always true:
-- a checkpoint is whole and on the disk before it is the latest; until then, and after a failure or a kill at any
-  moment, the one before is
-- what is on disk is copied from file to file; nothing comes into memory as a whole
-- nothing in a checkpoint is run: tensors are safetensors, the rest is JSON
-- a checkpoint is read and checked as a whole before anything takes its state from it
-- what is removed is an earlier checkpoint, file by file as it was written, and never one that tensors refer to
+- a checkpoint is complete and on the disk before it becomes the latest; until then, and after a failure or a kill at
+  any moment, the previous one is
+- what is on disk is copied from file to file; nothing is in memory as a whole
+- nothing in a checkpoint is executed: tensors are safetensors, the rest is JSON
+- a checkpoint is read and checked completely before any state is restored from it
+- only earlier checkpoints are removed, file by file as they were written, and never one that tensors refer to
 """
 
 from __future__ import annotations
@@ -181,19 +181,19 @@ def load_training(
 
 @contextmanager
 def _taking(name: str, checkpoint: Path) -> Iterator[None]:
-    """Say whose `load_state_dict` failed."""
+    """Say which `load_state_dict` failed."""
     try:
         yield
     except OffloadError:
         raise
-    except Exception as error:  # of whatever class it is
+    except Exception as error:  # of any class
         raise CheckpointError(
             f"{checkpoint}: {name} did not take the state that was saved ({type(error).__name__}: {short(error)}): "
             "is it made as the one that was saved?"
         ) from error
 
 
-# What a checkpoint holds
+# The contents of a checkpoint
 
 
 def _parts(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], *, frozen: bool) -> dict[str, Any]:
@@ -211,10 +211,10 @@ def _parts(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, An
 
 
 def _checked(tensor: torch.Tensor, way: Way) -> torch.Tensor:
-    """A tensor that a checkpoint of training has a form for.
+    """A tensor that can be stored in a training checkpoint.
 
     Raises:
-        UnsupportedOpError: it is of a subclass, such as a quantized weight.
+        UnsupportedOpError: it is a subclass, such as a quantized weight.
     """
     name = ".".join(way)
     refuse_unstorable(tensor, name)
@@ -239,10 +239,10 @@ def _random_states() -> dict[str, Any]:
 
 
 def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], None]:
-    """What sets the states of random numbers; they are tried on generators of their own first.
+    """A function that restores the random states, after trying them on separate generators.
 
     Raises:
-        CheckpointError: they are none.
+        CheckpointError: they are invalid.
     """
     try:
         torch.Generator().set_state(states["torch"])
@@ -251,7 +251,7 @@ def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], 
         of_devices = list(states.get("cuda", ()))[: torch.cuda.device_count()]
         for index, state in enumerate(of_devices):
             torch.Generator(torch.device("cuda", index)).set_state(state)
-    except Exception as error:  # whatever numbers that are none lead to
+    except Exception as error:  # invalid states can raise anything
         raise _damaged(checkpoint, f"its states of random numbers ({type(error).__name__}: {short(error)})") from error
 
     def set_them() -> None:
@@ -266,7 +266,7 @@ def _random_setter(states: Mapping[str, Any], checkpoint: Path) -> Callable[[], 
 
 @dataclass
 class _Saved:
-    """What a checkpoint holds: states, as `state_dict` gave them, and what else was saved."""
+    """The contents of a checkpoint: states as returned by `state_dict`, and extra values."""
 
     model: dict[str, Any]
     left_out: set[str]
@@ -277,10 +277,10 @@ class _Saved:
 
 
 def _read(checkpoint: Path) -> _Saved:
-    """All of a checkpoint, its tensors on disk.
+    """A whole checkpoint, its tensors on disk.
 
     Raises:
-        CheckpointError, CorruptFileError, MissingFileError: it is not whole.
+        CheckpointError, CorruptFileError, MissingFileError: it is incomplete.
     """
     state = state_if_ours(checkpoint / _STATE, _KIND)
     if state is None:
@@ -295,13 +295,13 @@ def _read(checkpoint: Path) -> _Saved:
             raise TypeError("a part is no dictionary")
         if found.optimizer is not None:
             _check_optimizer(found.optimizer)
-    except Exception as error:  # whatever made-up parts lead to
+    except Exception as error:  # malformed parts can raise anything
         raise _damaged(checkpoint, f"it ({type(error).__name__}: {short(error)})") from error
     return found
 
 
 def _node_from(part: Any) -> Node:
-    """The node for what offload 0.1 wrote: plain JSON, and `{"*": kind, "of": data}` for what has no word in that."""
+    """The node for the format of offload 0.1: plain JSON, and `{"*": kind, "of": data}` for everything else."""
     match part:
         case list():
             return {"list": [_node_from(member) for member in part]}
@@ -320,7 +320,7 @@ def _node_from(part: Any) -> Node:
 
 
 def _check_optimizer(state: Any) -> None:
-    """Raises any error for what is no state of an optimizer."""
+    """Raises any error if it is not the state of an optimizer."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if sorted(numbers) != list(range(len(numbers))) or not all(type(number) is int for number in numbers):
         raise ValueError("its groups name no parameters")
@@ -339,7 +339,7 @@ def _damaged(checkpoint: Path, what: str) -> CheckpointError:
 def _refuse_other_model(
     values: Mapping[str, Any], saved: Mapping[str, Any], left_out: set[str], checkpoint: Path
 ) -> None:
-    """Before anything is changed."""
+    """Refuse another model before anything is changed."""
     wrong = sorted((values.keys() ^ saved.keys()) - left_out)
     if wrong:
         raise CheckpointError(f"{checkpoint} is of another model, which differs in {some(wrong)}")
@@ -369,7 +369,7 @@ def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], chec
 
 
 def _require_open(saved: Iterable[Any], values: Iterable[Any]) -> None:
-    """Have all files open that are to be read and written, so that what the system refuses is met before any change."""
+    """Open all files to be read and written, so that system errors come before any change."""
     for tensor in filter(is_offloaded, saved):
         handle_of(tensor).base()
     for tensor in filter(is_offloaded, values):
@@ -401,10 +401,10 @@ def _latest(folder: Path) -> Path:
 
 
 def _sweep(folder: Path, made: Path, saved: Iterable[torch.Tensor]) -> None:
-    """Remove the earlier checkpoints, but for one that tensors are over; the new one if it has not become the latest.
+    """Remove the earlier checkpoints, except one that tensors refer to; and the new one if it is not the latest.
 
     Raises:
-        ReadError: it can't be told now which is the latest; all of them stay.
+        ReadError: the latest can't be determined; all of them stay.
     """
     if (state_if_ours(folder / _LATEST, _KIND) or {}).get("checkpoint") != made.name:
         shutil.rmtree(made, ignore_errors=True)
@@ -417,5 +417,5 @@ def _sweep(folder: Path, made: Path, saved: Iterable[torch.Tensor]) -> None:
         if isinstance(files, list) and all(isinstance(name, str) for name in files):
             for name in (*files, _STATE):
                 remove(path / Path(name).name)
-            with suppress(OSError):  # somebody has put a file there
+            with suppress(OSError):  # another program has put a file there
                 path.rmdir()

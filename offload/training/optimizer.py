@@ -1,11 +1,11 @@
-"""What an optimizer keeps of each parameter, on disk.
+"""An optimizer's state on disk.
 
 Always true:
-- an optimizer stays what it was: its class, its groups, its hooks, what its `state_dict` says
-- a step goes over the parameters some at a time, with the optimizer's own code: what it makes for some is on disk, or
-  gone, before the next; the result is that of a step over all, bit for bit
-- state that is small, and counts of steps, stay in memory
-- a gradient's file goes with the gradient
+- an optimizer stays what it was: its class, groups, hooks, and `state_dict`
+- a step processes some parameters at a time with the optimizer's own code: what it creates for them is on disk, or
+  gone, before the next ones; the result is bit for bit that of one step over all
+- small state and step counts stay in memory
+- a gradient's file is removed with the gradient
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def offload_optimizer(
             hooks += place.welcome(group, number)
         for parameter in list(optimizer.state):
             place.put(parameter, optimizer.state[parameter], {})
-    except BaseException:  # it is again what it was; what is on disk already stays there, for the next call
+    except BaseException:  # restored as it was; what is on disk already stays there, for the next call
         for hook in hooks:
             hook.remove()
         optimizer.__class__ = kind
@@ -130,10 +130,10 @@ def is_on_disk(optimizer: Optimizer) -> bool:
 
 @dataclass
 class _Place:
-    """Where the state goes, and under which names.
+    """Where the state goes, and its names.
 
     Attributes:
-        given: names of a model, by parameter.
+        given: the model's names, by parameter.
         names: of the optimizer's parameters.
     """
 
@@ -145,7 +145,7 @@ class _Place:
     names: dict[torch.Tensor, str] = field(default_factory=dict)
 
     def welcome(self, group: Mapping[str, Any], number: int) -> list[Any]:
-        """Name the parameters of a group, and have their gradients go to disk if they are to; the hooks for that."""
+        """Name the parameters of a group, and hook their gradients if these go to disk; returns the hooks."""
         hooks = []
         taken = set(self.names.values())
         own = group.get("param_names") or [None] * len(group["params"])
@@ -163,7 +163,7 @@ class _Place:
         return hooks
 
     def put(self, parameter: torch.Tensor, state: dict[str, Any], before: Mapping[str, Any]) -> None:
-        """Have the state of a parameter on disk; what was there `before` is replaced."""
+        """Put a parameter's state on disk, replacing what was there `before`."""
         for key, value in state.items():
             old: Any = before.get(key)
             if value is old:
@@ -173,7 +173,7 @@ class _Place:
                 continue
             name = f"{self.names.get(parameter, 'unknown')}.{key}"
             if is_offloaded(value) and (value.name, handle_of(value).folder) == (name, self.folder):
-                continue  # a call that failed later put it there
+                continue  # put there by an earlier call that failed later
             if is_offloaded(old) and old.shape == value.shape and old.dtype == value.dtype:
                 old.update_values(value)
                 state[key] = old
@@ -185,7 +185,7 @@ class _Place:
                 count_freed(state[key].nbytes)
 
     def parts(self, parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """The parameters, some at a time."""
+        """The parameters in parts."""
         part: list[torch.Tensor] = []
         size = 0
         for parameter in parameters:
@@ -207,7 +207,7 @@ def _belongs_on_disk(value: Any, min_bytes: int) -> bool:
 
 
 def _move_gradient(min_bytes: int, folder: Path | None, name: str, parameter: torch.Tensor) -> None:
-    """A hook of `parameter`, which holds no parameter: files are to go without a search for cycles."""
+    """A hook on `parameter` that holds no reference to it: files are removed without cyclic garbage collection."""
     grad = parameter.grad
     if grad is None or is_offloaded(grad) or grad.requires_grad or not _belongs_on_disk(grad, min_bytes):
         return
@@ -218,18 +218,18 @@ def _move_gradient(min_bytes: int, folder: Path | None, name: str, parameter: to
 
 
 class _OnDisk(Optimizer):
-    """What an optimizer is besides itself when its state is on disk."""
+    """Mixed into the class of an optimizer whose state is on disk."""
 
     _place: _Place
     _opt_called: bool
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer does; their state goes to disk too."""
+        """Like the optimizer's own; the state goes to disk, too."""
         super().add_param_group(param_group)
         self._place.welcome(self.param_groups[-1], len(self.param_groups) - 1)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the optimizer does; what is loaded is copied to the files of this optimizer."""
+        """Like the optimizer's own; loaded state is copied to this optimizer's files."""
         before = self.state
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
@@ -242,12 +242,12 @@ class _OnDisk(Optimizer):
 
 @cache
 def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
-    """A class of optimizers, as `kind` but with state on disk."""
+    """A subclass of optimizer class `kind` with state on disk."""
     own_step = kind.step.__wrapped__ if getattr(kind.step, "hooked", False) else kind.step  # type: ignore[attr-defined]
 
     def step(self: _OnDisk, closure: Callable[[], Any] | None = None) -> Any:
-        """A step over all parameters, some at a time. `closure`: computes the loss again, once."""
-        self._opt_called = True  # what learning-rate schedulers look for
+        """One step over all parameters, some at a time. `closure` recomputes the loss, once."""
+        self._opt_called = True  # learning-rate schedulers check this
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -261,9 +261,9 @@ def _kind_on_disk(kind: type[Optimizer]) -> type[Optimizer]:
                 count_freed(sum(parameter.nbytes for parameter in part))
         return loss
 
-    hooked: Any = Optimizer.profile_hook_step(step)  # hooks are called once a step, not once a part
+    hooked: Any = Optimizer.profile_hook_step(step)  # hooks run once per step, not once per part
     hooked.hooked = True
-    hooked._wrapped_by_lr_sched = True  # so that schedulers do not wrap it: they look for this name
+    hooked._wrapped_by_lr_sched = True  # keeps schedulers from wrapping it: they look for this name
     return type(kind.__name__, (_OnDisk, kind), {"step": hooked, "__module__": kind.__module__})
 
 
@@ -272,7 +272,7 @@ def _on_disk(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(optimizer: _OnDisk) -> Generator[list[torch.Tensor]]:
-    """The parameters some at a time; meanwhile the optimizer has no others."""
+    """The parameters in parts; each time the optimizer sees only that part."""
     groups = optimizer.param_groups
     if optimizer._place.step_bytes is None:
         yield [parameter for group in groups for parameter in group["params"]]
@@ -292,16 +292,16 @@ def _parts(optimizer: _OnDisk) -> Generator[list[torch.Tensor]]:
 
 
 def _steps_one_by_one(kind: type[Optimizer]) -> bool:
-    """Whether what a step does to a parameter does not depend on the others: all of torch's, but LBFGS."""
+    """Whether a step treats parameters independently: true for all of torch's except LBFGS."""
     own = next(base for base in kind.__mro__ if "step" in vars(base))
     return own.__module__.split(".")[:2] == ["torch", "optim"] and not issubclass(kind, LBFGS)
 
 
 def _own_step(optimizer: Optimizer) -> dict[str, Any]:
-    """What a learning-rate scheduler set as `step` of this optimizer: it would call that of the class before.
+    """A `step` that a learning-rate scheduler set on the optimizer, which would call the previous class's.
 
     Raises:
-        UnsupportedOpError: it is not a scheduler's.
+        UnsupportedOpError: it was not set by a scheduler.
     """
     replaced = vars(optimizer).get("step")
     if replaced is None:

@@ -1,10 +1,10 @@
-"""tensordict, both ways: folders that `TensorDict.memmap` wrote, in place, and folders that it opens.
+"""tensordict: opening folders written by `TensorDict.memmap` in place, and writing folders that it can open.
 
 | module | what |
 | --- | --- |
-| `reading` | `load_memmap`, `load_memmap_`: offloaded tensors over the files of such a folder |
+| `reading` | `load_memmap`, `load_memmap_`: offloaded tensors over the files of a folder |
 | `writing` | `save_memmap`, `memmap_like`: a folder that tensordict opens |
-| `rows` | TensorDicts as rows of a cache |
+| `rows` | rows from TensorDicts |
 """
 
 from offload.integrations.tensordict.reading import load_memmap, load_memmap_

@@ -1,15 +1,15 @@
-"""A folder that `TensorDict.memmap` wrote, as offloaded tensors.
+"""Folders written by `TensorDict.memmap`, as offloaded tensors.
 
 Always true:
-- its files are referenced where they are; one that has changed is an error. They are written to with mode="r+" alone
-- no class is imported by the name in a file, and nothing is unpickled
+- files are referenced in place; a modified one is an error. They are written to only with mode="r+"
+- no class is imported by a name in a file, and nothing is unpickled
 - no value is read
-- what is given is of one folder, also while `save_memmap` puts another one in its place
-- a key names a file, or folder, right below that of its TensorDict, whatever characters it has
+- the result is of one folder, even if `save_memmap` puts another one in its place meanwhile
+- a key names a file or folder directly inside that of its TensorDict, whatever characters it has
 
-Source of the format: what tensordict 0.15 writes, and what it reads. A TensorDict is a folder: `<key>.memmap` holds the
-elements of a leaf in row-major order and nothing else, a folder called by the key a nested one, `meta.json` the rest. A
-nested tensor has its sizes in `<key>.shape.memmap`. A leaf without elements has no file.
+Source of the format: what tensordict 0.15 writes and reads. A TensorDict is a folder: `<key>.memmap` has the elements
+of a leaf in row-major order and nothing else, a folder named by the key is a nested one, `meta.json` has the rest. A
+nested tensor's sizes are in `<key>.shape.memmap`. A leaf without elements has no file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ META = "meta.json"
 INNER = "_tensordict"  # the folder of a tensorclass's values
 _PICKLES = ("other.pickle", "pickle.pkl")
 _UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | {chr(code) for code in range(32)}
-_OF_CLASS = ("_type", "_class", "_format_version")  # what the folder of a tensorclass says beside its fields
+_OF_CLASS = ("_type", "_class", "_format_version")  # other metadata in the folder of a tensorclass
 
 
 def load_memmap(
@@ -119,7 +119,7 @@ def load_memmap(
 
 
 def _which(folder: Path) -> tuple[int, int] | None:
-    """Tells a folder from another one in its place."""
+    """Identifies a folder, as opposed to a replacement at the same path."""
     with suppress(OSError):
         status = os.stat(folder)
         return status.st_ino, status.st_ctime_ns
@@ -169,10 +169,10 @@ def _take_over(td: Any, found: Any) -> None:
 
 @dataclass
 class _Reading:
-    """A folder on its way to be a TensorDict.
+    """Turns a folder into a TensorDict.
 
     Attributes:
-        left_out: the entries to leave out that were not met yet.
+        left_out: the entries to leave out that have not been found yet.
     """
 
     device: torch.device | None
@@ -182,7 +182,7 @@ class _Reading:
     writes: bool
 
     def folder(self, folder: Path, way: Way) -> Any:
-        """What a folder holds, `way` down from the root."""
+        """The content of a folder, at path `way` from the root."""
         import tensordict
 
         meta = _meta_of(folder)
@@ -241,14 +241,14 @@ class _Reading:
     ) -> OffloadedTensor:
         file = TensorFile.raw(path, Entry(name, contiguous(dtype, shape), 0))
         if self.writes:
-            os.close(open_regular(path, os.O_RDWR))  # a link is not written through
+            os.close(open_regular(path, os.O_RDWR))  # symlinks are not written through
             return wrap_handle(Handle.shared(file, name, path.parent), device)
         return wrap_handle(Handle.reference(file, name, self.offload_dir), device)
 
     def _nested(
         self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A nested tensor, whose sizes are in a file of their own, each as a row."""
+        """A nested tensor, whose sizes are in a separate file, one row each."""
         cpu = torch.device("cpu")
         sizes = self._over(path.with_suffix(".shape.memmap"), f"{name}.shape", shape, torch.int64, cpu).tolist()
         flat = self._over(path, name, (sum(math.prod(size) for size in sizes),), dtype, cpu)._on_cpu()
@@ -280,7 +280,7 @@ class _Reading:
 
 @contextmanager
 def _as_written(folder: Path) -> Iterator[None]:
-    """What tensordict makes of a folder that it did not write may be any error: it is the folder's."""
+    """tensordict can raise anything for a folder that it did not write: blame the folder."""
     try:
         yield
     except OffloadError:
@@ -307,7 +307,7 @@ def _saved_device(folder: Path, meta: Mapping[str, Any]) -> torch.device | None:
     saved = meta.get("device", "None")
     try:
         return None if saved == "None" else checked_device(saved)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # whatever torch makes of it
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # torch can raise anything
         raise CorruptFileError(
             f"{folder / META} says that the values were on {str(saved)[:100]!r}, which can't be had here ({error}): "
             "pass device='cpu'"
@@ -315,7 +315,7 @@ def _saved_device(folder: Path, meta: Mapping[str, Any]) -> torch.device | None:
 
 
 def _class_name(meta: Mapping[str, Any]) -> str:
-    """`tensordict:TensorDict` for a class of tensordict's, wherever that keeps it; else the full name."""
+    """`tensordict:TensorDict` for tensordict's own classes, wherever they are defined; else the full name."""
     name = str(meta["_type"]).removeprefix("<class '").removesuffix("'>")
     return f"tensordict:{name.rpartition('.')[2]}" if name.startswith("tensordict.") else name
 
@@ -331,17 +331,17 @@ def _layout_of(folder: Path, key: str, spec: Mapping[str, Any]) -> tuple[tuple[i
 
 
 def escaped(key: str) -> str:
-    """A key as the name of a file, or folder."""
+    """A key as a file or folder name."""
     if key in ("", ".", ".."):
         return "%2E" * len(key) or "%"
     return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
 
 
 def _place(folder: Path, key: str, suffix: str) -> Path:
-    """The file, or folder, of a key; under its plain name where an older tensordict left it.
+    """The file or folder of a key; under its unescaped name if an older tensordict wrote it.
 
     Raises:
-        CorruptFileError: no file can be called so.
+        CorruptFileError: it is not valid as a file name.
     """
     if not is_unicode(key):
         raise CorruptFileError(

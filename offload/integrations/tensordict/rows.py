@@ -1,9 +1,9 @@
-"""TensorDicts, tensorclasses and the folders of `TensorDict.memmap` as rows of a cache.
+"""Rows from TensorDicts, tensorclasses and folders of `TensorDict.memmap`.
 
 Always true:
-- a leaf is a column, under its keys with dots between them; data that are no tensors, one for each row, are JSON
-- no more than a batch is in memory, and no class is imported by its name in a folder
-- what is left out is named in a line of the log
+- a leaf becomes a column, named by its keys joined by dots; per-row data other than tensors becomes JSON
+- at most one batch is in memory, and no class is imported by a name in a folder
+- what is left out is logged
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from offload.integrations.numpy import chosen
 from offload.integrations.tensordict.reading import INNER, META, load_memmap
 from offload.tensor.materialize import materialize
 
-_GUESS = 1024  # bytes of what is no tensor
+_GUESS = 1024  # assumed size in bytes of non-tensor data
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `TensorDict.memmap`, or that of a tensorclass, may have written a folder."""
+    """Whether a folder may have been written by `memmap` of a TensorDict or tensorclass."""
     return (path / META).is_file()
 
 
 def rows_of_folder(path: Path, columns: Collection[str] | None) -> Incoming:
-    """The rows of a folder; of that of a tensorclass its tensors, without the class.
+    """The rows of a folder; for a tensorclass, only its tensors.
 
     Raises:
         MissingFileError, CorruptFileError, CheckpointError, UnknownTypeError
@@ -47,7 +47,7 @@ def rows_of_tensordict(td: Any, columns: Collection[str] | None, place: str = "t
     """The rows of a TensorDict or tensorclass, along its first batch dimension.
 
     Raises:
-        CacheError: it has no batch dimension, or there is no such column.
+        CacheError: it has no batch dimension, or no such column.
     """
     from tensordict import is_tensorclass
 
@@ -64,7 +64,7 @@ def rows_of_tensordict(td: Any, columns: Collection[str] | None, place: str = "t
 
 
 def _parts(td: Any, way: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """By the name of the column, the keys that lead to it."""
+    """For each column name, the keys that lead to it."""
     from tensordict import NonTensorData, NonTensorStack, is_tensor_collection, is_tensorclass
 
     for key in td.keys():  # noqa: SIM118  a TensorDict goes over its rows
@@ -100,6 +100,6 @@ def _batches(
             value = rows.get(way)
             if fields[name].is_tensor:
                 batch[name] = materialize(value)
-            else:  # of one row, or the same for all, tensordict gives the value itself
+            else:  # for one row, or if it is the same for all, tensordict returns the value itself
                 batch[name] = value.tolist() if hasattr(value, "tolist") else [value] * len(rows)
         yield batch

@@ -1,8 +1,8 @@
-"""A folder that `TensorDict.load_memmap` opens.
+"""Writing a folder that `TensorDict.load_memmap` opens.
 
 Always true:
-- it appears whole, in one step; it replaces another one only if that was written here, and nothing was added to it
-- no value comes into memory as a whole: what is on disk goes from file to file
+- it appears complete, in one step; it replaces another one only if that was written here, and no file was added to it
+- no value is in memory as a whole: what is on disk is copied from file to file
 - nothing is pickled
 """
 
@@ -37,7 +37,7 @@ from offload.tensor.saved import subclass_value, write_value
 from offload.tensor.wrapper import PathLike, handle_of, is_offloaded
 
 _FORMAT = 1
-_TAKEN = ("shape", "device", "_type")  # words of meta.json that a key would collide with
+_TAKEN = ("shape", "device", "_type")  # keys of meta.json that an entry would collide with
 _MARKER = "offload.json"
 _KIND = Kind(what="the list of files of a folder of offload", stamp={MARK: {"memmap": _FORMAT}})
 
@@ -123,14 +123,14 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
 
 @dataclass
 class _Plan:
-    """What a folder is to hold.
+    """The contents of a folder.
 
     Attributes:
-        files: the tensors, by the path that each has in it.
-        texts: what `meta.json` says, by its path.
-        types: the tensorclasses that it is made of.
-        copies: whether leaves may be in files that stay already.
-        of_zeros: whether the values do not matter.
+        files: the tensors, by relative path.
+        texts: the contents of `meta.json` files, by path.
+        types: the tensorclasses used.
+        copies: whether leaves may already be in files that stay.
+        of_zeros: whether all values are zero.
     """
 
     copies: bool
@@ -162,7 +162,7 @@ def _planned(td: Any, *, copies: bool, of_zeros: bool = False) -> _Plan:
 
 
 def _plan(td: Any, at: str, way: Way, plan: _Plan) -> None:
-    """Add a collection to a plan, in the folder `at`."""
+    """Add a collection to a plan, in folder `at`."""
     from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, is_tensorclass
 
     meta: dict[str, Any]
@@ -189,7 +189,7 @@ def _plan(td: Any, at: str, way: Way, plan: _Plan) -> None:
 
 
 def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> dict[str, Any]:
-    """Add the entries of a TensorDict to a plan; what `meta.json` is to say of them."""
+    """Add the entries of a TensorDict to a plan; returns their entries in `meta.json`."""
     from tensordict import is_tensor_collection
 
     meta: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def _plan_entries(td: Any, at: str, way: Way, plan: _Plan) -> dict[str, Any]:
 
 
 def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]:
-    """Add a leaf to a plan; what `meta.json` is to say of it."""
+    """Add a leaf to a plan; returns its entry in `meta.json`."""
     if tensor.is_nested and tensor.layout == torch.strided:
         sizes = torch.tensor([list(part.shape) for part in tensor.unbind()], dtype=torch.int64)
         plan.files[f"{path}.shape.memmap"] = sizes
@@ -223,7 +223,7 @@ def _plan_leaf(tensor: Any, path: str, name: str, plan: _Plan) -> dict[str, Any]
         )
     if not plan.of_zeros:
         _refuse_leaf(tensor, name, plan)
-    if tensor.numel():  # what is empty has no file
+    if tensor.numel():  # an empty leaf has no file
         plan.files[f"{path}.memmap"] = tensor.detach()
     return _spec(tensor.shape, tensor.dtype, is_nested=False)
 
@@ -292,7 +292,7 @@ def _publish(folder: Path, plan: _Plan, threads: int, existsok: bool) -> None:
 
 
 def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
-    """The bytes of each file of tensors, as it is written."""
+    """The size in bytes of each tensor file, as it is written."""
 
     def write(path: str) -> int:
         tensor = plan.files[path]
@@ -315,7 +315,7 @@ def _written(folder: Path, plan: _Plan, threads: int) -> Iterator[int]:
 
 
 def _refuse_replacing(folder: Path, existsok: bool) -> None:
-    """Refuse to write over what `save_memmap` did not write; an empty folder may be filled."""
+    """Refuse to replace what `save_memmap` did not write; an empty folder may be filled."""
     with reading(folder):
         if not is_there(folder) or (folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())):
             return
@@ -330,7 +330,7 @@ def _refuse_replacing(folder: Path, existsok: bool) -> None:
 
 
 def _files_of(folder: Path) -> set[str]:
-    """The files that `save_memmap` wrote into a folder."""
+    """The files that `save_memmap` wrote in a folder."""
     if folder.is_symlink():
         return set()
     files = (state_if_ours(folder / _MARKER, _KIND) or {}).get("files")
