@@ -5,10 +5,10 @@
 | put a tensor on disk | `OffloadedTensor.from_original_tensor` `from_file` `empty` `zeros` `ones` `full` |
 | replace a value, safely | `OffloadedTensor.update_values` |
 | replace many, one at a time | `map_values`, which gives a `MapReport` |
-| have it in memory again | `materialize`, `OffloadedTensor.materialize` |
-| have what is made of a tensor beside it | `offloaded_like` |
-| have large results and loads go to disk | `offloading` |
-| know which is which | `is_offloaded` |
+| bring it back into memory | `materialize`, `OffloadedTensor.materialize` |
+| store a result beside its tensor | `offloaded_like` |
+| send large results and loaded tensors to disk | `offloading` |
+| tell which tensors are on disk | `is_offloaded` |
 | send one, or a model, to a process of Ray or dask | `by_reference` |
 | know whether a model runs here, and how fast | `plan` |
 | load a transformers model | `from_pretrained` |
@@ -31,17 +31,17 @@ In modules, which `import offload` brings along:
 | in | to | use |
 | --- | --- | --- |
 | `offload.budget` | keep values in memory, or drop them | `keep_resident` `evict` |
-| | say how far to read ahead | `set_read_ahead` |
+| | set how far to read ahead | `set_read_ahead` |
 | `offload.training` | train with state on disk | `offload_optimizer` `offload_activations` |
-| | save training as a whole, and go on after a crash | `save_training` `load_training` |
-| `offload.distributed` | save a state while training goes on, by way of files | `FileStager` |
-| `offload.report` | write a page of what memory and disk did | `memory_report` |
+| | save training as a whole, and resume after a crash | `save_training` `load_training` |
+| `offload.distributed` | save a snapshot through files while training goes on | `FileStager` |
+| `offload.report` | write a page about memory and disk usage | `memory_report` |
 | `offload.integrations` | keep keys and values of a transformers model on disk | `kv_cache` |
 | | read files and tables of others into a cache | `cache_from` |
-| | open, or write, a folder of tensordict's | `tensordict` |
-| `offload.errors` | catch what can go wrong, by its name | |
+| | open or write a folder of tensordict's | `tensordict` |
+| `offload.errors` | catch specific errors | |
 
-`offload.testing`, which is to be imported, compares values and holds tensor subclasses against plain tensors.
+`offload.testing`, which has to be imported, compares values and tests tensor subclasses against plain tensors.
 """
 
 import sys as _sys

@@ -1,8 +1,8 @@
-"""How much memory values on disk may take, as users say it, and what became of it.
+"""Memory budgets for values on disk, as set by the user, and current usage.
 
 Always true:
-- a setting holds for the process, or until the `with` that made it ends
-- what is in memory is asked of the kernel, not kept in books
+- a setting is process-wide, permanently or until the `with` that made it ends
+- what is in memory is queried from the kernel, not tracked
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MaxMemory: TypeAlias = "Amount | Mapping[int | str, Amount] | None"
 
 
 class Setting:
-    """A setting that was made; as a context manager, it is taken back at the end."""
+    """An applied setting; as a context manager, it is undone at the end."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
@@ -165,14 +165,14 @@ def evict(*what: Any) -> None:
 
 @dataclass(frozen=True)
 class MemorySummary:
-    """What the values on disk that were read, or are expected to be, take of memory. In bytes of files: once each.
+    """Memory usage of the values on disk that have been read, or are expected to be; in file bytes, counted once.
 
     Attributes:
-        budget: what may stay.
-        values: of all of them.
-        kept: of those that are to stay.
+        budget: bytes that may stay in memory.
+        values: total size.
+        kept: size of those that stay.
         resident: in memory now, as the kernel counts it.
-        counts: reads since the process began.
+        counts: reads since the process started.
     """
 
     budget: int
@@ -228,7 +228,7 @@ def memory_summary() -> MemorySummary:
 
 
 def pool_for(max_memory: MaxMemory, read_ahead: Amount | bool | None) -> Pool | None:
-    """A budget of their own for the values of one model; None if neither is given.
+    """A separate budget for the values of one model; None if neither argument is given.
 
     Args:
         max_memory: as `set_max_memory`.
@@ -254,12 +254,12 @@ def _shares(max_memory: MaxMemory) -> tuple[int | None, dict[torch.device, Pool]
 
 
 def _accelerator(device: int | str) -> torch.device:
-    """The device that a key of `max_memory` names."""
+    """The device named by a key of `max_memory`."""
     try:
         found = torch.device(device)
         current = torch.accelerator.current_accelerator()
         here = torch.accelerator.device_count() if current is not None and found.type == current.type else 0
-    except (RuntimeError, TypeError):  # no name of a device, and no number
+    except (RuntimeError, TypeError):  # not a device name or index
         here = 0
     if not here or (found.index or 0) >= here:
         raise ArgumentError(f"max_memory: {device!r} is neither 'cpu' nor an accelerator of this machine")
@@ -267,12 +267,12 @@ def _accelerator(device: int | str) -> torch.device:
 
 
 def _device_bytes(device: torch.device) -> int:
-    """What is free on an accelerator, for fractions of it."""
+    """Free memory of an accelerator, for fractions of it."""
     return int(torch.accelerator.get_memory_info(device)[0])
 
 
 def _window_of(window: Amount | bool) -> int | None:
-    """The window in bytes; None for one that follows the values."""
+    """The window in bytes; None for the automatic one."""
     if isinstance(window, bool):
         return None if window else 0
     return as_budget(window, available_bytes())
@@ -295,7 +295,7 @@ def _values_in(what: Iterable[Any]) -> list[Value]:
 
 
 def _bytes_in(values: Iterable[Value]) -> int:
-    """Of the files, so that what overlaps counts once."""
+    """Size in the files; overlapping bytes count once."""
     return sum(extent.nbytes for extent in joined(values))
 
 

@@ -1,7 +1,7 @@
-"""What can go wrong, in words for the person who reads them.
+"""The errors, for the person who reads them.
 
 Always true:
-- every error here is an `OffloadError` and also the builtin error that a stranger would catch
+- every error is an `OffloadError` and also the builtin exception that a caller would expect
 - a message says what happened, to which tensor, in which file, and what to do
 """
 
@@ -82,7 +82,7 @@ class MissingFileError(OffloadError, FileNotFoundError):
 class MissingKeyError(OffloadError, KeyError):
     """A tensor, or an entry, that a file or folder does not have."""
 
-    __str__ = Exception.__str__  # that of KeyError quotes
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class CorruptFileError(OffloadError, ValueError):
@@ -164,7 +164,7 @@ class CacheError(OffloadError, ValueError):
 class ColumnError(OffloadError, KeyError):
     """A column that a cache does not have, or one that is missing from a write."""
 
-    __str__ = Exception.__str__  # that of KeyError quotes
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class RowIndexError(OffloadError, IndexError):

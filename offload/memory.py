@@ -1,7 +1,7 @@
-"""How much memory there is, how much of it is ours, giving it back, and when nobody need look for garbage.
+"""How much memory there is, how much of it is ours, returning freed memory, and pausing garbage collection.
 
 Always true:
-- nothing is kept, but how much was freed: each call looks anew
+- nothing is cached except the amount freed: each call measures again
 - a limit that cannot be read is no limit
 """
 
@@ -31,29 +31,29 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
 _malloc_trim = ctypes.CDLL(None).malloc_trim
-_MUCH = 32 << 20  # bytes that may be freed until the system gets them back
+_MUCH = 32 << 20  # bytes that may be freed before they are returned to the system
 _freed = 0
 _LEAST_BUDGET = 1 << 20
-_MOST_DIGITS = 30  # of an amount
-_UNLIMITED = 1 << 62  # version 1 says "no limit" with the largest number of whole pages
+_MOST_DIGITS = 30  # in an amount
+_UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with the largest number of whole pages
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs: what it has allocated, and not what it has mapped.
+    """Memory of this process not backed by files: what it has allocated, without what it has mapped.
 
-    Where the system does not tell them apart, all resident memory.
+    If the system does not distinguish them, all resident memory.
     """
     found = _in_status("RssAnon")
     return int(psutil.Process().memory_info().rss) if found is None else found
 
 
 def mapped_bytes() -> int:
-    """Memory of files that this process has mapped and used; the kernel can drop it. 0 where it is not told apart."""
+    """Mapped file memory in use by this process, which the kernel can drop. 0 if the system does not distinguish it."""
     return _in_status("RssFile") or 0
 
 
 def _in_status(field: str) -> int | None:
-    """Bytes, of a line of this process's status that counts kilobytes."""
+    """A kilobyte count from this process's status, in bytes."""
     with suppress(OSError):
         for line in _STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(f"{field}:"):
@@ -62,10 +62,10 @@ def _in_status(field: str) -> int | None:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take without swapping, and within its cgroup's limit.
+    """Memory that this process can still use without swapping, within its cgroup's limit.
 
-    Where a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share of that; of a
-    cgroup that it has for itself, all.
+    If a launcher says that it is one of several ranks on this host (`LOCAL_WORLD_SIZE`), its share; of a cgroup of its
+    own, all.
     """
     ranks = _local_ranks()
     free, room = int(psutil.virtual_memory().available) // ranks, cgroup_room(ranks=ranks)
@@ -73,19 +73,19 @@ def available_bytes() -> int:
 
 
 def _local_ranks() -> int:
-    """How many ranks share this host, as torchrun says."""
+    """The number of ranks on this host, according to torchrun."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(said), 1) if said.isdecimal() else 1
 
 
 def as_bytes(amount: int | float | str, whole: int) -> int:
-    """A number of bytes as people write it.
+    """A number of bytes in human notation.
 
     Args:
         amount: a whole number; text such as "8GiB", "500MB" or "4096"; or a fraction of `whole`: 0.5.
 
     Raises:
-        ArgumentError: it is none of these, or negative; or 1.0, which could be a byte, or all.
+        ArgumentError: it is none of these, or negative; or 1.0, which could mean one byte or everything.
 
     Example:
         >>> as_bytes("1.5KiB", 0), as_bytes(0.5, 1000), as_bytes(12, 0)
@@ -97,7 +97,7 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
 
 
 def as_budget(amount: int | float | str, whole: int) -> int:
-    """As `as_bytes`, of what values are to fit into: 1.0 is all of `whole`, and a few bytes are a mistake.
+    """Like `as_bytes`, for a budget: 1.0 means all of `whole`, and a few bytes are an error.
 
     Raises:
         ArgumentError: as `as_bytes`; or it is less than 1 MiB, and not 0.
@@ -131,13 +131,13 @@ def _in_bytes(amount: Any, whole: int) -> int:
 
 
 def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: int = 1) -> int | None:
-    """What the tightest memory limit of the cgroups that this process is in still allows; None without a limit.
+    """What the tightest memory limit among this process's cgroups still allows; None without a limit.
 
-    Files that are only cached count as room: the kernel drops them first.
+    The page cache counts as room: the kernel drops it first.
 
     Args:
-        own, mounted: where the system tells of cgroups.
-        ranks: how many processes share each cgroup that this one does not have for itself.
+        own, mounted: where the system describes cgroups.
+        ranks: how many processes share each cgroup that is not this one's alone.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html.
     """
@@ -150,9 +150,9 @@ def cgroup_room(own: Path = _OWN_CGROUPS, mounted: Path = _CGROUPS, *, ranks: in
 
 
 def _memory_cgroups(own: Path, mounted: Path) -> Iterator[Path]:
-    """The folders of the cgroups of this process that may limit memory, from its own up to the root."""
+    """The folders of this process's cgroups that may limit memory, from its own up to the root."""
     try:
-        lines = os.fsdecode(own.read_bytes()).split("\n")  # a path may hold what `splitlines` takes for an end
+        lines = os.fsdecode(own.read_bytes()).split("\n")  # a path may contain what `splitlines` takes for a line end
     except OSError:
         return
     for line in filter(None, lines):
@@ -174,7 +174,7 @@ def _room_in(folder: Path) -> int | None:
 
 
 def _is_alone_in(folder: Path) -> bool:
-    """Whether a cgroup, with those below, has this process and what it has started, and no other."""
+    """Whether a cgroup, with its children, contains only this process and its descendants."""
     try:
         found = {int(pid) for path in folder.rglob("cgroup.procs") for pid in path.read_bytes().split()}
     except OSError:
@@ -189,24 +189,24 @@ def _cached_in(folder: Path) -> int:
     except OSError:
         return 0
     stat = {name: int(count) for name, count in pairs}
-    prefix = "total_" if "total_inactive_file" in stat else ""  # version 1: with the groups below
+    prefix = "total_" if "total_inactive_file" in stat else ""  # version 1: including child groups
     return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
 
 
 def count_freed(nbytes: int) -> None:
-    """Say that tensors of so many bytes were freed; when it comes to much, it is given back.
+    """Count freed bytes of tensors; when they add up, return them to the system.
 
-    glibc keeps much of what was below 32 MiB a piece: small things settle in the gaps, and a freed block does not serve
-    for an aligned one of the same size (2.36). A walk over many values would take the memory of all of them.
+    glibc keeps much of what was allocated in blocks below 32 MiB: small allocations settle in gaps, and a freed block
+    can't serve an aligned one of the same size (2.36). A walk over many values would take the memory of all of them.
     """
     global _freed
-    _freed += nbytes  # without a lock: what threads lose between them does not matter
+    _freed += nbytes  # without a lock: races between threads don't matter
     if _freed >= _MUCH:
         return_freed()
 
 
 def return_freed() -> None:
-    """Give freed memory back to the system now. Elsewhere than with glibc nothing happens."""
+    """Return freed memory to the system now. No effect without glibc."""
     global _freed
     _freed = 0
     _malloc_trim(0)
@@ -214,10 +214,10 @@ def return_freed() -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No search for reference cycles in the block, in any thread: for making very many objects that stay, and no cycle.
+    """Pauses cyclic garbage collection in all threads: for creating very many objects that stay, without cycles.
 
-    Else the collector goes over all of them, and over the model, again and again and in vain: that took half of the
-    time of loading 10,000 tensors (`python -m bench.load`).
+    Otherwise the collector visits all of them, and the model, again and again in vain: half of the time of loading
+    10,000 tensors (`python -m bench.load`).
     """
     was_on = gc.isenabled()
     try:

@@ -1,13 +1,13 @@
-"""Every private name of torch that is used here, and what is read in the frames of torch's own functions.
+"""Every private name of torch that is used, and the frames of torch's functions that are inspected.
 
 Always true:
-- no other module uses a private name of torch, so this page holds all that a release of torch can take away
-- what nothing works without is looked for at import; what one feature needs is missed when that feature is used
-- what is gone, or has changed, is an `UnsupportedTorchError`: never a bare error, and never another result
+- no other module uses a private name of torch, so everything that a torch release can break is here
+- what is always needed is looked up at import; what one feature needs is reported when that feature is used
+- a missing or changed name is an `UnsupportedTorchError`: never a bare error, and never a different result
 
-A name is private if a part of it begins with an underscore. Names of ops (`torch.ops.aten._to_copy`) are not: exported
-programs hold them, and torch keeps them for those. All are in torch 2.11, the oldest release that is tested, unless a
-line says otherwise.
+A name is private if a part of it begins with an underscore. Names of ops (`torch.ops.aten._to_copy`) don't count:
+exported programs contain them, and torch keeps them for those. All exist in torch 2.11, the oldest tested release,
+unless noted otherwise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 from offload.errors import UnsupportedTorchError
 
-TESTED = ("2.11", "2.13")  # the releases that all tests have run with, the oldest first
+TESTED = ("2.11", "2.13")  # releases with which all tests were run, oldest first
 _T = TypeVar("_T")
 
 
@@ -37,7 +37,7 @@ def _unsupported(feature: str, why: object) -> UnsupportedTorchError:
     )
 
 
-# What nothing works without
+# Always needed
 
 try:
     from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # calls reach the plain tensor
@@ -50,38 +50,38 @@ try:
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-    # Modes: whether there are some, and their guards. These are classes in C, which an interrupt can't leave half open.
-    no_functions = torch._C.DisableTorchFunction  # no `__torch_function__`, of modes or of classes
-    InferenceMode = torch._C._InferenceMode  # also brings back all of the dispatcher's and autograd's state
+    # Modes: whether any are on, and guards. These are C classes, which an interrupt can't leave half open.
+    no_functions = torch._C.DisableTorchFunction  # disables `__torch_function__` of modes and classes
+    InferenceMode = torch._C._InferenceMode  # also restores all state of the dispatcher and autograd
     DispatchKey = torch._C.DispatchKey
-    PYTHON_KEYS = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot, DispatchKey.PreDispatch)  # of modes in Python
-    TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; the enumeration does not have it
+    PYTHON_KEYS = (DispatchKey.Python, DispatchKey.PythonTLSSnapshot, DispatchKey.PreDispatch)  # of Python modes
+    TRACER_KEY = torch._C._dispatch_key_parse("Tracer")  # of torch.jit.trace; missing in the enumeration
     keys_kept = torch._C._PreserveDispatchKeyGuard
     exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
     modes_are_on = torch._C._len_torch_dispatch_stack
     function_modes_are_on = torch._C._len_torch_function_stack
     transform_on_top = torch._C._functorch.peek_interpreter_stack  # of torch.func; None if there is none
     is_traced = torch._C._is_tracing  # by torch.jit.trace
-    set_grad = torch._C._set_grad_enabled  # public ones are modes in Python
+    set_grad = torch._C._set_grad_enabled  # the public ones are Python modes
     set_forward_grad = torch._C._set_fwd_grad_enabled
 
-    # The wrapper: a tensor with metadata of our choice, and no memory
+    # The wrapper: a tensor with arbitrary metadata and no memory
     make_wrapper = torch.Tensor._make_wrapper_subclass
-    refuse_pointers = torch._C._set_throw_on_mutable_data_ptr  # who reads its memory past every dispatcher raises
+    refuse_pointers = torch._C._set_throw_on_mutable_data_ptr  # makes access to its memory below every dispatcher raise
     set_conj = torch._C._set_conj
     set_neg = torch._C._set_neg
     as_negated = torch.Tensor._neg_view
     is_view = torch.Tensor._is_view
-    tensor_data: Any = torch._C.TensorBase.data  # the property that C++ gives; ours stores
+    tensor_data: Any = torch._C.TensorBase.data  # the C++ property; ours stores
     is_inference = torch._C.TensorBase.is_inference  # past `__torch_function__`
-    are_swappable = torch._has_compatible_shallow_copy_type  # whether `data` of one may become the other's
+    are_swappable = torch._has_compatible_shallow_copy_type  # whether setting `data` of one to the other is possible
     version_of: Callable[[torch.Tensor], int] = attrgetter("_version")  # counts writes, for autograd
-    typed_storage_of = torch.Tensor._typed_storage  # how torch.save, and sharing, get at memory
+    typed_storage_of = torch.Tensor._typed_storage  # how torch.save and sharing access memory
     PARAMETER_MARK = "_is_param"  # the attribute that makes a tensor of any class an `nn.Parameter`
 
     # Ops and modules
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    op_schema: Callable[[Any], Any] = attrgetter("_schema")  # of an op: its arguments, and which of them it writes
+    op_schema: Callable[[Any], Any] = attrgetter("_schema")  # of an op: its arguments, and which it mutates
     kernel_of: Callable[[Any], Any] = attrgetter("_op_dk")  # of an op: calls its kernel of one dispatch key
     parameters_of: Callable[[nn.Module], Any] = attrgetter("_parameters")  # the dict itself, with its Nones
     buffers_of: Callable[[nn.Module], Any] = attrgetter("_buffers")
@@ -98,46 +98,46 @@ try:
         attrgetter(*_names.split())(_owner)
     if PARAMETER_MARK not in type(nn.Parameter).__instancecheck__.__code__.co_consts:
         raise AttributeError(f"nn.Parameter is no longer told by {PARAMETER_MARK!r}")
-except (ImportError, AttributeError, TypeError, RuntimeError) as _error:  # RuntimeError: a dispatch key of no such name
+except (ImportError, AttributeError, TypeError, RuntimeError) as _error:  # RuntimeError: an unknown dispatch key
     raise _unsupported("offload", _error) from _error
 
 
 def is_dual_level() -> bool:
-    """Whether tensors may have tangents, which forward-mode differentiation carries on."""
+    """Whether tensors may have tangents, for forward-mode differentiation."""
     return forward_ad._current_level >= 0
 
 
 def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
-    """Have `new` hold the very dictionaries of the hooks of `old`: their handles remove from these."""
+    """Make `new` share the hook dictionaries of `old`, so that their handles work for both."""
     new._backward_hooks = old._backward_hooks
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
 def is_of_a_module(holder: object) -> bool:
-    """Whether this is the dictionary of a module's attributes."""
+    """Whether this is the attribute dictionary of a module."""
     return isinstance(holder, dict) and "_modules" in holder
 
 
 # Storages
 
-storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one for each, also while it has no memory
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # unique, even for a storage without memory
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """A storage as torch.save and its unpickler take it; without `_internal` it warns."""
+    """A storage as torch.save and its unpickler expect it; without `_internal` it warns."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def untyped(storage: torch.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
-    """As `TypedStorage.untyped`, which warns."""
+    """Like `TypedStorage.untyped`, which warns."""
     return storage._untyped_storage if isinstance(storage, torch.TypedStorage) else storage
 
 
-# What one feature needs
+# Needed by single features
 
 
 class _Gone(type):
-    """The class of what stands for a name that torch no longer has: it raises once it is used."""
+    """Metaclass of placeholders for names that torch no longer has: they raise when used."""
 
     error: UnsupportedTorchError
 
@@ -155,7 +155,7 @@ class _Gone(type):
 
 
 def _for(feature: str, find: Callable[[], _T]) -> _T:
-    """A name that `feature` alone needs; what stands for it, if it is gone."""
+    """A name that only `feature` needs; a placeholder if it is gone."""
     try:
         return find()
     except AttributeError as error:
@@ -164,18 +164,18 @@ def _for(feature: str, find: Callable[[], _T]) -> _T:
 
 
 def needed(found: _T) -> _T:
-    """What was found: for a use that does not show what is gone, such as `is`, or a pickle."""
+    """The name itself, for uses that a placeholder can't detect, such as `is` or a pickle."""
     if isinstance(found, _Gone):
         raise found.error
     return found
 
 
 _ACTIVATIONS = "offload_activations"
-storage_uses = _for("offload_activations, or a recipe,", lambda: torch._C._storage_Use_Count)  # how many hold a storage
-_not_compiled: Any = _for(_ACTIVATIONS, lambda: torch._disable_dynamo)  # imports the compiler at the first call only
+storage_uses = _for("offload_activations, or a recipe,", lambda: torch._C._storage_Use_Count)  # reference count
+_not_compiled: Any = _for(_ACTIVATIONS, lambda: torch._disable_dynamo)  # imports the compiler only when first called
 
 _MODES = "offloading, or map_batches,"
-_BATCHES = "map_batches"  # a thread begins without what these give and set
+_BATCHES = "map_batches"  # for a new thread, which does not inherit them
 push_dispatch_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_dispatch_stack)
 push_function_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_function_stack)
 push_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._push_saved_tensors_default_hooks)
@@ -195,10 +195,8 @@ CLASSES_OF_TENSORS = _for(_PICKLED, lambda: torch._tensor_classes)  # torch.Floa
 rebuild_from_type = _for(_PICKLED, lambda: torch._tensor._rebuild_from_type_v2)
 
 _ARCHIVE = "writing a file for torch.load"
-storage_names = _for(
-    _ARCHIVE, lambda: torch.storage._dtype_to_storage_type_map
-)  # of dtypes that have a class of storage
-new_dtypes = _for(_ARCHIVE, lambda: torch.storage._new_dtypes)  # dtypes that have none
+storage_names = _for(_ARCHIVE, lambda: torch.storage._dtype_to_storage_type_map)  # of dtypes with a storage class
+new_dtypes = _for(_ARCHIVE, lambda: torch.storage._new_dtypes)  # dtypes without one
 rebuild_tensor = _for(_ARCHIVE, lambda: torch._utils._rebuild_tensor_v2)
 rebuild_tensor_of_new_dtype = _for(_ARCHIVE, lambda: torch._utils._rebuild_tensor_v3)
 
@@ -213,12 +211,12 @@ if TYPE_CHECKING:
     from torch._weights_only_unpickler import Unpickler as Unpickler
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
-    Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # that of weights_only=True
+    Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # the one for weights_only=True
     TorchDispatchMode = _for(_OFFLOADING, lambda: torch.utils._python_dispatch.TorchDispatchMode)
 
 
 def not_compiled(function: _T) -> _T:
-    """Decorates what a compiler is not to look into."""
+    """Decorates functions that a compiler should not trace into."""
     decorated: Any = _not_compiled if type(_not_compiled) is _Gone else _not_compiled(function)
     return decorated  # type: ignore[no-any-return]
 
@@ -227,7 +225,7 @@ local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor
 
 
 def world_of(mesh: Any) -> tuple[int, int]:
-    """The number of this rank, and how many there are; of a mesh that is only simulated, by that."""
+    """This rank and the number of ranks; for a simulated mesh, as it says."""
     distributed: Any = torch.distributed
     if not distributed.is_initialized():
         return mesh.get_rank(), mesh.size()
@@ -235,7 +233,7 @@ def world_of(mesh: Any) -> tuple[int, int]:
 
 
 def is_sharding() -> bool:
-    """Whether torch.distributed is, in one of the callers, at making a parameter one of many ranks."""
+    """Whether a caller is torch.distributed turning a parameter into a sharded one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _SHARDING:
@@ -251,15 +249,15 @@ _SHARDING = {
 
 
 def dtensor_class() -> Any:
-    """The class of torch.distributed's tensors; None where nobody has imported it, so that there are none."""
+    """torch.distributed's tensor class; None if it has not been imported, so that there can be no instances."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor on the mesh of another one, with its placements and shape, and the dtype of its own local tensor.
+    """A DTensor with the mesh, placements and shape of another one, and the dtype of its own local tensor.
 
     Raises:
-        UnsupportedTorchError: torch makes them in another way by now.
+        UnsupportedTorchError: torch creates them differently now.
     """
     try:
         spec, kind = outer._spec, type(outer)
@@ -271,10 +269,10 @@ def dtensor_like(outer: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def offsets_of_shard(placement: Any, size: int, chunks: int, chunk: int) -> Sequence[int]:
-    """Which of so many rows one of the chunks has that a placement cuts them into; a range, where they are successive.
+    """The rows in one of the chunks that a placement makes; a range if they are consecutive.
 
     Raises:
-        UnsupportedTorchError: torch counts them in another way by now.
+        UnsupportedTorchError: torch computes them differently now.
     """
     if placement.is_shard() and type(placement).__name__ == "Shard":
         rows, first = placement.local_shard_size_and_offset(size, chunks, chunk)
@@ -293,14 +291,14 @@ def _unchecked_sparse() -> Callable[[], list[torch.Tensor]]:
     return torch._utils._get_sparse_tensors_to_validate  # type: ignore[attr-defined,no-any-return]  # 2.15
 
 
-unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # the sparse tensors that the next torch.load is to check
+unchecked_sparse = _for(_PICKLED, _unchecked_sparse)  # sparse tensors queued for a check in the next torch.load
 
 
 def described_ops() -> Any:
-    """How torch's own tests call each op: imported when it is asked for, with all that those need.
+    """torch's own op descriptions, imported on use with everything that they need.
 
     Raises:
-        UnsupportedTorchError: something that they need is not installed.
+        UnsupportedTorchError: a dependency is not installed.
     """
     try:
         from torch.testing._internal.common_methods_invocations import op_db
@@ -312,11 +310,11 @@ def described_ops() -> Any:
     return op_db
 
 
-# What is read in the frames of torch's functions
+# Inspecting frames of torch's functions
 
 
 class Frames:
-    """Functions of torch's whose variables one feature reads while they run: each with the names of these."""
+    """torch functions whose variables a feature inspects while they run, with the names of these."""
 
     def __init__(self, feature: str) -> None:
         self._feature = feature
@@ -324,7 +322,7 @@ class Frames:
         self._changed: dict[str, UnsupportedTorchError] = {}
 
     def add(self, module: str, find: Callable[[], CodeType], *names: str) -> Frames:
-        """One of `module`, which reads or makes the variables `names`. If not, that is missed when it runs."""
+        """Add a function of `module` that uses the variables `names`. If it doesn't, that is reported when it runs."""
         try:
             code = find()
             missing = set(names) - {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
@@ -336,10 +334,10 @@ class Frames:
         return self
 
     def variables(self, frame: FrameType) -> Mapping[str, Any] | None:
-        """Those of a frame of one of these functions; None if it is of another.
+        """The variables of a frame of one of these functions; None for other frames.
 
         Raises:
-            UnsupportedTorchError: it is of a module in which one of them is no longer what it was.
+            UnsupportedTorchError: the frame is in a module in which one of the functions has changed.
         """
         names = self._known.get(frame.f_code)
         if names is not None:
@@ -359,7 +357,7 @@ def _load_tensor() -> CodeType:
     return found[0]
 
 
-# What they are about to swap for another tensor, if it can be taken apart; what can't be, they set or store.
+# They swap the named variable for another tensor if it can be flattened, and otherwise set its data.
 SWAPPING = (
     Frames("moving or parametrizing a module")
     .add("torch.nn.modules.module", lambda: nn.Module._apply.__code__, "param")
@@ -376,9 +374,9 @@ LOADING = Frames(_OFFLOADING).add("torch.serialization", lambda: torch.load.__co
 
 
 def memo_of_stager(frame: FrameType) -> dict[int, Any] | None:
-    """What torch's stager of `async_save` has copied, by `id`, if this is a frame of it.
+    """What torch's stager for `async_save` has copied, by `id`, if this is one of its frames.
 
-    It copies storages, which it tells apart by their `id` and does not hold, and then attributes, deep.
+    It copies storages, identified by their `id` without holding them, and then deep-copies attributes.
     """
     is_stager = frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager"
     return frame.f_locals.get("memo") if is_stager else None

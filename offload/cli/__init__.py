@@ -4,13 +4,13 @@
 | --- | --- |
 | `plan` | `plan` |
 | `models` | `generate` `bench` |
-| `batch` `requests` | `batch`, and the lines that it reads and writes |
+| `batch` `requests` | `batch`, and the lines it reads and writes |
 | `weights` | `quantize` `merge-lora` |
 | `files` | `inspect` `convert` `verify` |
 | `rows` | `cache info` `cache verify` `cache export` |
 | `machine` | `doctor` |
-| `arguments` | what is typed, as what it means |
-| `main` `output` | the command line as a whole, and what it prints |
+| `arguments` | parsing arguments |
+| `main` `output` | the command line as a whole, and its output |
 """
 
 from offload.cli.main import main

@@ -1,7 +1,7 @@
 """`python -m offload.cli`.
 
 Always true:
-- it is the command `offload`
+- it is the same as the command `offload`
 """
 
 import sys

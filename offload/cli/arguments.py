@@ -1,7 +1,7 @@
-"""What is typed on a command line, as what it means.
+"""Parsing command-line arguments.
 
 Always true:
-- what can't be meant is told before anything is done, with the words that could be
+- an invalid value is reported before anything is done, with the valid ones
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MOST = 2**31 - 1
 
 
 def path(text: str) -> Path:
-    """A path. An empty one would be the folder that one is in: a variable of a shell that is not set."""
+    """A path. An empty one, which would mean the current folder, is usually an unset shell variable."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a path")
     return Path(text)
 
 
 def existing(place: Path) -> Path:
-    """The path of something that is there.
+    """A path that must exist.
 
     Raises:
-        MissingFileError: nothing is there.
+        MissingFileError: there is nothing.
         ReadError: the system does not tell.
     """
     if not is_there(place):
@@ -50,7 +50,7 @@ def prompt(text: str) -> str:
 
 
 def count(text: str) -> int:
-    """A number of things, 1 or more."""
+    """A count, at least 1."""
     if not text.isdecimal() or len(text) > len(str(_MOST)) or not 1 <= int(text) <= _MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 1 to {_MOST}")
     return int(text)
@@ -78,7 +78,7 @@ def size(text: str) -> str:
 
 
 def device(text: str) -> torch.device:
-    """A device that computes."""
+    """A device that ops can run on."""
     from offload.errors import DeviceError
     from offload.tensor.arguments import computing_device
 

@@ -1,8 +1,8 @@
-"""`offload batch`: a file of requests, answered by a language model that is read once for many of them.
+"""`offload batch`: answer a file of requests with a language model that is read once for many of them.
 
 Always true:
-- each request is answered as if it were alone; `--in-flight` changes time and memory, and no answer
-- what was answered stays answered, whatever ends the process
+- each request is answered as if it were alone; `--in-flight` changes time and memory, but no answer
+- finished answers stay, however the process ends
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offload.storage.regular import is_there
 
 
 def add_to(commands: Any) -> None:
-    """Add this command to a command line."""
+    """Add this command to a parser."""
     import shtab
 
     command = commands.add_parser("batch", help="answer a file of requests", description=batch.__doc__)
@@ -87,7 +87,7 @@ def batch(options: argparse.Namespace) -> int:
 
 
 def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]]) -> Iterator[Any]:
-    """An answer, or a refusal, for each request. Without a request no model is loaded."""
+    """An answer or a refusal for each request. If there are none, no model is loaded."""
     import torch
 
     from offload.batches.mapping import map_batches
@@ -109,7 +109,7 @@ def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]
 
 
 def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[tuple[int, Request]]:
-    """The requests that have no answer yet; what is no request is refused."""
+    """The requests that have no answer yet; invalid ones are refused."""
     seen: set[str] = set()
     for number, line in lines_of(path):
         try:
@@ -125,7 +125,7 @@ def _to_do(path: Path, done: Collection[str], refusals: _Refusals) -> Iterator[t
 
 
 class _Answering:
-    """Answers a request: called in lockstep with others."""
+    """Answers one request; called in lockstep with others."""
 
     def __init__(self, model: Any, tokenizer: Any, most: int) -> None:
         self.model = model
@@ -139,7 +139,7 @@ class _Answering:
         number, request = numbered
         try:
             inputs = self._inputs(request)
-        except Exception as error:  # whatever a template makes of messages
+        except Exception as error:  # chat templates can raise anything
             return request.custom_id, number, f"the model's tokenizer does not take it: {first_line(error)}"
         length = inputs["input_ids"].shape[1]
         most = request.max_tokens or self._most
@@ -154,7 +154,7 @@ class _Answering:
             tokens = self.model.generate(**inputs.to(self.model.device), **options)[0, length:]
         except OffloadError:
             raise
-        except (ValueError, IndexError, RuntimeError) as error:  # a temperature of nearly 0, a token it does not know
+        except (ValueError, IndexError, RuntimeError) as error:  # a temperature close to 0, an unknown token
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             return request.custom_id, number, f"the model does not take it: {first_line(error)}"
@@ -170,7 +170,7 @@ class _Answering:
         )
 
     def _options(self, asked: dict[str, Any], most: int, length: int) -> dict[str, Any]:
-        """For `generate`; the likeliest tokens, if no temperature is asked for."""
+        """Options for `generate`; greedy unless a temperature is given."""
         import torch
 
         chosen: dict[str, Any] = {"max_new_tokens": most, "do_sample": bool(asked.get("temperature"))}
@@ -179,14 +179,14 @@ class _Answering:
         if "stop" in asked:
             chosen["stopping_criteria"] = [self._stopping(asked, length)]
         if "seed" in asked:
-            torch.manual_seed(asked["seed"])  # of this request alone, inside `map_batches`
+            torch.manual_seed(asked["seed"])  # for this request only, inside `map_batches`
         if self.model.generation_config.pad_token_id is None:
             ends = self.model.generation_config.eos_token_id
             chosen["pad_token_id"] = ends[0] if isinstance(ends, list) else ends or 0
         return chosen
 
     def _stopping(self, asked: dict[str, Any], length: int) -> Any:
-        """Whether there is text to stop at; transformers' own does not take each tokenizer (5.23)."""
+        """A criterion for stop strings; transformers' own does not work with every tokenizer (5.23)."""
         import torch
 
         def stops(tokens: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
@@ -201,24 +201,24 @@ class _Answering:
 
 
 def _up_to(text: str, asked: dict[str, Any]) -> tuple[str, bool]:
-    """Text up to what it was to stop at, and whether that is in it."""
+    """Text up to the first stop string, and whether there was one."""
     starts = [text.find(stop) for stop in asked.get("stop", []) if stop in text]
     return (text[: min(starts)], True) if starts else (text, False)
 
 
 class _Refusals:
-    """The lines that can't be answered, in a file that is there only if there are any."""
+    """The lines that can't be answered, in a file that exists only if there are any."""
 
     def __init__(self, path: Path) -> None:
         self.count = 0
         self._path = path
         self._file: Answers | None = None
-        if is_there(path):  # those of a run before, which are looked at again
+        if is_there(path):  # from an earlier run; checked again
             self._file = Answers(path, refused=True)
             self._file.clear()
 
     def add(self, custom_id: str | None, line: int, why: str) -> None:
-        """One more of them."""
+        """Add one."""
         self._file = self._file or Answers(self._path, refused=True)
         self._file.append(refusal(custom_id, line, why))
         self.count += 1
@@ -229,7 +229,7 @@ class _Refusals:
 
 
 class _Progress:
-    """How many lines were answered, how fast, and what was read for it."""
+    """How many lines were answered, how fast, and how much was read for it."""
 
     def __init__(self) -> None:
         self.lines = self._tokens = 0
@@ -237,7 +237,7 @@ class _Progress:
         self._bar = Bar(desc="batch", unit=" lines", delay=1, disable=None, leave=False)
 
     def count(self, tokens: int) -> None:
-        """One more, of so many tokens."""
+        """Count one more answer, of this many tokens."""
         self.lines += 1
         self._tokens += tokens
         figures = self.figures()
@@ -246,7 +246,7 @@ class _Progress:
         self._bar.update()
 
     def figures(self) -> dict[str, float]:
-        """So far."""
+        """The figures so far."""
         seconds, read = time.perf_counter() - self._start, counts().bytes_read - self._read
         return {
             "tokens": self._tokens,

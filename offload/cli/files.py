@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add these commands to a command line."""
+    """Add these commands to a parser."""
     import shtab
 
     command = commands.add_parser("convert", help="write a checkpoint in another form", description=convert.__doc__)
@@ -55,7 +55,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_shard_size(command: argparse.ArgumentParser) -> None:
-    """How large the files are that are written."""
+    """Add the option for the size of the written files."""
     command.add_argument(
         "--max-shard-size",
         type=arguments.size,
@@ -82,7 +82,7 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def print_written(target: Path) -> None:
-    """A line of a new checkpoint."""
+    """Print a line about a new checkpoint."""
     from rich.filesize import decimal
 
     from offload.models.checkpoint import open_checkpoint

@@ -1,7 +1,7 @@
-"""`offload doctor`: what a machine can do.
+"""`offload doctor`: what this machine can do.
 
 Always true:
-- nothing is left in the folder that is measured
+- nothing is left in the folder that is tested
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add this command to a command line."""
+    """Add this command to a parser."""
     import shtab
 
     command = commands.add_parser("doctor", help="say what this machine can do", description=doctor.__doc__)

@@ -1,9 +1,9 @@
 """The command line as a whole.
 
 Always true:
-- what was asked for goes to standard output, everything else to standard error
-- with `--json`, standard output is one JSON value, also for an error: `{"error": {"kind": ..., "message": ...}}`
-- exit codes: 0 done; 1 an error that a user can mend, in one line, or something that `verify` found; 2 a wrong command
+- requested output goes to standard output, everything else to standard error
+- with `--json`, standard output is one JSON value, even for an error: `{"error": {"kind": ..., "message": ...}}`
+- exit codes: 0 done; 1 an error that the user can fix, in one line, or findings of `verify`; 2 a wrong command
   line; 130 interrupted
 """
 
@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with escaping(), logging_to_stderr(options.verbose):
             code: int | None = options.run(options)
-            if sys.stdout is not None:  # it is, where the shell closed it
+            if sys.stdout is not None:  # None if the shell closed it
                 sys.stdout.flush()
-    except BrokenPipeError:  # who reads has enough
+    except BrokenPipeError:  # the reader has seen enough
         with suppress(OSError):
             sys.stdout.close()
         return 0
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the whole command line."""
+    """The parser for the whole command line."""
     import shtab
 
     made = argparse.ArgumentParser(
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _allow_everywhere(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Whoever meets an error, or wonders, adds it at the end of the line."""
+    """Accept these options after a command, too: after an error it is easiest to add them at the end of the line."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for command in commands.choices.values():
         command.add_argument("--traceback", action="store_true", **hidden)

@@ -1,7 +1,7 @@
 """`offload generate` and `bench`: language models on disk.
 
 Always true:
-- a token is printed as soon as it is there
+- a token is printed as soon as it is generated
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add these commands to a command line."""
+    """Add these commands to a parser."""
     import shtab
 
     command = commands.add_parser("generate", help="run a language model from disk", description=generate.__doc__)
@@ -62,7 +62,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:
-    """Which model, and where it is to be."""
+    """Add the options for the model and where it goes."""
     command.add_argument("model", help="a folder with a checkpoint, a GGUF file, or a model on the hub")
     command.add_argument(
         "--device",
@@ -85,7 +85,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_max_memory(command: argparse.ArgumentParser) -> None:
-    """How much of a model stays in memory."""
+    """Add the option for how much of a model stays in memory."""
     command.add_argument(
         "--max-memory",
         type=arguments.size,
@@ -95,7 +95,7 @@ def add_max_memory(command: argparse.ArgumentParser) -> None:
 
 
 def add_revision(command: argparse.ArgumentParser) -> None:
-    """Which state of a model on the hub."""
+    """Add the option for the revision of a model on the hub."""
     command.add_argument("--revision", help="branch, tag or commit on the hub (default: main)")
 
 
@@ -143,7 +143,7 @@ def bench(options: argparse.Namespace) -> None:
 
     folder = folder_of_model(options)
     with doing("importing transformers"):
-        model_on_meta(folder)  # what is imported for it is not a part of loading it
+        model_on_meta(folder)  # its imports are not part of loading it
     before, started = anonymous_bytes(), time.perf_counter()
     model = loaded_model(folder, options)
     load = time.perf_counter() - started
@@ -167,7 +167,7 @@ def bench(options: argparse.Namespace) -> None:
 
 
 def _figures(seen: Recording) -> dict[str, float | None]:
-    """Of the first token, and the medians of the others."""
+    """Figures for the first token, and medians for the others."""
     first, pairs = seen.marks[0], list(pairwise(seen.marks))
     return {
         "first_token_seconds": first.second,
@@ -179,7 +179,7 @@ def _figures(seen: Recording) -> dict[str, float | None]:
 
 
 def _in_words(tokens: int, figures: dict[str, Any]) -> str:
-    """A line of how fast it was."""
+    """A line about the speed."""
     from rich.filesize import decimal
 
     peak = f"{decimal(max(figures['anonymous_bytes'], 0))} of memory at the peak"
@@ -198,7 +198,7 @@ def _written(name: str, value: float | None, decimal: Callable[[int], str]) -> s
 
 
 def folder_of_model(options: argparse.Namespace) -> Path:
-    """The folder of the model that is named; one of the hub is downloaded."""
+    """The folder of the named model; one from the hub is downloaded."""
     from offload.integrations.hub import folder_of
 
     hide_bars_off_a_terminal()
@@ -217,7 +217,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
 
 
 def _watched(options: argparse.Namespace, model: Any) -> Any:
-    """A recording; it becomes a page if one is asked for."""
+    """A recording, written as a page if requested."""
     from offload.report import memory_report
     from offload.report.page import Recording
 
@@ -227,7 +227,7 @@ def _watched(options: argparse.Namespace, model: Any) -> Any:
 
 
 def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None]) -> Any:
-    """Prints tokens as they come, and marks each; `begun` is called before the first one."""
+    """A streamer that prints and marks tokens; `begun` is called before the first one."""
     from transformers import TextStreamer
 
     class Printing(TextStreamer):  # type: ignore[misc]
@@ -242,7 +242,7 @@ def _printing(tokenizer: Any, mark: Callable[[], None], begun: Callable[[], None
 
 
 def _marking(mark: Callable[[], None]) -> Any:
-    """Marks each token."""
+    """A streamer that marks tokens."""
     from transformers.generation.streamers import BaseStreamer
 
     class Marking(BaseStreamer):  # type: ignore[misc]
@@ -260,7 +260,7 @@ def _marking(mark: Callable[[], None]) -> Any:
 
 
 def tokenizer_of(model: Path) -> Any:
-    """The model's tokenizer: of a folder, or of what a GGUF file says of it.
+    """The model's tokenizer, from its folder or its GGUF file.
 
     Raises:
         CheckpointError: there is none that can be loaded.
@@ -271,7 +271,7 @@ def tokenizer_of(model: Path) -> Any:
     folder = model.parent if file else model
     try:
         return AutoTokenizer.from_pretrained(folder, **file)
-    except Exception as error:  # whatever it makes of files that are damaged
+    except Exception as error:  # it can raise anything for damaged files
         if file:
             raise CheckpointError(
                 f"{model} has no tokenizer that transformers can load ({first_line(error)})"

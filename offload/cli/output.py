@@ -1,7 +1,7 @@
-"""What commands print.
+"""Output of the commands.
 
 Always true:
-- off a terminal there are no colours, no spinners, and no lines that are cut
+- if the output is not a terminal, there are no colours or spinners, and no lines are cut
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def logging_to_stderr(verbose: int) -> Iterator[None]:
-    """What the package notes of its work, shown while the block runs: with 1 its decisions, with 2 all.
+    """Show the package's log on standard error while the block runs: with 1 its decisions, with 2 everything.
 
-    With 0, warnings of torchao's import, which have nothing to do with what was asked for, are not shown either.
+    With 0, irrelevant warnings from importing torchao are hidden, too.
     """
     log, handler = logging.getLogger("offload"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
@@ -48,7 +48,7 @@ def logging_to_stderr(verbose: int) -> Iterator[None]:
 
 
 def hide_bars_off_a_terminal() -> None:
-    """Have transformers and the hub draw no progress bars where standard error is a pipe or a file."""
+    """Turn off the progress bars of transformers and the hub if standard error is a pipe or a file."""
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
@@ -57,7 +57,7 @@ def hide_bars_off_a_terminal() -> None:
 
 @contextmanager
 def doing(what: str) -> Iterator[Callable[[], None]]:
-    """Say on a terminal what takes a while, as long as the block runs; gives what ends that before."""
+    """Say on a terminal what is being done while the block runs; yields a function that ends it early."""
     from rich.console import Console
 
     status = Console(stderr=True).status(what)
@@ -72,7 +72,7 @@ def doing(what: str) -> Iterator[Callable[[], None]]:
 
 
 def console() -> Console:
-    """Of lines that are cut on a terminal only."""
+    """A console that cuts lines on a terminal only."""
     from rich.console import Console
 
     made = Console(highlight=False)
@@ -80,7 +80,7 @@ def console() -> Console:
 
 
 def table(*names: str, footer: bool = False, header: bool = True) -> Table:
-    """An empty one with these columns."""
+    """An empty table with these columns."""
     from rich import box
     from rich.table import Table
 
@@ -91,7 +91,7 @@ def table(*names: str, footer: bool = False, header: bool = True) -> Table:
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """A line a pair."""
+    """Print one line per pair."""
     from rich.text import Text
 
     made = table("", "", header=False)
@@ -101,7 +101,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def print_json(said: Any) -> None:
-    """One JSON value, on one line; escaped where standard output can't take it as it is."""
+    """Print one JSON value on one line; escaped if standard output can't encode it."""
     value = plain(said)
     text = json.dumps(value, ensure_ascii=False)
     try:
@@ -112,7 +112,7 @@ def print_json(said: Any) -> None:
 
 
 def plain(said: Any) -> Any:
-    """What JSON can say: dataclasses as objects, paths as text."""
+    """The value in JSON types: dataclasses as objects, paths as text."""
     if is_dataclass(said) and not isinstance(said, type):
         return plain(asdict(said))
     if isinstance(said, Mapping):
@@ -123,7 +123,7 @@ def plain(said: Any) -> Any:
 
 
 def complain(error: BaseException, *, as_json: bool = False) -> None:
-    """An error in one line, and as JSON where that was asked for."""
+    """Print an error in one line, and as JSON if requested."""
     from rich.console import Console
     from rich.text import Text
 
@@ -132,13 +132,13 @@ def complain(error: BaseException, *, as_json: bool = False) -> None:
     line.append(message, style="not bold default")
     Console(stderr=True, soft_wrap=True).print(line)
     if as_json:
-        with suppress(OSError):  # what went wrong may be standard output
+        with suppress(OSError):  # standard output itself may be broken
             print_json({"error": {"kind": type(error).__name__, "message": message}})
 
 
 @contextmanager
 def escaping() -> Iterator[None]:
-    """Have standard output escape what its encoding lacks, rather than fail, while the block runs."""
+    """Make standard output escape characters that its encoding lacks, instead of failing, while the block runs."""
     out = sys.stdout
     if not isinstance(out, io.TextIOWrapper) or out.errors != "strict":
         yield
@@ -147,12 +147,12 @@ def escaping() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # it was closed
+        with suppress(ValueError):  # it has been closed
             out.reconfigure(errors="strict")
 
 
 def _said(error: BaseException) -> str:
-    """Without the system's number."""
+    """The error's text, without the errno."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
@@ -164,6 +164,6 @@ def counted(number: int, what: str) -> str:
 
 
 def allow_json(*commands: ArgumentParser) -> None:
-    """Have commands take `--json`."""
+    """Add the option `--json` to commands."""
     for command in commands:
         command.add_argument("--json", action="store_true", help="print it as JSON, for machines")

@@ -15,7 +15,7 @@ from offload.cli.output import allow_json, doing, print_json
 
 
 def add_to(commands: Any) -> None:
-    """Add this command to a command line."""
+    """Add this command to a parser."""
     import shtab
 
     command = commands.add_parser("plan", help="say whether a model runs here, and how fast", description=plan.__doc__)

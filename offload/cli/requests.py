@@ -1,12 +1,12 @@
-"""Requests and answers of a model as lines of JSON, in the form of the batch files of inference servers.
+"""Requests and answers of a model as lines of JSON, in the batch file format of inference servers.
 
 Always true:
-- an answer is appended in one write and is on the disk before the next one begins; a process that is killed leaves
-  whole lines, and at most one that is not, which is cut off when the work goes on
-- a line that has its answer is not done again; a line that is bad does not stop the others
-- a file that holds anything but answers is not written to
+- an answer is appended in one write, and is on the disk before the next one is written; a killed process leaves
+  complete lines, and at most one incomplete line, which is cut off on resuming
+- answered lines are not processed again; an invalid line does not stop the others
+- a file that contains anything but answers is not written to
 
-The form is that of https://platform.openai.com/docs/api-reference/batch: `custom_id`, `body.messages`...
+The format is that of https://platform.openai.com/docs/api-reference/batch: `custom_id`, `body.messages`...
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.storage.regular import closed_on_error
 _SILENT = {"model", "user", "metadata", "store", "messages", "prompt", "max_tokens", "max_completion_tokens"}
 _HEEDED = {"temperature", "top_p", "seed", "stop"}
 _USUAL: dict[str, Any] = {"n": 1, "stream": False, "echo": False, "logprobs": (None, False), "tools": (None, [])}
-_LONGEST = 64 << 20  # bytes of a line
+_LONGEST = 64 << 20  # longest line in bytes
 
 
 class BadRequest(OffloadError, ValueError):
@@ -37,14 +37,14 @@ class BadRequest(OffloadError, ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """What one line asks for.
+    """The request on one line.
 
     Attributes:
-        custom_id: tells it from the others.
+        custom_id: identifies it.
         messages: of a chat; None if there is a prompt.
-        prompt: text to go on with; None if there are messages.
-        max_tokens: that may be generated; None for what the command says.
-        options: temperature, top_p, seed, stop: those that are given.
+        prompt: text to continue; None if there are messages.
+        max_tokens: most tokens to generate; None for the command's default.
+        options: temperature, top_p, seed, stop, as far as given.
     """
 
     custom_id: str
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model has made of a request."""
+    """A model's answer to a request."""
 
     request: Request
     text: str
@@ -65,7 +65,7 @@ class Answer:
     finish_reason: str
 
     def line(self, model: str) -> dict[str, Any]:
-        """As it is written."""
+        """The line to write."""
         is_chat = self.request.messages is not None
         said = {"message": {"role": "assistant", "content": self.text}} if is_chat else {"text": self.text}
         body = {
@@ -83,13 +83,13 @@ class Answer:
 
 
 def refusal(custom_id: str | None, line: int, why: str) -> dict[str, Any]:
-    """What is written of a line that can't be answered."""
+    """The line to write for one that can't be answered."""
     error = {"code": "invalid_request", "message": why, "line": line}
     return {"custom_id": custom_id, "response": None, "error": error}
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers from 1; `-` is what is typed, or piped in.
+    """The non-empty lines of a file, with their numbers from 1; `-` is standard input.
 
     Raises:
         ReadError: it can't be read.
@@ -100,7 +100,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
             while line := file.readline(_LONGEST + 1):
                 number += 1
                 end = line
-                while len(end) > _LONGEST and not end.endswith(b"\n"):  # the rest of it is no line of its own
+                while len(end) > _LONGEST and not end.endswith(b"\n"):  # the rest belongs to the same line
                     end = file.readline(_LONGEST + 1)
                 if line.strip():
                     yield number, line
@@ -109,10 +109,10 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, number: int) -> Request:
-    """The request of a line.
+    """The request on a line.
 
     Raises:
-        BadRequest: it is none, or asks for what is not done.
+        BadRequest: it is invalid, or asks for something unsupported.
     """
     if len(line) > _LONGEST:
         raise BadRequest(f"it is longer than {_LONGEST} bytes")
@@ -135,7 +135,7 @@ def parsed(line: bytes, number: int) -> Request:
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """What a line that is bad calls itself, if that can be told."""
+    """The `custom_id` of an invalid line, if it can be found."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):
@@ -195,7 +195,7 @@ def _options(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise BadRequest(f"{name} is {value!r}, and should be a number from {least} to {most}")
     seed = options.get("seed", 0)
-    if type(seed) is not int or not -(2**63) <= seed < 2**64:  # those that torch takes
+    if type(seed) is not int or not -(2**63) <= seed < 2**64:  # the range that torch accepts
         raise BadRequest(f"seed is {seed!r}, and should be a whole number of 64 bits")
     stop = options.get("stop", [])
     options |= {"stop": [stop] if isinstance(stop, str) else stop} if stop else {}
@@ -207,10 +207,10 @@ def _options(body: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
 
 
 class Answers:
-    """A file of answers that is appended to, or one of refusals. One process at a time has it."""
+    """A file of answers, or of refusals, that is appended to. Only one process at a time can open it."""
 
     def __init__(self, path: Path, *, refused: bool = False) -> None:
-        """Open it, or make it; what a killed process left of a line is cut off.
+        """Open or create it; an incomplete last line from a killed process is cut off.
 
         Args:
             path: of the file.
@@ -236,7 +236,7 @@ class Answers:
             self._look()
 
     def _look(self) -> None:
-        """Take note of what is answered."""
+        """Collect what is answered already."""
         end = 0
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -244,7 +244,7 @@ class Answers:
                 if line.endswith(b"\n"):
                     self.done.add(self._answered(line, whole=True))
                     end += len(line)
-                elif line.startswith(b'{"custom_id"'[: len(line)]):  # the process was killed as it wrote this
+                elif line.startswith(b'{"custom_id"'[: len(line)]):  # the process was killed while writing it
                     os.ftruncate(self._fd, end)
                 else:
                     self._answered(line, whole=False)
@@ -262,10 +262,10 @@ class Answers:
         return str(said["custom_id"])
 
     def append(self, said: dict[str, Any]) -> None:
-        """One more line, on the disk when this comes back.
+        """Append a line; it is on the disk when this returns.
 
         Raises:
-            WriteError: the disk does not take it.
+            WriteError: the disk failed or is full.
         """
         left = memoryview(_encoded(said) + b"\n")
         start = os.fstat(self._fd).st_size
@@ -278,17 +278,17 @@ class Answers:
             raise WriteError(error.errno, f"an answer can't be written ({error.strerror})", str(self.path)) from error
 
     def clear(self) -> None:
-        """Take out all that is there."""
+        """Remove all lines."""
         os.ftruncate(self._fd, 0)
         self.done = set()
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Let other processes open it."""
         os.close(self._fd)
 
 
 def _encoded(said: dict[str, Any]) -> bytes:
     try:
         return json.dumps(said, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a half of a pair of surrogates
+    except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(said).encode()

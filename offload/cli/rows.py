@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from offload.cache.table import TensorCache
 
 _EXPORTS = ("safetensors", "parquet", "npy")
-_STEP = 1024  # rows that are looked at at a time
+_STEP = 1024  # rows checked at a time
 
 
 def add_to(commands: Any) -> None:
-    """Add these commands to a command line."""
+    """Add these commands to a parser."""
     import shtab
 
     about = "What a cache of rows holds, whether it is whole, and as files of other kinds."
@@ -84,9 +84,9 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _findings(cache: TensorCache) -> list[dict[str, Any]]:
-    """The first row, of each so many that are read together, that can't be read; others of them may be so too.
+    """In each chunk of rows that are read together, the first row that can't be read; more of them may be damaged.
 
-    Opening the cache has looked at all but what the rows say of text, JSON, bytes and lengths, which can be wrong.
+    Opening the cache has checked everything except what the rows say about text, JSON, bytes and lengths.
     """
     from offload.progress import progress
 

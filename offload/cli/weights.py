@@ -1,8 +1,8 @@
-"""`offload quantize` and `merge-lora`: a model with other weights, from file to file.
+"""`offload quantize` and `merge-lora`: write a model with changed weights, from file to file.
 
 Always true:
-- the model that is named is only read, and the new folder appears whole
-- a run that was killed is gone on with by `--resume`, and never begun anew without being told to
+- the named model is only read, and the new folder appears complete
+- a killed run is continued with `--resume`, and never restarted unless requested
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMS = {"int8": "8-bit integers", "int4": "4-bit integers", "fp8": "8-bit floa
 
 
 def add_to(commands: Any) -> None:
-    """Add these commands to a command line."""
+    """Add these commands to a parser."""
     command = commands.add_parser("quantize", help="write a model in 8 or 4 bits", description=quantize.__doc__)
     _add_folders(command, "model")
     forms = command.add_mutually_exclusive_group(required=True)
@@ -59,7 +59,7 @@ def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
 def quantize(options: argparse.Namespace) -> None:
     """Write a model with its linear layers in 8 or 4 bits, in the format of compressed-tensors, without calibration.
 
-    offload, transformers, vLLM and others load it. In memory is one weight at a time.
+    offload, transformers, vLLM and others load it. One weight at a time is in memory.
     """
     folder = folder_of_model(options)
     with doing("importing transformers and compressed-tensors"):

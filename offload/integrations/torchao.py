@@ -1,11 +1,11 @@
-"""torchao: its `quantize_` over a model on disk.
+"""torchao: its `quantize_` for a model on disk.
 
 Always true:
-- torchao decides what is quantized, and how: its configurations, filters and handlers are called as they are
-- a quantized weight takes the place of the old value, in its file, as soon as torchao hands it to a module
-- a weight that others are tied to gets a file of its own, as torchao unties it in memory: the others stay
-- the file of a quantized weight says which run has quantized it, so that a run goes on after a kill
-- what this thread quantizes no other thread sees
+- torchao decides what is quantized, and how: its configurations, filters and handlers are called unchanged
+- a quantized weight replaces the old value in its file as soon as torchao assigns it to a module
+- a weight that is tied to others gets its own file, since torchao unties it in memory: the others stay
+- the file of a quantized weight notes the run, so that it can be resumed after a kill
+- quantizing affects only this thread
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def quantize_(
     if is_theirs:
         config, filter_fn = config.quant_type, _as_by(quantizer, model)
     journal, has_quantized = _journal_of(model, resume)
-    by_name = isinstance(config, FqnToConfig)  # of which torchao wants no filter
+    by_name = isinstance(config, FqnToConfig)  # torchao takes no filter with it
     chosen = None if by_name else _not_yet(filter_fn or _torchaos_choice())
     total = sum(map(_nbytes, model.modules()))
     with (
@@ -129,10 +129,10 @@ def quantize_(
 
 
 def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
-    """What says which weights are done, and whether some were taken up."""
+    """The journal that says which weights are done, and whether some were taken over from an earlier run."""
     try:
         values = values_of(model)
-    except MetaTensorError:  # torchao may leave these alone
+    except MetaTensorError:  # torchao may skip these
         if resume:
             raise
         return Journal(), False
@@ -142,7 +142,7 @@ def _journal_of(model: nn.Module, resume: bool | str) -> tuple[Journal, bool]:
         value.tensor for value in values if is_done(value, journal) and subclass_value(value.tensor) is not None
     ]
     for tensor in quantized:
-        tensor.requires_grad_(False)  # as torchao has it
+        tensor.requires_grad_(False)  # as in torchao
     return journal, bool(quantized)
 
 
@@ -158,7 +158,7 @@ def _torchaos_choice() -> Filter:
 
 
 def _not_yet(wanted: Filter) -> Filter:
-    """The same filter, but for modules with a weight that is quantized already."""
+    """The same filter, without modules that have a quantized weight already."""
 
     def chosen(module: nn.Module, name: str) -> bool:
         weights = (weight for weight in parameters_of(module).values() if weight is not None)
@@ -171,11 +171,11 @@ def _not_yet(wanted: Filter) -> Filter:
 
 
 class _Quantizing:
-    """Puts what replaces a weight on disk where the weight was.
+    """Stores what replaces a weight on disk in its place.
 
     Attributes:
-        has_quantized: whether a weight is quantized now that was not.
-        at: the layer that torchao is at.
+        has_quantized: whether a weight has become quantized.
+        at: the layer that torchao is working on.
     """
 
     def __init__(self, model: nn.Module, journal: Journal, advance: Callable[[int], object]) -> None:
@@ -188,7 +188,7 @@ class _Quantizing:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def __call__(self, module: nn.Module, name: str, new: Any) -> Any:
-        """What torch asks when a module is given a parameter: what is to be registered; None for that one itself."""
+        """torch's hook for assigning a parameter to a module: returns the parameter to register, or None to keep it."""
         old = parameters_of(module).get(name)
         if _AT_WORK.get() is not self or old is None or new is None or new is old:
             return None
@@ -223,13 +223,13 @@ class _Quantizing:
             ) from error
 
     def finish(self) -> None:
-        """Bring to disk what replaced a weight in another way: in a module that took another's place."""
+        """Put on disk what replaced a weight otherwise: by replacing its module."""
         for name in self._places.finish():
             self.has_quantized |= subclass_value(self._model.get_parameter(name)) is not None
 
 
 def _module_in(error: Exception) -> str:
-    """The name of the module that torchao was at, which asks no filter for it."""
+    """The name of the module that torchao was working on, if it used no filter."""
     names = [
         frame.f_locals["module_fqn"]
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -256,7 +256,7 @@ def _quantizing(model: nn.Module, journal: Journal, advance: Callable[[int], obj
 
 
 def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> Any:
-    """transformers' quantizer, for a model of its and a configuration that its checkpoints can say; else None."""
+    """transformers' quantizer, for one of its models and a configuration that checkpoints support; else None."""
     is_theirs = type(config).__name__ == _THEIRS
     if is_theirs and (filter_fn is not None or not is_of_transformers(model)):
         raise ArgumentTypeError(
@@ -277,7 +277,7 @@ def _quantizer_for(model: nn.Module, config: Any, filter_fn: Filter | None) -> A
 
 
 def _as_by(quantizer: Any, model: Any) -> Filter:
-    """The layers that transformers quantizes when it loads a model: torchao's choice, but not what it keeps or ties."""
+    """The layers that transformers quantizes while loading: torchao's choice, without those it keeps or ties."""
     quantizer._process_model_before_weight_loading(model)
     choice = _torchaos_choice()
 

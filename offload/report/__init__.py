@@ -1,13 +1,13 @@
-"""What memory and disk did while a block ran.
+"""Memory and disk usage while a block runs.
 
 Always true:
-- a page needs nothing else: no font, script or picture from anywhere
-- only a page of the same kind is ever replaced
+- a page is self-contained: it loads no font, script or picture
+- only a page of ours is ever replaced
 
 | module | what |
 | --- | --- |
-| `page` | `memory_report`: a block is watched, and the page is written when it ends |
-| `charts` | lines and bars as SVG, and the page around them |
+| `page` | `memory_report`: watches a block, and writes the page when it ends |
+| `charts` | line and bar charts as SVG, and the page around them |
 """
 
 from offload.report.page import memory_report

@@ -1,8 +1,8 @@
-"""Charts as SVG, in a page that needs nothing else.
+"""Charts as SVG, in a self-contained page.
 
 Always true:
-- a page asks for no font, script or picture from anywhere
-- colours follow the reader's choice of light or dark
+- a page loads no font, script or picture
+- colours follow the reader's light or dark theme
 - text from outside is escaped
 """
 
@@ -14,7 +14,7 @@ from html import escape
 
 _WIDTH, _HEIGHT = 760, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 12, 34
-_BAR = 20  # height of a lying bar, with its gap
+_BAR = 20  # height of a horizontal bar, with its gap
 _TICKS = 5
 
 Points = Sequence[tuple[float, float]]
@@ -22,7 +22,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """A named line; with steps, a value holds until the next."""
+    """A named line; with steps, a value holds until the next one."""
 
     label: str
     points: Points
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Section:
-    """A chart with its heading and a sentence about it."""
+    """A chart with a heading and a sentence about it."""
 
     heading: str
     text: str
@@ -41,13 +41,13 @@ class Section:
 def line_chart(
     lines: Sequence[Line], *, unit: Callable[[float], str], axis: str = "s", marks: Iterable[float] = ()
 ) -> str:
-    """Lines from zero up.
+    """Lines on axes that start at zero.
 
     Args:
-        lines: at least one, each of at least one point.
-        unit: writes a value for the reader.
-        axis: the unit of what runs along.
-        marks: where, along, something happened.
+        lines: at least one, each with at least one point.
+        unit: formats a value.
+        axis: the unit of the horizontal axis.
+        marks: positions on it where something happened.
     """
     last = max(x for line in lines for x, _ in line.points) or 1.0
     top = max(y for line in lines for _, y in line.points) or 1.0
@@ -70,12 +70,12 @@ def line_chart(
 def bar_chart(
     bars: Sequence[tuple[str, float]], *, unit: Callable[[float], str], outstanding: str | None = None
 ) -> str:
-    """Lying bars, one under the other, each with its name and its value.
+    """Horizontal bars, one below the other, each with its name and value.
 
     Args:
         bars: name and value.
-        unit: writes a value for the reader.
-        outstanding: the name of the bar that the others are to stand behind; None for none.
+        unit: formats a value.
+        outstanding: the name of the highlighted bar; None for none.
     """
     most = max((value for _, value in bars), default=0) or 1.0
     left, right = 230, 90
@@ -94,7 +94,7 @@ def bar_chart(
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Iterable[Section]) -> str:
-    """A whole HTML page."""
+    """A complete HTML page."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
     body = "".join(
         f"<section><h2>{escape(one.heading)}</h2><p>{escape(one.text)}</p>{one.chart}</section>" for one in sections
@@ -134,7 +134,7 @@ def _path(line: Line, number: int, at: Callable[[float, float], tuple[float, flo
 
 
 def _round_steps(most: float) -> list[float]:
-    """Round numbers from 0 to at least `most`, some five of them."""
+    """About five round numbers from 0 to at least `most`."""
     magnitude = 10.0 ** int(f"{most / _TICKS:e}".partition("e")[2])
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude * _TICKS >= most)
     count = next(count for count in range(1, _TICKS + 1) if count * step >= most * (1 - 1e-9))

@@ -1,8 +1,8 @@
-"""What memory and disk did while a block ran, as a page to look at.
+"""Memory and disk usage while a block runs, as a page.
 
 Always true:
-- watching costs some system calls every few hundredths of a second, and nothing in the ops
-- the page is written when the block ends, also by an exception; it replaces only an earlier page of its own kind
+- watching costs a few system calls every few hundredths of a second, and nothing in the ops
+- the page is written when the block ends, even with an exception; it replaces only an earlier page of its own kind
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 
-_EVERY = 0.02  # seconds between two looks
-_MOST = 4000  # looks that are kept; then every second one goes
+_EVERY = 0.02  # seconds between samples
+_MOST = 4000  # samples to keep; beyond that, every second one is dropped
 _MOST_BARS = 40
 _KIND = '<!doctype html><html lang="en"><head><meta charset="utf-8">'
 
 
 @dataclass(frozen=True)
 class Look:
-    """At one moment: seconds since the start, bytes of memory, bytes read since the start, seconds waited."""
+    """One sample: seconds since the start, bytes of memory, bytes read since the start, seconds waited."""
 
     second: float
     anonymous: int
@@ -62,11 +62,11 @@ class Recording:
 
     @property
     def peak(self) -> int:
-        """The most anonymous memory that was seen, in bytes."""
+        """The largest anonymous memory seen, in bytes."""
         return max(look.anonymous for look in self.looks)
 
     def mark(self) -> None:
-        """Say that a token, or a step, is done."""
+        """Record that a token, or a step, is done."""
         self.marks.append(self._look())
 
     def _look(self) -> Look:
@@ -170,7 +170,7 @@ def _page(recording: Recording, waits: list[tuple[str, float]], title: str) -> s
 
 
 def _steps(marks: list[Look]) -> Section:
-    """Time per token: the first is not there, since it holds what came before the tokens."""
+    """Time per token; without the first, which includes everything before it."""
     pairs = list(pairwise(marks))
     taken = [(float(number), now.second - before.second) for number, (before, now) in enumerate(pairs, 2)]
     waited = [(float(number), now.waited - before.waited) for number, (before, now) in enumerate(pairs, 2)]
@@ -202,7 +202,7 @@ def _facts(recording: Recording) -> list[tuple[str, str]]:
 
 
 def _waits(model: nn.Module) -> dict[str, float]:
-    """Seconds waited so far for the values of each layer: a module of a list, or one that holds values by itself."""
+    """Seconds waited so far for the values of each layer: an element of a module list, or a module with own values."""
     waits: dict[str, float] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -218,7 +218,7 @@ def _waits(model: nn.Module) -> dict[str, float]:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3` for all that is in it; else the module that holds the value."""
+    """`model.layers.3` for everything in it; else the module that holds the value."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[:-1] if number is None else parts[: number + 1]) or name

@@ -1,9 +1,9 @@
-"""For tests: whether two values are equal, a checkpoint to try things on, and torch's op database as a judge.
+"""Helpers for tests: comparing values, a small checkpoint, and torch's op database as a reference.
 
 Always true:
-- two values are equal when their bits are; what is laxer is asked for
-- torch's testing internals, transformers, and what these need are imported when they are asked for
-- random generators are left as they were
+- two values are equal if their bits are; looser comparisons are options
+- torch's testing internals, transformers, and their dependencies are imported on use
+- random generators are left unchanged
 
 | module | what |
 | --- | --- |

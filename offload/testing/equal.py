@@ -1,8 +1,8 @@
-"""Whether two values are equal, bit for bit, and where they are not.
+"""Comparing two values bit for bit, and saying where they differ.
 
 Always true:
-- what is on disk is compared by what it holds: it is read, and never written to
-- what differs is told with its place: the keys and numbers that lead there
+- a value on disk is compared by its contents: it is read, never written to
+- a difference is reported with its place: the keys and indices that lead there
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch can copy these, whatever they mean
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # torch can copy these bit by bit
 
 
 def assert_equal(
@@ -65,11 +65,11 @@ def is_equal(expected: Any, found: Any, **options: bool) -> bool:
 def assert_same(
     expected: Any, found: Any, assert_same_tensor: Callable[[torch.Tensor, Any, str], None], at: str = ""
 ) -> None:
-    """The same structure, to its leaves.
+    """The same structure, down to the leaves.
 
     Args:
-        assert_same_tensor: compares two tensors, given where they are.
-        at: where these are.
+        assert_same_tensor: compares two tensors, given their place.
+        at: the place of the two values.
     """
     if isinstance(expected, torch.nn.Module) and isinstance(found, torch.nn.Module):
         expected, found = expected.state_dict(), found.state_dict()
@@ -108,13 +108,13 @@ def assert_same_tensor(
     of_dense_alone: bool = False,
     held_by: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """The same form and values.
+    """The same metadata and values.
 
     Args:
-        difference: says in what the values of two plain tensors differ; None where they are arbitrary.
-        of_dense_alone: whether strides are only those of dense tensors: of what overlaps or has gaps, torch itself may
-            give a copy.
-        held_by: gives what a tensor holds.
+        difference: describes how the values of two plain tensors differ; None if values are arbitrary.
+        of_dense_alone: whether only strides of dense tensors count: for overlapping or gapped ones, torch itself may
+            return a copy.
+        held_by: returns what a tensor holds.
     """
     if not isinstance(found, torch.Tensor):
         raise _told(at, f"a tensor != {found!r}")
@@ -150,7 +150,7 @@ def _assert_same_strides(expected: torch.Tensor, found: torch.Tensor, at: str) -
 
 
 def _has_strides(tensor: torch.Tensor, of_dense_alone: bool) -> bool:
-    """Whether they say anything."""
+    """Whether its strides mean anything."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() <= 1:
         return False
     return not of_dense_alone or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
@@ -171,7 +171,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def difference_between(
     one: torch.Tensor, other: torch.Tensor, *, nan_bits: bool = True, signed_zeros: bool = True
 ) -> str:
-    """In what the values of two plain tensors of one shape and dtype differ; empty if in nothing that counts."""
+    """How the values of two plain tensors of one shape and dtype differ; empty if not in any way that counts."""
     bits, others = _bits(one), _bits(other)
     if torch.equal(bits, others):
         return ""
@@ -190,15 +190,15 @@ def difference_between(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor, in the order of its elements."""
+    """The bytes of a plain tensor, in element order."""
     tensor = tensor.resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = tensor.view(_INTEGERS[tensor.itemsize]).contiguous()
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a view of one element may have any stride
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a one-element view may have any stride
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """As flat real numbers, in which NaNs and zeros can be looked for: a complex one is two."""
+    """Flat real numbers, for finding NaNs and zeros: a complex number becomes two."""
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     if flat.is_complex():
         return torch.view_as_real(flat).flatten().double()

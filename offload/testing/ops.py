@@ -1,9 +1,9 @@
-"""What holds of a tensor subclass: over torch's own op database, op by op, it gives what plain tensors give.
+"""Testing a tensor subclass: with torch's own op database, each op should give the same as with plain tensors.
 
 Always true:
-- the plain tensors that it is held against have the same strides, and are made in the same way
-- a check counts the calls that plain torch carries out, and those of them in which a tensor of the subclass took part
-- a difference is an error of the trial, with the op; nothing else stops the census
+- the plain tensors it is compared with have the same strides, and are created in the same way
+- a check counts the calls that succeed in plain torch, and those of them that involved a tensor of the subclass
+- a difference is recorded as the trial's error, with the op; nothing else stops the census
 """
 
 from __future__ import annotations
@@ -143,18 +143,18 @@ def _own_randomness() -> Iterator[None]:
         numpy.random.set_state(numbers)
 
 
-# Ops whose values are arbitrary: only shapes, strides and dtypes are compared.
+# Ops with arbitrary values: only shapes, strides and dtypes are compared.
 ARBITRARY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
-# Ops that plain torch computes from uninitialized memory; two plain calls differ, unless it is filled.
+# Ops that plain torch computes from uninitialized memory: two plain calls differ unless it is filled.
 FILL_MEMORY = {
     "linalg.lstsq": "driver gelsy starts from pivots that it leaves uninitialized (torch 2.13)",
 }
 
-# torch itself writes outside of a batched `out` that is not contiguous (2.13): such an `out` is not tried.
+# torch itself writes out of bounds of a batched, non-contiguous `out` (2.13): such an `out` is not tried.
 OUT_OF_BOUNDS = {"tril", "triu", "lu_unpack", "linalg.lu"}
 
-# torch itself does not write its result to `out`, for one dimension (2.13): the values are not compared.
+# torch itself does not write the result to `out` in one dimension (2.13): the values are not compared.
 GARBAGE_OUT = {"fft.ihfft2", "fft.ihfftn"}
 
 Form: TypeAlias = "Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]"
@@ -163,19 +163,19 @@ Same: TypeAlias = "Callable[[Kind, Any, Any], None]"
 
 
 def same_bits(kind: Kind, expected: Any, actual: Any) -> None:
-    kind.assert_same(expected, actual, strides=False)  # autograd takes other formulas for some subclasses
+    kind.assert_same(expected, actual, strides=False)  # autograd uses other formulas for some subclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A tensor subclass, as a census sees it.
+    """A tensor subclass under test.
 
     Attributes:
-        unwrap: a plain tensor from one of the subclass.
-        forms: ways to make two equal tensors, a plain one and one of the subclass; samples take them by turns.
+        unwrap: converts a tensor of the subclass to a plain one.
+        forms: ways to make a pair of equal tensors, plain and subclass; samples use them in turn.
         see_results: called with the plain results, those of the subclass, and the arguments of each.
         see_written: called with tensors of the subclass that an op has written to.
-        same: compares derivatives: is given this, those of plain tensors, and those of the subclass.
+        same: compares derivatives, given this object, those of plain tensors, and those of the subclass.
     """
 
     unwrap: Callable[[torch.Tensor], torch.Tensor]
@@ -185,7 +185,7 @@ class Kind:
     same: Same = same_bits
 
     def pair(self, sample: Sample, turn: int | None = None) -> tuple[Sample, Sample]:
-        """A sample with plain tensors, and the same with tensors of the subclass."""
+        """A sample with plain tensors, and the same one with tensors of the subclass."""
         form = self.forms[(sample.place if turn is None else turn) % len(self.forms)]
 
         def both(leaf: Any) -> tuple[Any, Any]:
@@ -203,7 +203,7 @@ class Kind:
         return in_memory(self.unwrap(tensor) if is_other(tensor) else tensor)
 
     def assert_same(self, expected: Any, actual: Any, *, values: bool = True, strides: bool = True) -> None:
-        """Equal structure, shapes, strides, dtypes, and bits."""
+        """Same structure, shapes, strides, dtypes, and bits."""
         assert tree_flatten(expected)[1] == tree_flatten(actual)[1]
         difference = difference_between if values else None
         options = {"difference": difference, "strides": strides, "of_dense_alone": True, "held_by": self.in_memory}
@@ -211,7 +211,7 @@ class Kind:
 
 
 class Sample(NamedTuple):
-    """The arguments of one call, and its place in the list of an op's samples."""
+    """The arguments of one call, and its position among an op's samples."""
 
     place: int
     input: Any
@@ -223,14 +223,14 @@ class Sample(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many calls plain torch carries out, and how many of them were compared."""
+    """How many calls succeed in plain torch, and how many of them were compared."""
 
     plain: int = 0
     compared: int = 0
 
 
 def doubled(tree: Any, make: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Two trees, of the pairs that are made of the leaves of one."""
+    """Two trees from one: each leaf becomes a pair, one element per tree."""
     leaves, spec = tree_flatten(tree)
     pairs = list(map(make, leaves))
     return tree_unflatten([one for one, _ in pairs], spec), tree_unflatten([other for _, other in pairs], spec)
@@ -240,7 +240,7 @@ def doubled(tree: Any, make: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any
 
 
 def samples_of(op: Any, dtype: torch.dtype, *, requires_grad: bool) -> list[Sample]:
-    """All that the database has, the same each time."""
+    """All samples in the database, the same each time."""
     seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -251,21 +251,21 @@ def samples_of(op: Any, dtype: torch.dtype, *, requires_grad: bool) -> list[Samp
 
 
 def seed(number: int) -> None:
-    """Much faster than `torch.manual_seed`, which formats a traceback for each kind of device (torch 2.13)."""
+    """Much faster than `torch.manual_seed`, which formats a traceback per device type (torch 2.13)."""
     torch.default_generator.manual_seed(number)
     numpy.random.seed(number)
     random.seed(number)
 
 
 def spread(samples: list[Any], key: str, *, most: int) -> list[Any]:
-    """At most so many of the samples, from all over the list; other ones for another key."""
+    """At most `most` samples from all over the list; the choice depends on the key."""
     if len(samples) <= most:
         return samples
     return [samples[place] for place in sorted(random.Random(key).sample(range(len(samples)), most))]
 
 
 def is_plain(x: Any) -> bool:
-    """Whether it is a dense tensor of torch's own, of which one of a subclass can be made."""
+    """Whether it is one of torch's own dense tensors, which can be made into one of the subclass."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.layout == torch.strided
@@ -280,7 +280,7 @@ def is_inexact(x: torch.Tensor) -> bool:
 
 
 def is_other(x: Any) -> bool:
-    """Whether it is a tensor of a subclass."""
+    """Whether it is a tensor of some subclass."""
     return isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -297,7 +297,7 @@ def _as_whole(make: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Exception | None]:
-    """What a call gives, and what it raises."""
+    """The result of a call, and what it raised."""
     torch.default_generator.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -316,7 +316,7 @@ def succeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def memory_filled(op: Any) -> Iterator[None]:
-    """For ops that read memory before they have written it."""
+    """For ops that read uninitialized memory."""
     if op.name not in FILL_MEMORY:
         yield
         return
@@ -332,7 +332,7 @@ def memory_filled(op: Any) -> Iterator[None]:
 
 
 def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same: Callable[..., None]) -> Count:
-    """Carry out a call on both of each pair; `same` is given the results, and the pair, where plain torch succeeds."""
+    """Run a call on both elements of each pair; if plain torch succeeds, `same` gets the results and the pair."""
     plain_calls = compared_calls = 0
     for expected_of, actual_of in pairs:
         expected, error = attempt(call, expected_of)
@@ -344,7 +344,7 @@ def compared(call: Callable[[Any], Any], pairs: Iterable[tuple[Any, Any]], same:
 
 
 def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """The results are equal, and the arguments are as they were."""
+    """Results are equal, and arguments are unchanged."""
 
     def same(expected: Any, actual: Any, expected_of: Sample, actual_of: Sample) -> None:
         kind.assert_same(expected, actual, values=op.name not in ARBITRARY)
@@ -356,13 +356,13 @@ def check_forward(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
 
 
 def check_inference(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """As forward, for tensors made in inference mode: autograd is not there to take ops apart."""
+    """Like forward, for inference tensors: autograd does not decompose ops then."""
     with torch.inference_mode():
         return check_forward(kind, op, samples)
 
 
 def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """The arguments themselves come back; every alias and their versions have moved as plain tensors'."""
+    """The arguments themselves are returned; aliases and versions have changed as with plain tensors."""
     inplace = op.get_inplace()
     if inplace is None:
         return Count()
@@ -382,13 +382,13 @@ def check_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
 
 
 def check_inference_inplace(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """As in place, in inference mode; the argument itself comes back below autograd too."""
+    """Like in place, in inference mode; the argument itself is returned below autograd, too."""
     with torch.inference_mode(), ArgumentsComeBack():  # type: ignore[no-untyped-call]
         return check_inplace(kind, op, samples)
 
 
 class ArgumentsComeBack(TorchDispatchMode):
-    """Sees what the rules return, where autograd does not put the argument in its place."""
+    """Checks what the rules return, where autograd does not replace it by the argument."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -399,17 +399,17 @@ class ArgumentsComeBack(TorchDispatchMode):
 
 
 def versions(tree: Any) -> list[int]:
-    """The versions of tensors; in inference mode torch does not count them."""
+    """The versions of tensors; not counted in inference mode."""
     return [0 if torch.is_inference_mode_enabled() else version_of(leaf) for leaf in tree_leaves(tree)]
 
 
 def moves(before: list[int], tree: Any) -> list[int]:
-    """By how much the versions have moved."""
+    """By how much the versions have increased."""
     return [now - then for then, now in zip(before, versions(tree), strict=True)]
 
 
 def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """`out` comes back and holds the result, whatever its size, strides and place were before."""
+    """`out` is returned with the result, whatever its size, strides and offset were."""
     values = op.name not in ARBITRARY | GARBAGE_OUT
 
     def call(sample_and_out: Any) -> Any:
@@ -432,7 +432,7 @@ def check_out(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
 
 
 def with_outs(kind: Kind, op: Any, samples: Iterable[Sample]) -> Iterator[tuple[Any, Any]]:
-    """Each sample, plain and of the subclass, with two of the `OUTS` by turns."""
+    """Each sample, plain and subclass, with two of the `OUTS` in turn."""
     for both in kind.pairs(samples):
         result, error = attempt(kind.pair(both[0], 0)[0].passed_to, op)
         if error is not None or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
@@ -475,12 +475,12 @@ OUTS: tuple[Out, ...] = (fitting, nothing, transposed, part, plain)
 
 
 def check_trainable(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """Trainable tensors get the gradients of plain ones."""
+    """Trainable tensors get the same gradients as plain ones."""
     return check_gradients(kind, op, kind.pairs(samples))
 
 
 def check_frozen(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """A plain trainable tensor beside frozen ones of the subclass gets the gradient that it gets beside plain ones."""
+    """A plain trainable tensor gets the same gradient beside frozen subclass tensors as beside plain ones."""
     frozen = (frozen_but_one(kind, sample) for sample in samples)
     return check_gradients(kind, op, (both for both in frozen if both is not None))
 
@@ -494,7 +494,7 @@ def check_gradients(kind: Kind, op: Any, pairs: Iterable[tuple[Sample, Sample]])
 
 
 def backward(op: Any, sample: Sample) -> list[torch.Tensor | None]:
-    """The results that autograd follows, and the gradients of all the tensors in `sample` that require one."""
+    """The differentiable results, and the gradients of all tensors in `sample` that require them."""
     inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
     seeds = [torch.randn(leaf.shape, dtype=leaf.dtype) for leaf in outputs]
@@ -507,7 +507,7 @@ def requiring_grad(tree: Any) -> list[torch.Tensor]:
 
 
 def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
-    """The sample with one trainable tensor, plain in both, the others made in the second; None without others."""
+    """The sample with one trainable tensor, plain in both, and otherwise subclass tensors; None without others."""
     leaves, spec = tree_flatten(sample)
     tensors = [leaf for leaf in leaves if is_plain(leaf)]
     trainable = [leaf for leaf in tensors if leaf.requires_grad]
@@ -521,12 +521,12 @@ def frozen_but_one(kind: Kind, sample: Sample) -> tuple[Sample, Sample] | None:
 
 
 def check_tangents(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """Forward-mode differentiation carries the tangents that it carries through plain tensors."""
+    """Forward-mode differentiation gives the same tangents as with plain tensors."""
     return compare_tangents(kind, op, op, samples)
 
 
 def check_inplace_tangents(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """As tangents, of an op in place: the arguments have the new ones."""
+    """Like tangents, for an in-place op: the arguments get the new ones."""
     return compare_tangents(kind, op, op.get_inplace(), samples)
 
 
@@ -538,7 +538,7 @@ def compare_tangents(kind: Kind, op: Any, function: Any, samples: Iterable[Sampl
 
 
 def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
-    """The results and their tangents, then those of the arguments, of which all that can have a tangent have one."""
+    """The results and their tangents, then those of the arguments; every argument that can have a tangent has one."""
     torch.default_generator.manual_seed(2)
     with forward_ad.dual_level():
         duals = tree_map(_dual, sample)
@@ -549,7 +549,7 @@ def pushed_forward(function: Any, sample: Sample) -> list[torch.Tensor | None]:
 
 
 def _dual(x: Any) -> Any:
-    """The same tensor, followed by forward-mode differentiation alone."""
+    """The same tensor, tracked by forward-mode differentiation only."""
     if not (is_plain(x) or is_other(x)):
         return x
     x.requires_grad_(False)
@@ -557,7 +557,7 @@ def _dual(x: Any) -> Any:
 
 
 def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
-    """Gradients of gradients are those of plain tensors."""
+    """Gradients of gradients are the same as for plain tensors."""
     if not op.supports_gradgrad:
         return Count()
     call = partial(backward_twice, op)
@@ -565,7 +565,7 @@ def check_second_order(kind: Kind, op: Any, samples: Iterable[Sample]) -> Count:
 
 
 def backward_twice(op: Any, sample: Sample) -> list[torch.Tensor | None]:
-    """The gradients, and those of a number that is made of them."""
+    """The gradients, and those of a scalar computed from them."""
     inputs, outputs = requiring_grad(sample), requiring_grad(sample.passed_to(op))
     torch.default_generator.manual_seed(2)
     seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, requires_grad=True) for leaf in outputs]
