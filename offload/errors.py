@@ -56,7 +56,7 @@ class ArgumentTypeError(OffloadError, TypeError):
 
 
 class UnsupportedOpError(OffloadError, NotImplementedError):
-    """An op that can't be carried out on an offloaded tensor."""
+    """An op that is not supported on an offloaded tensor."""
 
 
 class UnsupportedTorchError(OffloadError, ImportError):
@@ -98,7 +98,7 @@ class ChangedFileError(OffloadError, RuntimeError):
 
 
 class ForeignFileError(OffloadError, FileExistsError):
-    """A file that `offload` did not create stands where it would write."""
+    """A file that `offload` did not create is where it would write."""
 
 
 class NameInUseError(OffloadError, ValueError):
@@ -106,7 +106,7 @@ class NameInUseError(OffloadError, ValueError):
 
 
 class WriteError(OffloadError, OSError):
-    """A value could not be written; the old one, if any, still stands."""
+    """A value could not be written; the old one, if any, is kept."""
 
 
 class ShapeMismatchError(OffloadError, ValueError):

@@ -81,7 +81,7 @@ def map_batches(
 
     Raises:
         TypeError, ValueError: not a function, not a model, not a count.
-        WriteError: what is to be spilled does not fit on the disk.
+        WriteError: the disk has no room for what is spilled.
         Exception: what `fn` or `batches` raise; the results of earlier batches have been given by then.
 
     Example:

@@ -26,7 +26,7 @@ class Claims:
         """
         Args:
             store: the folder.
-            columns: those that are to be filled; all if None.
+            columns: the columns to fill; all if None.
             count: of the rows that there is an input for; others may have appended some since.
 
         Raises:

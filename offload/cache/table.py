@@ -164,7 +164,7 @@ class TensorCache:
             The cache, as it is now; rows that other processes flush later are seen, too.
 
         Raises:
-            MissingFileError: there is none, or a file of it is missing.
+            MissingFileError: there is none, or one of its files is missing.
             CorruptFileError: one of its files was truncated, or is something else.
             CacheError: it is of another version, or its metadata differs.
             WriteError: `mode` is "r+", and it can't be written to.
@@ -463,7 +463,7 @@ class TensorCache:
 
         Raises:
             RowIndexError, ColumnError, ShapeMismatchError, DtypeMismatchError: nothing was written.
-            CacheError: `values` is no dictionary.
+            CacheError: `values` is not a dictionary.
             WriteError: the disk is full; the rows count as missing.
         """
         store, given = self._open(), _given(values)
@@ -639,7 +639,7 @@ class TensorCache:
             ColumnError, MissingRowsError: there is no such column, or rows are not filled.
             CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder. Or
                 `path` is in the folder of a cache.
-            ForeignFileError: a file that offload did not write stands there.
+            ForeignFileError: there is a file that offload did not write.
             WriteError
         """
         named = checked_names(columns, "columns")

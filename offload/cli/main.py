@@ -32,7 +32,7 @@ exit codes: 0 done; 1 an error, or what verify found; 2 a wrong command line;
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; gives the exit code."""
+    """Run a command line; returns the exit code."""
     options = parser().parse_args(argv)
     if options.run is None:
         parser().print_help()

@@ -60,8 +60,8 @@ def quantize_checkpoint(
         source: the folder of a model that is not quantized.
         target: the new folder; it may be there if it is empty.
         form: "int8" or "int4", with a scale for each row and group of columns; "fp8" (E4M3) with a scale for each row.
-        group_size: columns that share a scale, of "int8" and "int4". Layers whose columns are no multiple of it stay as
-            they are.
+        group_size: columns that share a scale, for "int8" and "int4". Layers with another number of columns than a
+            multiple of it stay as they are.
         max_shard_size: see `save_checkpoint`.
         resume: go on with a run that was killed, from the folder `target` + ".partial".
         progress: show a bar, on a terminal.

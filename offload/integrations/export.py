@@ -30,14 +30,14 @@ _GUESS = 1024  # assumed size in bytes of a varying-size value
 def export(cache: TensorCache, target: Path, form: str, columns: Sequence[str] | None = None) -> None:
     """Write the rows of a cache as a safetensors or Parquet file, or as a folder of `.npy` files, one per column.
 
-    What is no plain letter or digit in the name of a column is `%xx` in that of its `.npy` file, as in a cache.
+    Everything but plain letters and digits in a column's name becomes `%xx` in that of its `.npy` file, as in a cache.
 
     In Parquet, values that are missing are null, and JSON is text.
 
     Raises:
         ColumnError, MissingRowsError: there is no such column, or rows are not filled.
         CacheError: a column that the format has no form for.
-        ForeignFileError: something stands there.
+        ForeignFileError: there is a file already.
         WriteError
     """
     names = list(cache.schema if columns is None else columns)

@@ -66,16 +66,16 @@ def quantize_(
             then the layers are quantized that transformers would: not its head.
         filter_fn: which modules, by module and full name; None for torchao's choice, the linear layers.
         device: the device to bring a module to first, as torchao has it.
-        resume: continue the run of this name; True for the only one. If there is none it starts.
+        resume: continue the run of this name; True for the only one. If there is none, it starts.
         progress: show a bar, on a terminal.
 
     Raises:
-        ArgumentTypeError: `config` is no configuration of torchao.
+        ArgumentTypeError: `config` is not a configuration of torchao.
         TypeError: a `TorchAoConfig` with a filter, or for another model than one of transformers.
         MapError: torchao failed on a layer; the message names it. Those before it are done.
         JournalError: the journal is of another run, or there is no folder for one.
-        UnknownSubclassError: a weight became a tensor subclass that is not known; the old value stands.
-        WriteError: the disk is full...; the old value stands.
+        UnknownSubclassError: a weight became an unknown tensor subclass; the old value is kept.
+        WriteError: the disk is full...; the old value is kept.
 
     Example:
         >>> import offload

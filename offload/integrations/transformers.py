@@ -71,7 +71,7 @@ def from_pretrained(
         gguf_file: the name of the GGUF file in that folder, or in that model's on the hub, whose weights are taken.
         offload_dir: where weights go that are stored or later written to; None for a private folder.
         dtype: of the floating-point weights; None or "auto" for the one in the model's configuration. What an FP8 or
-            bitsandbytes checkpoint has not packed then keeps the dtype that it is stored in, as in transformers.
+            bitsandbytes checkpoint has not packed keeps the dtype that it is stored in, as in transformers.
         config: a configuration to use in place of the checkpoint's.
         offload_buffers: whether buffers are on disk too.
         max_memory, read_ahead: see `offload.load_checkpoint_and_dispatch`.
@@ -85,7 +85,7 @@ def from_pretrained(
         The model, in evaluation mode; with `output_loading_info` a pair of it and a dictionary.
 
     Raises:
-        CheckpointError: no checkpoint there, one of another model, or weights are to be quantized on the way.
+        CheckpointError: there is no checkpoint, it is of another model, or weights would have to be quantized.
         TypeError: an option of transformers that has another name here, or no meaning.
         MissingFileError, CorruptFileError, ReadError, DeviceMapError
 

@@ -87,7 +87,7 @@ def places(names: Iterable[str], device_map: DeviceMap) -> dict[str, Place]:
     Args:
         names: names of parameters and buffers.
         device_map: a word for everything, or module names to words: `"cpu"`, `0`, `"cuda:1"`, `"disk"`,
-            `"disk:cuda:1"`, `"meta"`. The name `""` stands for the whole model. None is `"cpu"` for everything.
+            `"disk:cuda:1"`, `"meta"`. The name `""` means the whole model. None is `"cpu"` for everything.
 
     Raises:
         DeviceMapError: an unknown word, or a tensor that the map leaves out.

@@ -168,7 +168,7 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         MissingFileError, CorruptFileError, ReadError, CheckpointError, DeviceMapError
-        ValueError: `dtype` is no floating-point one, or values are to be stored without an `offload_dir`.
+        ValueError: `dtype` is not a floating-point one, or values should be stored without an `offload_dir`.
         MetaTensorError: tensors are left without data; the message names them.
 
     Example:

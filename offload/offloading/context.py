@@ -83,7 +83,7 @@ def offloading(
 
     Raises:
         WriteError: the folder can't be used; inside: there is no room for a result.
-        ValueError: `min_bytes` is no amount of memory.
+        ValueError: `min_bytes` is not an amount of memory.
 
     Example:
         >>> with offloading(min_bytes=1024):
@@ -226,7 +226,7 @@ def _active() -> _Results | None:
 
 
 def _is_left_alone(types: Sequence[type]) -> bool:
-    """Whether tensors stand for others, so that there is nothing to store."""
+    """Whether tensors are stand-ins, so that there is nothing to store."""
     return (
         any(kind is not OffloadedTensor for kind in types)
         or any(get_dispatch_mode(key) is not None for key in TRACING_MODES)

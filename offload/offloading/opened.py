@@ -1,8 +1,8 @@
-"""Tensors that torch.load and safetensors take from a file: known by where their memory is mapped from.
+"""Tensors that torch.load and safetensors read from a file: recognised by the mapping that their memory belongs to.
 
 Always true:
-- a tensor that is an entry of the file, in memory that nobody has written to, is referenced there: nothing is copied
-- memory that no file is behind is left alone; so is a shared mapping, through which others see what is written
+- a tensor that is an entry of the file, in unmodified memory, is referenced there: nothing is copied
+- memory without a file is left alone; so is a shared mapping, where others see each write
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PAGE_MAP = Path("/proc/self/pagemap")
 
 
 def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What an unpickler is about to rebuild in `frame`, over a file, if its storage is large; None if it is not.
+    """The tensor an unpickler is about to rebuild in `frame`, over a file, if its storage is large; else None.
 
-    Tensors over one storage are over one value. What is mapped, and is no entry of a file of tensors, is copied.
+    Tensors that share a storage share a value. Mapped memory that is not an entry of a tensor file is copied.
     """
     known = REBUILDING.variables(frame)
     if known is None:
@@ -59,13 +59,13 @@ def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Ten
             handle = Handle.create(whole, place.name("load"), place.folder)
             log.debug("%s that is loaded is copied to %s, as it is no entry of its file", layout, handle.path)
         _STORED[storage_id(storage)] = handle
-        _STORAGES[handle] = storage  # while it lives, its address is its own
+        _STORAGES[handle] = storage  # while it lives, its address stays unique
         stored = wrap_handle(handle, CPU)
     return _in_a_row(stored, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a large entry of a file, offloaded; any other tensor as it is."""
+    """The bytes of a large file entry, offloaded; any other tensor as it is."""
     if not place.takes(tensor, "asarray") or tensor.device != CPU or not tensor.is_contiguous():
         return tensor
     with no_functions(), no_modes():
@@ -77,9 +77,9 @@ def as_opened(place: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.UntypedStorage | None:
-    """The bytes that torch.load has just read in `frame`, as `record`, mapped from its file.
+    """The bytes that torch.load has just read in `frame` as `record`, mapped from its file.
 
-    None if they are few, it was given no path, or they do not lie in the file as they are (a deflated archive).
+    None if they are few, if it was not given a path, or if the file has them in another form (a deflated archive).
     """
     reader = frame.f_back
     if frame.f_code is not typed_storage_of.__code__ or reader is None:
@@ -91,13 +91,13 @@ def record_of(place: Place, frame: FrameType, record: torch.Tensor) -> torch.Unt
     with no_functions(), no_modes(), suppress(OffloadError):
         storage = mapped_alone(absolute(path), known["zip_file"].get_record_offset(known["name"]), known["nbytes"])
         mapped = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
-        read = torch.empty(0, dtype=torch.uint8, device=CPU).set_(record.untyped_storage())  # it says that it is empty
+        read = torch.empty(0, dtype=torch.uint8, device=CPU).set_(record.untyped_storage())  # its own looks empty
         return storage if torch.equal(mapped, read) else None
     return None
 
 
 def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:
-    """What torch.load was called with, above `frame`, if that is a path."""
+    """What torch.load was called with, in a frame above, if that is a path."""
     while frame is not None:
         known = LOADING.variables(frame)
         if known is not None:
@@ -107,7 +107,7 @@ def _path_loaded_in(frame: FrameType | None) -> str | os.PathLike[str] | None:
 
 
 def _reference(address: int, nbytes: int) -> Handle | None:
-    """The entry of a file that these bytes are mapped from, unchanged; None if there is none, or it is not known."""
+    """The file entry that these bytes are mapped from, unchanged; None if there is none, or if unknown."""
     mapping = _mapping_at(address)
     if mapping is None or not _is_untouched(address, nbytes):
         return None
@@ -124,10 +124,10 @@ def _reference(address: int, nbytes: int) -> Handle | None:
 
 
 def _mapping_at(address: int) -> tuple[int, int, int, str] | None:
-    """Where a private mapping begins, in memory and in its file, with its inode and path. See proc_pid_maps(5)."""
+    """The private mapping at an address: its start in memory and in the file, inode and path. See proc_pid_maps(5)."""
     try:
-        lines = os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]  # paths may hold what `splitlines` takes for an end
-    except OSError:  # what is not known stays in memory
+        lines = os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]  # paths may contain line ends of `splitlines`
+    except OSError:  # in doubt it stays in memory
         return None
     for line in lines:
         addresses, rights, offset, _, inode, *path = line.split(maxsplit=5)
@@ -138,7 +138,7 @@ def _mapping_at(address: int) -> tuple[int, int, int, str] | None:
 
 
 def _is_untouched(address: int, nbytes: int) -> bool:
-    """Whether no page of a private mapping has been written to, and so is no longer the file's. See pagemap(5)."""
+    """Whether no page of a private mapping was written to, which would detach it from the file. See pagemap(5)."""
     first, last = address // mmap.PAGESIZE, (address + max(nbytes, 1) - 1) // mmap.PAGESIZE
     try:
         with _PAGE_MAP.open("rb", buffering=0) as file:
@@ -151,13 +151,13 @@ def _is_untouched(address: int, nbytes: int) -> bool:
 
 
 def _in_a_row(stored: OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The elements of a dense value as they lie in its file, as `dtype`."""
+    """The elements of a dense value in file order, as `dtype`."""
     flat = stored.permute(handle_of(stored).layout.order).reshape(-1)
     return flat if flat.dtype == dtype else flat.view(torch.uint8).view(dtype)
 
 
 def _keys_of(file: TensorFile) -> dict[tuple[int, int], str]:
-    """The dense entries of a file, by the byte at which they begin, and how many they take."""
+    """The dense entries of a file, by first byte and size."""
     found = _KEYS.get(file)
     if found is None:
         dense = [entry for entry in file.entries.values() if entry.layout.is_dense]

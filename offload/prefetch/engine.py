@@ -299,7 +299,7 @@ def lease() -> Lease:
 
 
 def fill(whole: ReadInParts) -> None:
-    """Read something part by part whenever nothing else is to be read. Called under the lock."""
+    """Read something part by part while nothing else has to be read. Called under the lock."""
     _ENGINE.reader.fill(whole)
 
 

@@ -132,7 +132,7 @@ class Reader(Background[Work]):
         return sum(value.nbytes for value in self._leaving) + sum(self._going.values())
 
     def take_leaving(self) -> list[Value]:
-        """Take over what is to be dropped; this thread then calls `let_go`."""
+        """Take over what has to be dropped; this thread then calls `let_go`."""
         leaving, self._leaving = self._leaving, []
         if leaving:
             self._going[threading.get_ident()] = sum(value.nbytes for value in leaving)

@@ -107,11 +107,11 @@ def memory_report(
 
     Args:
         path: the `.html` file. An earlier one is replaced.
-        model: whose layers the waits are told of.
+        model: its layers' waits are reported.
         title: its heading.
 
     Yields:
-        The recording; its `mark` is to be called after each token or step.
+        The recording; call its `mark` after each token or step.
 
     Raises:
         ForeignFileError: another file is at `path`; before the block runs.

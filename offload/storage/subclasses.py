@@ -65,7 +65,7 @@ def register_subclass(*classes: type) -> None:
     """Let values of these classes be stored and rebuilt: a tensor subclass, and the classes that its context holds.
 
     A tensor subclass needs `__tensor_flatten__` and `__tensor_unflatten__`. Enums, dataclasses and named tuples may
-    stand in its context.
+    appear in its context.
 
     Raises:
         UnknownSubclassError: a class is none of these; nothing is registered then.

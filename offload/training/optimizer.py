@@ -71,7 +71,7 @@ def offload_optimizer(
     Raises:
         UnsupportedOpError: it needs all parameters at once (LBFGS), or is not torch's, so that this is not known;
             pass `step_bytes=None` then, and its whole first step is in memory. Or its `step` was replaced.
-        TypeError: it is no optimizer.
+        TypeError: it is not an optimizer.
         ValueError: its state is on disk already.
         NameInUseError, ForeignFileError, WriteError
 

@@ -79,10 +79,10 @@ def save_tree(tree: Any, folder: str | os.PathLike[str]) -> Path:
     over the old tree can't be used after.
 
     Args:
-        tree: dicts (with keys of any kind that may stand here, but tensors), lists, tuples, dataclasses, named tuples,
-            enums, None, text, bytes, numbers, dtypes, devices and tensors of any kind. A tensor that stands in several
-            places is stored once, and is one again when it is loaded. A container that does is stored for each.
-        folder: is made if need be.
+        tree: dicts (with keys of any type allowed here except tensors), lists, tuples, dataclasses, named tuples,
+            enums, None, text, bytes, numbers, dtypes, devices and tensors of any kind. A tensor that appears in several
+            places is stored once, and is one again when it is loaded; a container is stored each time.
+        folder: created if needed.
 
     Returns:
         The manifest, `tree.json`.

@@ -64,13 +64,13 @@ def load_memmap(
     without: Iterable[str | Way] = (),
     offload_dir: PathLike | None = None,
 ) -> Any:
-    """What `TensorDict.load_memmap` gives for a folder, but with offloaded tensors as leaves, over its files.
+    """The same as `TensorDict.load_memmap` for a folder, but with offloaded tensors as leaves, over its files.
 
     Nothing is read, and the folder is not written to: a leaf is copied at its first write. A leaf without elements, and
     a nested tensor (which is over its mapped file), are plain ones. Open the folder again, or `load_memmap_`, after
     another process has written to it: until then its leaves are errors.
 
-    With `mode="r+"` in-place ops write the folder's own files, as those on what `TensorDict.load_memmap` gives do, and
+    With `mode="r+"` in-place ops write the folder's own files, as with the result of `TensorDict.load_memmap`, and
     what other processes write there is seen. The first write to a leaf reserves the disk space of all of it.
 
     Args:
@@ -86,10 +86,10 @@ def load_memmap(
         A TensorDict, or the tensorclass that was saved.
 
     Raises:
-        MissingFileError, CorruptFileError: there is no such folder, or it is not whole.
+        MissingFileError, CorruptFileError: there is no such folder, or it is incomplete.
         UnknownTypeError: it holds a class that is not among `types`.
         CheckpointError: it holds pickled data.
-        KeyError: it has none of the entries `without` which it is to be loaded.
+        KeyError: an entry in `without` does not exist.
 
     Example:
         >>> from tensordict import TensorDict

@@ -64,10 +64,10 @@ def save_memmap(
         existsok: False refuses to replace a folder.
 
     Returns:
-        The TensorDict over the new files, as `load_memmap` gives it.
+        The TensorDict over the new files, as `load_memmap` returns it.
 
     Raises:
-        ForeignFileError: something that `save_memmap` did not write stands there, or files were added to it.
+        ForeignFileError: there is something that `save_memmap` did not write, or files were added to it.
         UnsupportedOpError: a leaf, or its key, has no form in such a folder, or is in a file already.
         UnknownTypeError: non-tensor data that JSON has no form for.
         WriteError: the disk is full, the folder is read-only...
@@ -103,7 +103,7 @@ def memmap_like(td: Any, folder: PathLike, *, existsok: bool = True) -> Any:
         td, folder, existsok: as for `save_memmap`; leaves may be on the meta device.
 
     Returns:
-        What `TensorDict.load_memmap` gives: its leaves are mapped, and to write to one is to write its file.
+        The same as `TensorDict.load_memmap`: its leaves are mapped, and writing to one writes its file.
 
     Raises: as `save_memmap`.
 
