@@ -1,8 +1,8 @@
-"""Measure `offload` against its peers and against what the machine can do.
+"""Measure `offload` against its peers and against the limits of the machine.
 
 Always true:
-- all that is compared is measured in the same run, in turn
-- what cannot be measured here is shown with the reason
+- everything that is compared is measured in the same run, in turn
+- what can't be measured here is listed with the reason
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CASES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if `offload` itself has no figure where others have one, else 0."""
+    """1 if `offload` itself lacks a figure that others have, else 0."""
     chosen = _options().parse_args(arguments)
     scale = TOY if chosen.quick else FULL
     if chosen.rounds:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(cases: Sequence[str], scale: Scale) -> list[Figure]:
-    """The figures of some cases. What they write for themselves lies in the cache folder, and goes."""
+    """The figures of some cases. Their files go to the cache folder, and are removed."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     figures = []
@@ -90,7 +90,7 @@ def measured(cases: Sequence[str], scale: Scale) -> list[Figure]:
 
 
 def figures_or_reason(case: str, scale: Scale, scratch: Path) -> list[Figure]:
-    """A case, or one line without figures that says why it cannot be measured on this machine."""
+    """The figures of a case, or one line that says why it can't be measured on this machine."""
     try:
         return CASES[case](scale, scratch)
     except (OSError, RuntimeError) as error:
@@ -98,7 +98,7 @@ def figures_or_reason(case: str, scale: Scale, scratch: Path) -> list[Figure]:
 
 
 def written(figures: Sequence[Figure], scale: Scale, out: Path) -> list[Path]:
-    """The files that the figures went to."""
+    """The files to which the figures were written."""
     stem = f"{machine.today()}-{machine.name()}-{scale.name}"
     facts = {"scale": scale.name, "rounds": scale.rounds, **machine.facts(cache_folder())}
     facts["bytes a second"] = machine.rates(scale.model())

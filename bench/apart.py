@@ -1,8 +1,8 @@
-"""A function run in a process of its own, or in several at once.
+"""Running a function in a separate process, or in several at once.
 
 Always true:
-- the process is fresh: it has imported what trials need, and has loaded, computed and mapped nothing
-- what goes wrong in it is raised here; a process that is killed is an error that says so
+- the process is fresh: it has imported what trials need, and has not loaded, computed or mapped anything
+- its errors are raised here; a killed process is an error that says so
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_begun: list[Iterator[Any]] = []  # in a process that goes step by step, what it takes them from
+_begun: list[Iterator[Any]] = []  # in a stepping process, the running generator
 
 
 def run_apart(function: Callable[..., T], *args: Any) -> T:
-    """What the function returns.
+    """The function's result.
 
     Args:
-        function: one that a module defines by name.
-        args: what can be pickled.
+        function: defined at module level.
+        args: picklable.
 
     Raises:
         RuntimeError: the process was killed.
@@ -33,7 +33,7 @@ def run_apart(function: Callable[..., T], *args: Any) -> T:
 
 
 def run_together(function: Callable[..., T], count: int, *args: Any) -> list[T]:
-    """What the function returns in each of several processes that wait for one another; their number comes first.
+    """The function's results in several processes that run at the same time; their number is the first argument.
 
     Args and errors: as `run_apart`.
     """
@@ -43,13 +43,13 @@ def run_together(function: Callable[..., T], count: int, *args: Any) -> list[T]:
 
 @contextmanager
 def stepping_apart(steps: Callable[..., Iterator[T]], *args: Any) -> Iterator[Callable[[], T]]:
-    """What a generator in a process of its own gives: the next one at each call.
+    """The results of a generator in a separate process: the next one at each call.
 
     Args:
-        steps: one that a module defines by name.
-        args: what can be pickled.
+        steps: defined at module level.
+        args: picklable.
 
-    Raises: as `run_apart`, from the calls too.
+    Raises: as `run_apart`, also from the calls.
     """
     with _process() as pool:
         _answer(pool, _begin, steps, *args)

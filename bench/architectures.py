@@ -1,10 +1,10 @@
-"""Every architecture of the installed transformers, tiny, from disk: `python -m bench.architectures`.
+"""Every architecture of the installed transformers, as a tiny model, from disk: `python -m bench.architectures`.
 
 Always true:
-- each is a row: what fails, crashes or takes too long costs its own row alone
+- each one is a row: a failure, crash or timeout affects only its own row
 - a model on disk is compared with transformers' own `from_pretrained` of the same checkpoint, bit for bit
-- a reason that is not ours is one that the plain model has too
-- what loading wrote is counted by the kernel: files that are gone again, too
+- a failure counts as not ours only if the plain model fails, too
+- bytes written while loading are counted by the kernel, including files that are gone again
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ MAPPINGS = {
 }
 EQUAL, VALUES, ABSENT, DIFFERS = "yes", "values", "not tried", "NO"
 _MOST_PARAMETERS = 48_000_000
-_SECONDS = 90  # for an architecture
-_PROBING = 10  # seconds for finding its inputs, with each size
+_SECONDS = 90  # per architecture
+_PROBING = 10  # seconds for finding its inputs, per size
 _WORKERS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of an architecture.
+    """The result for an architecture.
 
     Attributes:
-        equal: EQUAL; VALUES, if the plain model's forward pass needs inputs that are not known here, so that values
-            and written files alone were compared; ABSENT, if there is no plain model; DIFFERS.
-        note: inputs, or what is missing, or what differs.
-        recipes: values of the model on disk that are carried out from others; None if it was not loaded.
-        written: bytes that loading it wrote.
+        equal: EQUAL; VALUES, if no inputs for the plain model's forward pass are known, so that only values and written
+            files were compared; ABSENT, if there is no plain model; DIFFERS.
+        note: the inputs, or what is missing, or what differs.
+        recipes: values of the model on disk that are computed from others; None if it was not loaded.
+        written: bytes written while loading it.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass
 class Subject:
-    """A tiny plain model in a checkpoint, and inputs that it takes; None if none are known."""
+    """A tiny plain model in a checkpoint, with inputs for it; None if none are known."""
 
     model_class: Any
     folder: Path
@@ -79,7 +79,7 @@ class Subject:
 
 
 class NoPlainModel(Exception):
-    """transformers itself does not build, save or load it."""
+    """transformers itself can't build, save or load it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,14 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def names(kind: str) -> dict[str, str]:
-    """Class by model type."""
+    """The class names by model type."""
     from transformers.models.auto import modeling_auto
 
     found = getattr(modeling_auto, MAPPINGS[kind])
     return {name: value if isinstance(value, str) else value[0] for name, value in found.items()}
 
 
-# One
+# One architecture
 
 
 def examined(kind: str, name: str) -> Row:
@@ -115,7 +115,7 @@ def examined(kind: str, name: str) -> Row:
             plain = _loaded(subject)
         except NoPlainModel as error:
             return Row(kind, name, model_class, ABSENT, str(error))
-        except Exception as error:  # a module of transformers that is not imported without a package
+        except Exception as error:  # a transformers module that needs a missing package
             return Row(kind, name, model_class, ABSENT, reason(error))
         told: dict[str, int] = {}
         try:
@@ -129,7 +129,7 @@ def examined(kind: str, name: str) -> Row:
 
 
 def _from_disk(subject: Subject) -> tuple[Any, dict[str, int]]:
-    """The model on disk, and what its row tells of loading it."""
+    """The model on disk, and the fields of its row about loading."""
     before = written_bytes()
     model = offload.from_pretrained(subject.folder, model_class=subject.model_class)
     written = written_bytes() - before
@@ -142,11 +142,11 @@ def prepared(name: str, model_class: str, folder: Path) -> Subject:
     """A checkpoint of a tiny model with seeded weights.
 
     Raises:
-        NoPlainModel: with the reason of the smallest that was tried.
+        NoPlainModel: with the reason for the smallest one tried.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    wanted = MODEL_MAPPING._load_attr_from_module(name, model_class)  # some are not among transformers' public names
+    wanted = MODEL_MAPPING._load_attr_from_module(name, model_class)  # some are not public names of transformers
     tried: list[str] = []
     spare: tuple[Any, str, str] | None = None
     for config, how in _configs(name, wanted, tried):
@@ -166,21 +166,21 @@ def prepared(name: str, model_class: str, folder: Path) -> Subject:
 
 
 def _configs(name: str, wanted: Any, tried: list[str]) -> Iterator[tuple[Any, str]]:
-    """Configurations that make a model of few enough parameters."""
+    """Configurations of models with few enough parameters."""
     made = tiny_configs(name)
     while True:
         try:
             how, full = next(made)
         except StopIteration:
             return
-        except Exception as error:  # whatever a configuration class says against it
+        except Exception as error:  # configuration classes can raise anything
             tried.append(f"no configuration: {reason(error)}")
             return
         config = config_for(wanted, full)
         try:
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in wanted(config).parameters())
-        except Exception as error:  # is told, or seen again, when it is built
+        except Exception as error:  # reported, or raised again, when it is built
             count = 0 if how == "tiny" else _MOST_PARAMETERS + 1
             tried.append(f"not built: {reason(error)}")
         if count <= _MOST_PARAMETERS:
@@ -191,7 +191,7 @@ def _configs(name: str, wanted: Any, tried: list[str]) -> Iterator[tuple[Any, st
 
 @torch.no_grad()
 def _seeded(model_class: Any, config: Any) -> Any:
-    """As its class initializes it, and then something everywhere: no weight is all zeros or ones."""
+    """As initialized by its class, then perturbed: no weight is all zeros or ones."""
     torch.manual_seed(0)
     model = model_class(config).eval()
     for parameter in model.parameters():
@@ -201,7 +201,7 @@ def _seeded(model_class: Any, config: Any) -> Any:
 
 
 def _probe(model: Any) -> tuple[dict[str, Any] | None, str]:
-    """The first inputs that it takes; else None, and why not the first ones."""
+    """The first inputs that it accepts; or None, and why the first ones failed."""
     why: list[str] = []
     until = time.monotonic() + _PROBING
     for probe in probes(model):
@@ -232,12 +232,12 @@ def _loaded(subject: Subject) -> Any:
 
 
 def reason(error: BaseException, most: int = 160) -> str:
-    """An error in a line, without where packages are on this machine."""
+    """An error in one line, without local package paths."""
     text = re.sub(r"/\S+/site-packages/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:most]}".replace("|", "/")
 
 
-# Many, in processes of their own
+# Many, in separate processes
 
 
 def examined_apart(todo: Sequence[tuple[str, str]], workers: int = _WORKERS) -> list[Row]:
@@ -253,7 +253,7 @@ def examined_apart(todo: Sequence[tuple[str, str]], workers: int = _WORKERS) -> 
 
 
 def _overseen(waiting: SimpleQueue[tuple[int, tuple[str, str]]], rows: dict[int, Row]) -> None:
-    """Rows from a worker; one that dies, or takes too long, is replaced."""
+    """Rows from a worker; one that dies or times out is replaced."""
     worker = None
     while True:
         try:
@@ -270,7 +270,7 @@ def _overseen(waiting: SimpleQueue[tuple[int, tuple[str, str]]], rows: dict[int,
 
 
 class _Worker:
-    """A process that makes rows."""
+    """A process that produces rows."""
 
     def __init__(self, before: _Worker | None = None) -> None:
         if before:
@@ -344,7 +344,7 @@ class writes to when it is loaded.
 
 
 def report(rows: Sequence[Row]) -> Iterator[str]:
-    """Markdown: a table a kind, and how many of each."""
+    """Markdown: one table per kind, with counts."""
     import transformers
 
     yield "# Architectures of transformers, from disk"

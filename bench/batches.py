@@ -1,12 +1,12 @@
-"""Many batches through a model that is larger than the memory it may have: in lockstep, and one by one.
+"""Many batches through a model that exceeds its memory budget: in lockstep, and one by one.
 
 Always true:
-- a memory cgroup counts what loading and computing take, the page cache too
-- every way gives the same results for the same batches, and its figures are those of a batch after two sweeps or more
-- in lockstep these are sweeps in the course of one call: three, or those of a text; what is read ahead after the last
-  one, and then not used, counts
-- the cap has room for what kernels keep: as much as `offload`, which maps the files, takes for this work without a cap
-- the limit is the larger of computing, and of reading what is over the budget once for all that are in flight
+- a memory cgroup counts what loading and computing use, including the page cache
+- every arm gives the same results for the same batches; figures are per batch, after at least two sweeps
+- in lockstep, sweeps are measured within one call: three, or those of one text; what is read ahead after the last one,
+  and not used, counts
+- the cap has room for what kernels allocate: as much as `offload`, which maps the files, uses for this work uncapped
+- the limit is the larger of computing, and of reading what exceeds the budget once for all batches in flight
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from bench.scale import Scale
 
 ONE_BY_ONE = "offload, one by one"
 _COMPUTING = "computing"
-_FACTOR = 3.0  # times the budget that a model is
-_A_BATCH = 6 * MIB  # what a batch in flight takes: a thread, and the scratch of its kernels
-_REHEARSED = 16  # batches after which kernels keep for themselves what they will: oneDNN does, for each shape
+_FACTOR = 3.0  # size of the model relative to the budget
+_A_BATCH = 6 * MIB  # memory per batch in flight: a thread, and kernel scratch memory
+_REHEARSED = 16  # batches until kernels have allocated all that they keep: oneDNN does so per shape
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to a batch.
+    """What is done with a batch.
 
     Attributes:
-        tokens: of a prompt.
-        new_tokens: that are generated after it; 0 to score the prompt.
+        tokens: in the prompt.
+        new_tokens: generated after it; 0 to score the prompt.
     """
 
     tokens: int
@@ -55,17 +55,17 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Of a batch, through the model."""
+        """Passes through the model per batch."""
         return max(self.new_tokens, 1)
 
     @property
     def first(self) -> int:
-        """Batches, one after the other, that are not measured: two passes or more."""
+        """Unmeasured batches, one by one: two passes or more."""
         return -(-2 // self.passes)
 
     @property
     def measured(self) -> int:
-        """Batches, one after the other, that are measured in lockstep."""
+        """Batches, one by one, that correspond to those measured in lockstep."""
         return -(-3 // self.passes)
 
     def __call__(self, model: Any, number: int) -> list[int]:
@@ -84,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Trial:
-    """Of a batch: seconds, and bytes read. Memory in bytes above the start."""
+    """Seconds and bytes read per batch. Memory in bytes above the start."""
 
     seconds: float
     bytes_read: float
@@ -93,10 +93,10 @@ class Trial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Time and bytes of a batch, for numbers of batches in flight.
+    """Time and bytes per batch, for several numbers of batches in flight.
 
     Raises:
-        OSError: this process may make no memory cgroup.
+        OSError: this process can't create a memory cgroup.
     """
     with memory_cap(ALLOWANCE):
         pass
@@ -144,7 +144,7 @@ def _lockstep(count: int) -> str:
 
 
 def _for(done: Rounds[Trial], count: int, counts: Sequence[int]) -> Rounds[Trial]:
-    """The results with so many in flight as those of offload."""
+    """The results with `count` batches in flight as offload's."""
     others = {_lockstep(one) for one in counts}
     name = {_lockstep(count): OURS}
 
@@ -183,7 +183,7 @@ def trial(
     budget: int | None = None,
     group: Group | None = None,
 ) -> Trial:
-    """Load, do the first batches, and measure the others: so many, or so many times those in flight."""
+    """Load, run the first batches, and measure the others: `times` batches, or that many times those in flight."""
     rehearse(arm, folder, scratch)
     if group:
         group.join()
@@ -204,7 +204,7 @@ def trial(
 
 
 def mapped(arm: str, fn: Callable[[int], Any], numbers: Sequence[int], model: Any, in_flight: int) -> Iterator[Any]:
-    """The results of a function of numbers: so many in flight, or one by one for 0."""
+    """The results of a function of numbers: `in_flight` at a time, or one by one for 0."""
     if arm == OURS and in_flight:
         return offload.map_batches(fn, numbers, model, in_flight=in_flight, progress=False)
     return map(fn, numbers)

@@ -1,13 +1,13 @@
-"""A table of rows that is larger than memory may be: written, read by index, and read from end to end.
+"""A table of rows that exceeds memory: written, read by index, and read from end to end.
 
 Always true:
-- each store holds the same rows, and all that is read is checked; the clock does not run meanwhile
-- writing ends when the files are synced, also those of peers that do not sync themselves
-- cold is with nothing in the page cache; capped is in a memory cgroup of half the data and an allowance, which is
+- each store holds the same rows, and everything that is read is checked, off the clock
+- writing ends when the files are synced, even for peers that don't sync by themselves
+- cold means nothing in the page cache; capped means in a memory cgroup of half the data plus an allowance, which is
   full of the store's own files when the clock starts
-- an epoch is all rows once, in random batches, from cold, with nothing dropped between them
-- the limit is what the system's calls take by themselves: the better of row by row, and all rows announced before;
-  of an epoch, a scan and then all batches row by row
+- an epoch is all rows once, in random batches, starting cold, without dropping anything in between
+- the limit is the time of bare system calls: the better of row by row, and all rows announced first; for an epoch, a
+  scan and then all batches row by row
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from bench.scale import Scale
 BATCH = 256  # rows
 ALLOWANCE = 32 * MIB  # batches, buffers
 _COLUMNS = (2048, 128)  # rows of 8 KiB and of 512 B
-_STEP = 8 * MIB  # bytes of a part, where all is written or read
+_STEP = 8 * MIB  # bytes per part when everything is written or read
 _COLD_BATCHES = 4
 _CHECKED = 4  # batches that are read back after writing
-_EPOCH = 2  # times as long as else may be read
+_EPOCH = 2  # factor for the time limit
 SCANNED = "a scan, then preadv"
-_SAME_FILES = (ANNOUNCED, TORCH_MAPPED)  # other ways to read what others have written
+_SAME_FILES = (ANNOUNCED, TORCH_MAPPED)  # other ways of reading files written by others
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is measured: so many rows of float32.
+    """The table: rows of float32.
 
     Attributes:
-        batches: how many are read at random.
-        seconds: after which no more is read.
-        seed: of the random rows.
+        batches: random batches to read.
+        seconds: time limit for reading.
+        seed: for the random rows.
     """
 
     rows: int
@@ -71,25 +71,25 @@ class Table:
 
     @property
     def step(self) -> int:
-        """Rows of a part."""
+        """Rows per part."""
         return _STEP // self.row_bytes
 
     def parts(self, step: int) -> Iterator[tuple[int, int]]:
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     def whole(self) -> Table:
-        """With batches of all rows."""
+        """The same table with batches of all rows."""
         return replace(self, batches=-(-self.rows // BATCH), seconds=self.seconds * _EPOCH)
 
     def random_rows(self, seed: int) -> Sequence[torch.Tensor]:
-        """Batches of rows, no row twice."""
+        """Batches of rows without repetition."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.rows, generator=generator)[: self.batches * BATCH].split(BATCH)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of a batch, or of a scan of the table: seconds, and bytes that came from the disk."""
+    """Per batch, or per scan of the table: seconds, and bytes from the disk."""
 
     seconds: float
     bytes_read: int
@@ -100,7 +100,7 @@ Reading = Callable[[Reader, Table], Timing]
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Writing, and reading in three states of memory, of large rows and of small ones."""
+    """Writing, and reading in three memory states, for large and small rows."""
     tables = [
         Table(scale.cache_bytes // (columns * 4), columns, scale.cache_batches, scale.cache_seconds)
         for columns in _COLUMNS
@@ -134,12 +134,12 @@ def _write_figure(case: str, done: Rounds[float]) -> Figure:
 
 
 def creating(arm: str, table: Table) -> Callable[[Path], Writer]:
-    """Opens a writer of a table whose size is known."""
+    """Opens a writer for a table of known size."""
     return lambda folder: STORES[arm].create(folder, table.rows, table.columns)
 
 
 def appending(arm: str, table: Table) -> Callable[[Path], Writer]:
-    """Opens a writer of a table that grows."""
+    """Opens a writer for a growing table."""
     return lambda folder: STORES[arm].append(folder, table.columns)
 
 
@@ -154,7 +154,7 @@ def _write_trial(arm: str, scratch: Path, table: Table, step: int, start: Callab
 
 
 def write_all(folder: Path, table: Table, step: int, start: Callable[[Path], Writer]) -> float:
-    """The time to write all rows, to the disk."""
+    """The time to write all rows to the disk."""
     clock = Clock()
     writer = clock.time(lambda: start(folder))
     for first, end in table.parts(step):
@@ -176,7 +176,7 @@ def _reads(folder: Path, table: Table, rounds: int) -> list[Figure]:
 
 
 def place(folder: Path, arm: str) -> Path:
-    """Where a store's files are; two ways to read one form share them."""
+    """The folder of a store's files; two ways of reading one format share it."""
     return folder / STORES[arm].create.__name__
 
 
@@ -207,7 +207,7 @@ def _epoch_figure(folder: Path, table: Table, rounds: int, missing: dict[str, st
 
 
 def scanned_trial(folder: Path, table: Table) -> Timing:
-    """From cold, all rows in order, and then in random batches."""
+    """All rows in order, starting cold, and then in random batches."""
     scan = fresh_trial(RAW, folder, table, read_all, make_cold)
     with opened(RAW, folder, table) as reader:
         epoch = read_epoch(reader, table)
@@ -215,7 +215,7 @@ def scanned_trial(folder: Path, table: Table) -> Timing:
 
 
 def _capped(folder: Path, table: Table, rounds: int, missing: dict[str, str]) -> list[Figure]:
-    """Each trial in a process and a group of its own; or why there are none."""
+    """Each trial in a separate process and group; or the reason why there are none."""
     found = []
     for what, read in _readings(table).items():
         trials = {arm: partial(_in_group, arm, folder, table, read) for arm in STORES}
@@ -236,7 +236,7 @@ def _readings(table: Table) -> dict[str, Reading]:
 
 
 def _read_figure(case: str, done: Rounds[Timing]) -> Figure:
-    """The limit is the better of the two ways to read with the system's calls, in each round."""
+    """The limit is the better of the two ways of reading with system calls, per round."""
     pairs = zip(done.take(RAW), done.take(ANNOUNCED), strict=True)
     limit = [min(one.seconds, other.seconds) for one, other in pairs]
     facts = {arm: {"bytes read": results[-1].bytes_read} for arm, results in done.results.items()}
@@ -244,7 +244,7 @@ def _read_figure(case: str, done: Rounds[Timing]) -> Figure:
 
 
 def warm_trial(arm: str, folder: Path, table: Table, read: Reading) -> Timing:
-    """Everything is cached, and as many batches have been read from the store before, of other rows."""
+    """With everything cached, after reading as many other batches from the store."""
     warm(files_in(place(folder, arm)))
     with opened(arm, folder, table) as reader:
         read_batches(reader, replace(table, seed=0))
@@ -252,7 +252,7 @@ def warm_trial(arm: str, folder: Path, table: Table, read: Reading) -> Timing:
 
 
 def cold_trial(arm: str, folder: Path, table: Table, read: Reading) -> Timing:
-    """Nothing is cached before a batch; the mean of some. Of a scan there is one."""
+    """With nothing cached before each batch; the mean of several. A scan is done once."""
     if read is not read_batches:
         return fresh_trial(arm, folder, table, read, make_cold)
     single = [replace(table, batches=1, seed=seed) for seed in range(min(_COLD_BATCHES, table.batches))]
@@ -263,7 +263,7 @@ def cold_trial(arm: str, folder: Path, table: Table, read: Reading) -> Timing:
 def fresh_trial(
     arm: str, folder: Path, table: Table, read: Reading, prepare: Callable[[Sequence[Path]], object]
 ) -> Timing:
-    """A reader that has read nothing; another one has, so that nothing is imported or started meanwhile."""
+    """A reader that has read nothing; another one was used before, so that nothing is imported or started now."""
     with opened(arm, folder, table) as rehearsed:
         rehearsed.batch(table.random_rows(0)[0])
     with opened(arm, folder, table) as reader:
@@ -289,7 +289,7 @@ def capped_trial(arm: str, folder: Path, table: Table, read: Reading, group: Gro
 
 @contextmanager
 def opened(arm: str, folder: Path, table: Table) -> Iterator[Reader]:
-    """A reader of what a store has built."""
+    """A reader for a store's table."""
     reader = STORES[arm].open(place(folder, arm), table.columns)
     try:
         yield reader
@@ -298,7 +298,7 @@ def opened(arm: str, folder: Path, table: Table) -> Iterator[Reader]:
 
 
 def read_batches(reader: Reader, table: Table) -> Timing:
-    """A batch, on average."""
+    """The average of a batch."""
     clock, before, count = Clock(), read_bytes(), 0
     for rows in table.random_rows(table.seed):
         _require(clock.time(partial(reader.batch, rows)), rows)
@@ -309,14 +309,14 @@ def read_batches(reader: Reader, table: Table) -> Timing:
 
 
 def read_epoch(reader: Reader, table: Table) -> Timing:
-    """All rows, in random batches; where that takes long, some of them, and the rest in proportion."""
+    """All rows in random batches; if that takes too long, some of them, extrapolated."""
     whole = table.whole()
     each = read_batches(reader, whole)
     return Timing(each.seconds * whole.batches, each.bytes_read * whole.batches)
 
 
 def read_all(reader: Reader, table: Table) -> Timing:
-    """From the first row to the last; where that takes long, some of it, and the rest in proportion."""
+    """From the first row to the last; if that takes too long, some of them, extrapolated."""
     clock, before, read = Clock(), read_bytes(), 0
     for start, stop in table.parts(table.step):
         _require(clock.time(partial(reader.part, start, stop)), torch.arange(start, stop))
@@ -332,13 +332,13 @@ def _require(found: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 class Clock:
-    """Seconds of what it has timed."""
+    """Accumulates the time of calls."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def time(self, act: Callable[[], T]) -> T:
-        """What the act gives."""
+        """The result of the call."""
         start = time.perf_counter()
         found = act()
         self.seconds += time.perf_counter() - start

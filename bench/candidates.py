@@ -1,8 +1,8 @@
-"""The ways to bring values in from a disk that were thought of: how fast, at what cost, and how exactly.
+"""Candidate ways of reading values from a disk: how fast, at what cost, and how precisely.
 
 Always true:
-- every way reads the same values, in the order in which a model reads them, from a cold cache, in turn with the others
-- beside it the other cores multiply matrices; what that takes longer is told too
+- every way reads the same values, in the order of a model's reads, from a cold cache, in turn with the others
+- meanwhile the other cores multiply matrices; how much longer that takes is reported, too
 
     python -m bench.candidates [--rounds 3] [--every 2]
 """
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def trial(folder: Path, read: Read, every: int) -> tuple[float, float, float, float]:
-    """Rate in GB/s, CPU seconds a GiB, bytes read for each that was asked for, and delay of others in seconds a GiB."""
+    """Rate in GB/s, CPU seconds per GiB, bytes read per requested byte, and delay of others in seconds per GiB."""
     make_cold(sorted(folder.glob("*.safetensors")))
     values = list(open_checkpoint(folder).values())[::every]
     ranges = [_range(value) for value in values]
@@ -68,7 +68,7 @@ def trial(folder: Path, read: Read, every: int) -> tuple[float, float, float, fl
 
 
 def _delay(ranges: list[Range], values: list[StoredValue], read: Read) -> float:
-    """Seconds that a multiplication of matrices takes longer while everything is read."""
+    """Seconds by which a matrix multiplication slows down while everything is read."""
     alone = _multiply(40) / 40
     with _beside(lambda: [read(extent, value) for extent, value in zip(ranges, values, strict=True)]) as reader:
         took, count = 0.0, 0
@@ -110,7 +110,7 @@ def _address(value: StoredValue) -> int:
 
 
 def _past_the_cache(_: Range, value: StoredValue) -> None:
-    """O_DIRECT into a buffer of ours."""
+    """O_DIRECT into our own buffer."""
     entry = value.file.entry(value.key)
     fd = os.open(value.file.path, os.O_RDONLY | os.O_DIRECT)
     try:

@@ -1,10 +1,10 @@
-"""Decoding a model that is larger than the memory it may have.
+"""Decoding a model that exceeds its memory cap.
 
 Always true:
-- a memory cgroup counts what loading and decoding take, the page cache too; what the process had before does not count
-- every way has the same cap: the budget, and the same allowance for all that is not weights; where values are large,
-  for two of them as well: the one in use, and the next
-- nothing of the checkpoint is cached at the start: what is, belongs to another group, and would come for free
+- a memory cgroup counts what loading and decoding use, including the page cache; earlier memory does not count
+- every arm has the same cap: the budget, and the same allowance for everything but weights; with large values, also
+  for two of them: the one in use, and the next
+- nothing of the checkpoint is cached at the start: cached pages would belong to another group, and be free
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from bench.process import MemoryTrace, read_bytes
 from bench.rounds import Figure, Rounds, Trace, in_turn
 from bench.scale import Scale
 
-ALLOWANCE = 96 * MIB  # activations, keys and values, a read-ahead window
+ALLOWANCE = 96 * MIB  # activations, keys and values, the read-ahead window
 _COMPUTING = "computing"
 
 
 @dataclass(frozen=True)
 class CappedTrial:
-    """Of each token: seconds, and bytes read. Memory in bytes above the start."""
+    """Seconds and bytes read per token. Memory in bytes above the start."""
 
     seconds: float
     bytes_read: float
@@ -44,10 +44,10 @@ class CappedTrial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Time and bytes of a token for each size of the model in budgets.
+    """Time and bytes per token, for each ratio of model to budget.
 
     Raises:
-        OSError: this process may make no memory cgroup.
+        OSError: this process can't create a memory cgroup.
     """
     with memory_cap(ALLOWANCE):
         pass
@@ -106,7 +106,7 @@ def _in_group(arm: str, folder: Path, scratch: Path, budget: int, allowance: int
 def trial(
     arm: str, folder: Path, scratch: Path, tokens: int, budget: int | None = None, group: Group | None = None
 ) -> CappedTrial:
-    """Load, read the prompt, decode a token, and measure the others; without a group, without a cap."""
+    """Load, read the prompt, decode a token, and measure the following ones; without a group there is no cap."""
     rehearse(arm, folder, scratch)
     if group:
         group.join()

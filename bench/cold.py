@@ -1,8 +1,8 @@
-"""Forward passes with nothing in the page cache: read ahead or wait.
+"""Forward passes with nothing in the page cache: does read-ahead keep up?
 
 Always true:
-- before every pass the checkpoint's files and the peer's own are dropped from the page cache, which is verified
-- the limit is the longer of two times of the same round: reading the weights with O_DIRECT, and computing in memory
+- before every pass, the files of the checkpoint and of the peer are dropped from the page cache, which is verified
+- the limit is the longer of two times in the same round: reading the weights with O_DIRECT, and computing in memory
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LIMIT = "O_DIRECT or compute"
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of each pass, and what it gave."""
+    """Seconds of each pass, and its result."""
 
     seconds: list[float]
     answers: list[int]
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """The first pass after loading, and one for each length of prompt; then for models with values of other sizes."""
+    """The first pass after loading, and one per prompt length; then for models with other value sizes."""
     found = _figures_of("cold", scale.model(), WAYS, scale, scratch)
     for what, folder, _ in scale.by_value(scratch):
         found += _figures_of(f"cold, {what}", folder, IN_PLACE, scale, scratch)
@@ -61,7 +61,7 @@ def _figures_of(case: str, folder: Path, arms: Iterable[str], scale: Scale, scra
 
 
 def reading(folder: Path, needed: float = 1.0) -> Callable[[], Passes]:
-    """Times the reading of a part of a checkpoint in the best way."""
+    """Times reading a part of a checkpoint in the fastest way."""
     files = sorted(folder.glob("*.safetensors"))
     make_cold(files)
     reader = fastest_reader(files)
@@ -74,7 +74,7 @@ def reading(folder: Path, needed: float = 1.0) -> Callable[[], Passes]:
 
 
 def figures_of(cases: Sequence[str], done: Rounds[Passes]) -> list[Figure]:
-    """A figure a pass; the first two passes are of the same length."""
+    """One figure per pass; the first two passes have the same length."""
     read, computed = done.take(READING), done.take(COMPUTING)
     done.strike(lambda one: one.answers[1:], computed[0].answers, "answers")
 
@@ -87,7 +87,7 @@ def figures_of(cases: Sequence[str], done: Rounds[Passes]) -> list[Figure]:
 
 
 def cold_trial(arm: str, folder: Path, scratch: Path, prompts: Sequence[int]) -> Passes:
-    """The first pass, and then one for each length."""
+    """The first pass, and then one per length."""
     rehearse(arm, folder, scratch)
     with tempfile.TemporaryDirectory(dir=scratch) as own:
         run = partial(next_token, WAYS[arm].load(folder, Path(own)))
@@ -124,7 +124,7 @@ def warm_passes(run: Callable[[Any], int], inputs: Iterable[Any]) -> Passes:
 
 @torch.inference_mode()
 def next_token(model: Any, ids: torch.Tensor) -> int:
-    """What follows, greedily."""
+    """The next token, greedily."""
     return int(model(ids, use_cache=False).logits[0, -1].argmax())
 
 

@@ -1,8 +1,8 @@
-"""Warm decoding with everything on disk against the same model in memory, token by token, in turn.
+"""Warm decoding with everything on disk against the same model in memory, alternating token by token.
 
 Always true:
-- both models are in one process, over the same files in the page cache: this is the finest of the comparisons
-- the two decode the same token, one right after the other, and the order alternates
+- both models are in one process, over the same files in the page cache: the most precise comparison
+- the two decode the same token, one right after the other, in alternating order
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WARM_UP = 3
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """The time of a token."""
+    """The time per token."""
     folder = scale.model()
     warm(files_in(folder))
     done = run_apart(steps, folder, scratch, scale.pairs)
@@ -34,7 +34,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 
 
 def steps(folder: Path, scratch: Path, pairs: int) -> Rounds[float]:
-    """Seconds of every token after the first few, for both."""
+    """Seconds per token for both, after the first few."""
     decoders = {arm: Decoder(WAYS[arm].load(folder, scratch)) for arm in (IN_MEMORY, OURS)}
     done = in_turn({arm: decoder.step for arm, decoder in decoders.items()}, _WARM_UP + pairs, {})
     done.results = {arm: seconds[_WARM_UP:] for arm, seconds in done.results.items()}
@@ -42,11 +42,11 @@ def steps(folder: Path, scratch: Path, pairs: int) -> Rounds[float]:
 
 
 class Decoder:
-    """One model, its cache of keys and values, and the tokens so far.
+    """A model, its KV cache, and the tokens so far.
 
     Attributes:
-        first_seconds: that the pass over the prompt took.
-        tokens: that were decoded.
+        first_seconds: of the pass over the prompt.
+        tokens: decoded so far.
     """
 
     def __init__(self, model: Any, prompt: Sequence[int] = PROMPT) -> None:
@@ -59,7 +59,7 @@ class Decoder:
         self.tokens = [int(done.logits[0, -1].argmax())]
 
     def step(self) -> float:
-        """Decode one token; gives the seconds it took."""
+        """Decode one token; returns the seconds it took."""
         start = time.perf_counter()
         with torch.inference_mode():
             done = self._model(torch.tensor([self.tokens[-1:]]), past_key_values=self._cache, use_cache=True)

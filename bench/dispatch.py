@@ -1,10 +1,10 @@
-"""What dispatch adds to an op, in microseconds: an offloaded argument against the plain tensor it stands for.
+"""Dispatch overhead per op, in microseconds: an offloaded argument against the same plain tensor.
 
 Always true:
-- tensors are tiny, so that the op itself takes next to nothing
-- a value is the difference of two times that were taken one after the other
+- tensors are tiny, so that the op itself takes almost no time
+- a value is the difference of two times taken one after the other
 - the limit is a tensor subclass that only unwraps its argument and calls the op
-- a tensor that is a mapping and no more, such as tensordict's, has nothing to dispatch: it is the plain tensor here
+- a tensor that is just a mapping, such as tensordict's, has no dispatch: it is the plain tensor here
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PEERS_OF_OPS = {"torch_to_nnef": "torch_to_nnef"}
 
 
 class Bare(torch.Tensor):
-    """The least that a wrapper subclass can do."""
+    """A minimal wrapper subclass."""
 
     held: torch.Tensor
 
@@ -52,7 +52,7 @@ class Bare(torch.Tensor):
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """A figure an op, and one for a module."""
+    """One figure per op, and one for a module."""
     return run_apart(_figures, scale.calls, scratch)
 
 
@@ -92,13 +92,13 @@ def _figure_of_module(calls: int, folder: Path) -> Figure:
 
 
 def overhead(op: Callable[[], object], plain: Callable[[], object], calls: int) -> float:
-    """Microseconds that a call takes longer."""
+    """Microseconds by which a call takes longer."""
     base = timeit.timeit(plain, number=calls)
     return (timeit.timeit(op, number=calls) - base) / calls * 1e6
 
 
 def _filled(arm: str, folder: Path) -> nn.Module:
-    """A linear module, loaded in one of the ways; accelerate keeps the smaller one beside it in memory."""
+    """A linear module, loaded in one of the ways; accelerate keeps the smaller one in memory."""
     own = folder / arm
     own.mkdir()
     save_file(_two_modules().state_dict(), own / "model.safetensors", metadata={"format": "pt"})

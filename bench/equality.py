@@ -1,9 +1,9 @@
-"""A model on disk held against the same model without `offload`.
+"""Comparing a model on disk with the same model without `offload`.
 
 Always true:
-- equal is bit for bit: a NaN equals itself only in the same bits, and 0 is not -0
-- both read the same checkpoint, mapped at the same offsets: data is aligned alike
-- a difference is a line that names what differs; no difference is no line
+- equal means bit for bit: a NaN equals only the same bits, and 0 is not -0
+- both read the same checkpoint, mapped at the same offsets, so that alignment is the same
+- each difference is a line that names it; without differences there are no lines
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from safetensors.torch import load_file
 import offload
 
 SMALL_SHARDS = "100KB"
-_SMALL = 1024  # bytes up to which a parameter may be anywhere
+_SMALL = 1024  # bytes up to which a parameter may be in memory
 
 
 def differences(
     plain: Any, model: Any, source: Path, probe: Mapping[str, Any] | None, notes: list[str], tokens: int = 4
 ) -> Iterator[str]:
-    """All that differs between a plain model and the one on disk.
+    """All differences between a plain model and the one on disk.
 
     Args:
         plain, model: loaded from `source`, in evaluation mode.
-        probe: inputs; None to leave forward passes out.
-        notes: what the plain model itself does not do is added here, and not compared.
-        tokens: how many to generate, with models that do.
+        probe: inputs; None to skip forward passes.
+        notes: things that the plain model itself can't do are added here, and not compared.
+        tokens: number of tokens to generate, for models that can.
     """
     yield from in_states(plain, model)
     yield from not_on_disk(model)
@@ -44,7 +44,7 @@ def differences(
 
 
 def in_states(plain: Any, model: Any) -> Iterator[str]:
-    """State dictionaries: names in their order, shapes, dtypes, values."""
+    """State dictionaries: names in order, shapes, dtypes, values."""
     ours, theirs = model.state_dict(), plain.state_dict()
     if list(ours) != list(theirs):
         yield f"state_dict has other names: {sorted(set(ours) ^ set(theirs))[:4]}"
@@ -57,14 +57,14 @@ def in_states(plain: Any, model: Any) -> Iterator[str]:
 
 
 def not_on_disk(model: Any) -> Iterator[str]:
-    """Parameters in memory that are not small."""
+    """Larger parameters that are in memory."""
     for name, value in model.named_parameters():
         if not offload.is_offloaded(value) and value.numel() * value.itemsize > _SMALL:
             yield f"{name} is in memory"
 
 
 def in_ties(plain: Any, model: Any) -> Iterator[str]:
-    """Which names are of one parameter."""
+    """Which names share a parameter."""
     if _ties(plain) != _ties(model):
         yield f"tied parameters: {sorted(map(sorted, _ties(plain) ^ _ties(model)))[:3]}"
 
@@ -77,7 +77,7 @@ def _ties(model: Any) -> set[frozenset[str]]:
 
 
 def in_outputs(plain: Any, model: Any, probe: Mapping[str, Any], notes: list[str]) -> Iterator[str]:
-    """What a forward pass gives."""
+    """Results of a forward pass."""
     ours, theirs = (dict(outputs(one, probe)) for one in (model, plain))
     if ours.keys() != theirs.keys():
         yield f"outputs: {sorted(ours.keys() ^ theirs.keys())[:4]}"
@@ -94,13 +94,13 @@ def in_outputs(plain: Any, model: Any, probe: Mapping[str, Any], notes: list[str
 
 @torch.no_grad()
 def outputs(model: Any, probe: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a forward pass by name, with the same random numbers at each call."""
+    """The tensors returned by a forward pass, by name, with the same random numbers each time."""
     torch.manual_seed(0)
     yield from tensors_in(model(**probe))
 
 
 def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in nested containers and caches, by their way there."""
+    """Tensors in nested containers and caches, by path."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif depth > 8 or isinstance(value, (str, int, float, torch.dtype, torch.device)):
@@ -116,10 +116,10 @@ def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str
 
 
 def in_tokens(plain: Any, model: Any, probe: Mapping[str, Any], notes: list[str], tokens: int) -> Iterator[str]:
-    """What is generated greedily."""
+    """Greedy generation."""
     try:
         theirs = generated(plain, probe, tokens)
-    except Exception as error:  # of transformers, with the plain model
+    except Exception as error:  # from transformers, with the plain model
         notes.append(f"does not generate: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
         return
     notes.append("generates")
@@ -129,7 +129,7 @@ def in_tokens(plain: Any, model: Any, probe: Mapping[str, Any], notes: list[str]
 
 
 def generated(model: Any, probe: Mapping[str, Any], tokens: int) -> torch.Tensor:
-    """The tokens that a model goes on with."""
+    """The tokens that a model generates."""
     torch.manual_seed(0)
     given = {name: value for name, value in probe.items() if not name.startswith("decoder_")}
     start = {"decoder_start_token_id": 0} if model.config.is_encoder_decoder else {}
@@ -138,11 +138,11 @@ def generated(model: Any, probe: Mapping[str, Any], tokens: int) -> torch.Tensor
 
 
 def in_saved(plain: Any, model: Any, source: Path, notes: list[str]) -> Iterator[str]:
-    """Checkpoints that both write, the one on disk in small shards."""
+    """Checkpoints saved by both, the one on disk in small shards."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             plain.save_pretrained(Path(folder) / "plain")
-        except Exception as error:  # of transformers, with the plain model
+        except Exception as error:  # from transformers, with the plain model
             notes.append(f"is not saved again: {type(error).__name__}: {' '.join(str(error).split())[:100]}")
             return
         model.save_pretrained(Path(folder) / "ours", max_shard_size=SMALL_SHARDS)
@@ -177,6 +177,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first(found: Iterator[str], most: int = 3) -> str:
-    """Some differences in a line."""
+    """The first differences in a line."""
     lines = [line for line, _ in zip(found, range(most + 1), strict=False)]
     return "; ".join(lines[:most]) + ("..." if len(lines) > most else "")

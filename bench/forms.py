@@ -1,4 +1,4 @@
-"""Other forms of checkpoint: pickled shards, experts that are stored apart, weights that are cast, and packed ones.
+"""Other kinds of checkpoints: pickled shards, experts stored separately, weights that are cast, and packed ones.
 
 Always true:
 - pickled shards and experts are measured as in `bench.generate`, against peers; the others as in `bench.packed`,
@@ -18,14 +18,14 @@ from bench.scale import Scale
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Loading, tokens and memory of the first two; for the others what a token takes, and how fast they are decoded."""
+    """Load, token and memory figures for the first two; time per token and decoding rate for the others."""
     folders = {"forms, pickled": pickled(scale.model()), "forms, experts": scale.experts()}
     found = [figure for case, folder in folders.items() for figure in figures_of(case, folder, scale, scratch)]
     return found + [figure for name in packed.FORMS for figure in _figures_or_reason(name, scale, scratch)]
 
 
 def _figures_or_reason(name: str, scale: Scale, scratch: Path) -> list[Figure]:
-    """A form that can't be measured costs its own figures alone."""
+    """A form that can't be measured loses only its own figures."""
     try:
         return packed.figures_of(name, scale, scratch)
     except Exception as error:

@@ -1,13 +1,12 @@
-"""Damage files of every kind that is read, and see that each is read rightly or refused in words.
+"""Damage files of every supported kind, and check that each is read correctly or refused with a proper error.
 
 Always true:
-- a trial is told by its kind, its number and the seed: `--only KIND --trial NUMBER` does it again
-- each is done in a forked child; one that dies by a signal, or does not get on, has failed, and the next child goes on
-  behind it
-- equal is bit for bit what safetensors, or `torch.load(weights_only=True)`, gives; where they refuse, or nobody else
-  reads such a file, it is only counted as read
-- an error that is not an `OffloadError`, memory or disk out of proportion, and a file that was changed or made beside
-  the others by looking at it, have failed too
+- a trial is identified by its kind, number and seed: `--only KIND --trial NUMBER` repeats it
+- trials run in a forked child; one that dies by a signal or hangs has failed, and the next child continues after it
+- equal means bit for bit what safetensors, or `torch.load(weights_only=True)`, returns; if they refuse the file, or
+  nothing else can read it, it only counts as read
+- an error other than `OffloadError`, excessive memory or disk use, and a file changed or created by reading are
+  failures, too
 """
 
 from __future__ import annotations
@@ -58,30 +57,30 @@ from offload.models.verify import verify
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
 
-Files = dict[str, bytes]  # by their way from a folder
+Files = dict[str, bytes]  # by relative path
 EQUAL, READ, REFUSED, FAILED = OUTCOMES = ("equal", "read", "refused", "failed")
-_BATCH = 2000  # trials of a child
-_LIMIT = 20.0  # seconds for a trial
-_MEMORY = 2 << 30  # bytes that a child may map beside what it has from its start
-_GROWTH = 192 << 20  # bytes of memory that a trial may take: files are a few KB, and one that is packed has its limit
+_BATCH = 2000  # trials per child
+_LIMIT = 20.0  # seconds per trial
+_MEMORY = 2 << 30  # bytes that a child may map in addition
+_GROWTH = 192 << 20  # memory that a trial may use: files are a few KB, and packed ones have their own limit
 _DISK = 4 << 20  # bytes that it may write
-_PERTURB = -6  # what glibc fills new memory with
-_BOARD = struct.Struct("6q")  # the trial, whether it is somebody else's turn, and the outcomes
+_PERTURB = -6  # glibc's fill pattern for new memory
+_BOARD = struct.Struct("6q")  # the trial, whether another reader is running, and the outcomes
 
 
 class Wrong(Exception):
-    """What was read is not what is there."""
+    """What was read is not what the file contains."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of files.
+    """A kind of file.
 
     Attributes:
-        samples: whole folders of them.
-        damage: gives other files for some, by chance.
-        read: reads a folder; gives what was read, to be compared.
-        theirs: what somebody else reads there; None if nobody does.
+        samples: complete sample folders.
+        damage: returns randomly damaged files for some.
+        read: reads a folder; returns what was read, for comparison.
+        theirs: what another library reads from it; None if there is none.
         weight: its share of the time.
     """
 
@@ -95,7 +94,7 @@ class Kind:
 
 @dataclass
 class Found:
-    """What came of the trials of a kind."""
+    """The results of the trials of a kind."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -109,10 +108,10 @@ class Found:
 
 
 def _trial(kind: Kind, seed: int, number: int, work: Path, board: mmap.mmap) -> str:
-    """The outcome of one.
+    """The outcome of one trial.
 
     Raises:
-        Exception: it has failed.
+        Exception: the trial has failed.
     """
     chance = random.Random(f"{seed} {kind.name} {number}")
     files = kind.damage(dict(chance.choice(kind.samples)), chance)
@@ -158,7 +157,7 @@ def _compared(kind: Kind, values: Mapping[str, torch.Tensor], folder: Path, boar
 
 
 def _is_by_chance(kind: Kind, folder: Path) -> bool:
-    """Whether what they read is what memory held before: torch.load leaves what it can't unpack as it is."""
+    """Whether their result depends on old memory contents: torch.load leaves what it can't unpack uninitialized."""
     seen = []
     for filled_with in (0x55, 0xAA):
         ctypes.CDLL(None).mallopt(_PERTURB, filled_with)
@@ -170,7 +169,7 @@ def _is_by_chance(kind: Kind, folder: Path) -> bool:
 
 
 def _require_same_bytes(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
-    """Where a header says for us of which dtype and strides the bytes are."""
+    """For files whose header tells us the dtype and strides of the bytes."""
     if _flat(expected).tobytes() != _flat(found._on_cpu()).tobytes():
         raise Wrong(f"{name!r} has other bytes")
 
@@ -181,7 +180,7 @@ def _require_same(name: str, expected: torch.Tensor, found: torch.Tensor) -> Non
     if expected.numel() * expected.itemsize > 1 << 20:  # expanded
         index = (slice(0, 2),) * expected.dim()
         expected, found = expected[index], found[index]
-    if expected.dtype == torch.bool:  # a byte of another number is as true as 1
+    if expected.dtype == torch.bool:  # a byte other than 0 and 1 is also true
         expected, found = expected.logical_and(expected), found.logical_and(found)
     expected, found = expected.resolve_conj().resolve_neg().contiguous(), offload.materialize(found)
     if _flat(expected).tobytes() != _flat(found.resolve_conj().resolve_neg().contiguous()).tobytes():
@@ -189,7 +188,7 @@ def _require_same(name: str, expected: torch.Tensor, found: torch.Tensor) -> Non
 
 
 def _flat(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor as they lie in its memory."""
+    """The bytes of a tensor in memory order."""
     count = min(tensor.numel(), 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)))
     flat = torch.empty(0, dtype=torch.uint8)
     start = tensor.storage_offset() * tensor.itemsize
@@ -197,7 +196,7 @@ def _flat(tensor: torch.Tensor) -> Any:
 
 
 def _require_words(error: OffloadError, work: Path) -> None:
-    """An error names a file or a tensor, and does not say that the disk is full: nothing was to be written."""
+    """Check that an error names a file or a tensor, and does not claim that the disk is full: nothing was written."""
     text = str(error)
     if str(work) not in text:
         raise Wrong(f"an error without a path: {type(error).__name__}: {text}") from error
@@ -206,7 +205,7 @@ def _require_words(error: OffloadError, work: Path) -> None:
 
 
 def _new_peak() -> int:
-    """The most memory so far, from now on."""
+    """Reset the memory peak, and return it."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _peak()
 
@@ -235,7 +234,7 @@ def _put(folder: Path, files: Files) -> None:
 
 
 def _seen(folder: Path) -> dict[str, Any]:
-    """What stands in a folder, to the byte."""
+    """The exact contents of a folder."""
     return {
         os.path.join(at, name): (Path(at, name).read_bytes(), os.stat(os.path.join(at, name)).st_mtime_ns)
         for at, _, names in os.walk(folder)
@@ -247,13 +246,13 @@ def files_of(folder: Path) -> Files:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Children
+# Child processes
 
 
 def campaign(
     kinds: Sequence[Kind], seed: int, work: Path, *, seconds: float = 0, trials: int = 0, start: int = 0
 ) -> dict[str, Found]:
-    """Try each kind for its share of some time, or for so many trials."""
+    """Try each kind for its share of the time, or a number of trials."""
     whole = sum(kind.weight for kind in kinds)
     found = {}
     for kind in kinds:
@@ -289,7 +288,7 @@ def _tried(kind: Kind, seed: int, work: Path, start: int, stop: int, ends: float
 
 
 def _watched(pid: int, board: mmap.mmap) -> str | None:
-    """Wait for a child; what it died of, if it did not end well."""
+    """Wait for a child; returns what it died of, if it failed."""
     last, since = -1, time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -347,7 +346,7 @@ def _note(board: mmap.mmap, place: int, value: int) -> None:
 
 
 def kinds(folder: Path) -> list[Kind]:
-    """All of them; samples are made below `folder`."""
+    """All kinds; samples are created below `folder`."""
     made = [
         Kind("safetensors", _tensor_samples(folder), _damage_tensors, _read_file, _their_tensors, 5),
         Kind("pickle", _pickle_samples({}), partial(_damage_one, zip_damaged), _read_file, _their_pickle, 4),
@@ -379,7 +378,7 @@ def _damage_tensors(files: Files, chance: random.Random) -> Files:
 
 
 def _damage_any(files: Files, chance: random.Random) -> Files:
-    """One file is damaged as what it is, or is not there, or is another one."""
+    """One file is damaged in a way specific to its format, or missing, or replaced by another."""
     names = sorted(files)
     small = [name for name in names if name.endswith(".json") or name == JOURNAL]
     name = chance.choice(small if small and chance.random() < 0.6 else names)
@@ -409,7 +408,7 @@ def _read_folder(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _looked_at(found: Any) -> Any:
-    """Read every value that is small, and have ops run over it."""
+    """Read every small value, and run ops on it."""
     for value in found.values() if isinstance(found, Mapping) else found:
         if isinstance(value, torch.Tensor) and value.numel() * value.itemsize < 1 << 20:
             offload.materialize(value)
@@ -427,7 +426,7 @@ def _their_pickle(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _tensor_samples(folder: Path) -> list[Files]:
-    """Files of ours with all that their notes can say; and none, for a new one."""
+    """Our own files with every kind of note; and a seed without files, for new ones."""
     offload.register_subclass(TwoTensor)
     weight = torch.arange(24.0).reshape(2, 3, 4)
     values = {
@@ -469,7 +468,7 @@ def _pickle_samples(form: Mapping[str, Any]) -> list[Files]:
 
 
 def _packed_samples() -> list[Files]:
-    """As others write them: deflated, and not aligned."""
+    """As written by others: deflated, and not aligned."""
     made = []
     for files in _pickle_samples({}):
         data = io.BytesIO()
@@ -534,7 +533,7 @@ def _read_cache(folder: Path) -> Mapping[str, torch.Tensor]:
 
 @dataclass
 class _Record:
-    """What a tree may hold beside plain data."""
+    """A dataclass, as trees may contain."""
 
     step: int
     weight: torch.Tensor
@@ -588,7 +587,7 @@ def _training_sample(folder: Path) -> Files:
 
 
 def _read_training(folder: Path) -> Mapping[str, torch.Tensor]:
-    """All of it, or nothing."""
+    """Everything, or nothing."""
     model, optimizer = _model()
     before = _state_of(model, optimizer)
     try:
@@ -644,7 +643,7 @@ def _read_memmap(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def told(found: Mapping[str, Found]) -> str:
-    """A table."""
+    """The results as a table."""
     lines = [f"{'':12}{'tried':>9}{'equal':>9}{'read':>9}{'refused':>9}{'failed':>9}"]
     for name, one in found.items():
         lines.append(f"{name:12}{one.tried:9}" + "".join(f"{one.counts[outcome]:9}" for outcome in OUTCOMES))

@@ -1,8 +1,8 @@
-"""Generating with everything on disk and in the page cache, each way of loading in a process of its own.
+"""Generating with everything on disk and in the page cache, each way of loading in a separate process.
 
 Always true:
-- every way loads the same folder, in the same dtype, and decodes the same tokens, or has no figures
-- the model in memory is a mapping of the same files, which is transformers' default: it is the limit
+- every way loads the same folder in the same dtype, and decodes the same tokens, or has no figures
+- the model in memory maps the same files, as transformers does by default: it is the limit
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = list(range(1, 9))
 
 @dataclass
 class Trial:
-    """What one way did. Times in seconds, memory in bytes above the process that has imported everything."""
+    """The results of one way. Times in seconds, memory in bytes above that of a process after all imports."""
 
     arm: str
     load_seconds: float
@@ -45,12 +45,12 @@ class Trial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """A Llama, sharded."""
+    """A sharded Llama."""
     return figures_of("generate", scale.model(), scale, scratch)
 
 
 def figures_of(case: str, folder: Path, scale: Scale, scratch: Path) -> list[Figure]:
-    """Loading, the first token, the others, and memory."""
+    """Loading, the first token, the following ones, and memory."""
     warm(files_in(folder))
     trials = {arm: partial(run_apart, trial, arm, folder, scratch, PROMPT, scale.tokens) for arm in WAYS}
     done = in_turn(trials, scale.rounds, absent(PACKAGES))
@@ -74,13 +74,13 @@ def figures_of(case: str, folder: Path, scale: Scale, scratch: Path) -> list[Fig
 
 
 def typical(trials: list[Trial]) -> Trial:
-    """The medians of several trials of one way; the trace is that of the first."""
+    """The medians of several trials of one way; the trace of the first."""
     numbers = [name for name, value in asdict(trials[0]).items() if isinstance(value, (int, float))]
     return replace(trials[0], **{name: median(getattr(trial, name) for trial in trials) for name in numbers})
 
 
 def trial(arm: str, folder: Path, scratch: Path, prompt: list[int], tokens: int) -> Trial:
-    """Load, take the first token, decode the others; everything measured."""
+    """Load, generate the first token, decode the others; everything measured."""
     ids = torch.tensor([prompt])
     rehearse(arm, folder, scratch)
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode(), MemoryTrace() as memory:
@@ -107,7 +107,7 @@ def trial(arm: str, folder: Path, scratch: Path, prompt: list[int], tokens: int)
 
 
 def rehearse(arm: str, folder: Path, scratch: Path) -> None:
-    """Load and run a model of the same class with few weights: imports and first calls are not to be measured."""
+    """Load and run a small model of the same class: imports and first calls should not be measured."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -1,9 +1,9 @@
-"""Kill a process that replaces values, again and again: each value is whole after it, and for readers meanwhile.
+"""Kill a process that replaces values, again and again: each value must be complete, afterwards and for readers.
 
 Always true:
-- a value is one number repeated, so that no mix of two passes for one of them
-- what is killed is a fork, which has torch already; what it is about to write, and has written, stands in shared memory
-- another process reads the value all the time, by a handle of its own and by the safetensors library in turn
+- a value is one number repeated, so that a mix of two updates is recognised
+- a fork is killed, which has torch already; it notes what it is about to write, and has written, in shared memory
+- another process reads the value all the time, alternating between its own handle and the safetensors library
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from offload.tensor.wrapper import OffloadedTensor
 from tests.processes import ended, forked, in_fork, kill
 
 SIZES = tuple(4096 << shift for shift in range(0, 15, 2))  # bytes: 4 KiB to 64 MiB
-_LARGE = 8 << 20  # bytes: of larger values fewer are written between kills, and what is left goes at once
-_BOARD = struct.Struct("qqqq")  # what is written, what has been written, whether readers are to stop, what they read
+_LARGE = 8 << 20  # bytes: larger values are written less often between kills, and leftovers are removed at once
+_BOARD = struct.Struct("qqqq")  # being written, written, whether readers should stop, reads
 
 
 def campaign(folder: Path, sizes: Sequence[int], kills: int, seed: int = 0) -> dict[str, int]:
-    """Kill so many writers in all, as many for each size in bytes, and look at what they leave.
+    """Kill this many writers in all, equally many per size in bytes, and check what they leave.
 
     Returns:
-        How many were killed, left the old value, left a new one that was not noted yet; how many updates there were,
-        and how often the readers read; how many temporary files were left, and after the folder's next use.
+        How many were killed, left the old value, left a new one that was not noted yet; the numbers of updates and of
+        reads; and how many temporary files were left, also after the folder's next use.
 
     Raises:
         AssertionError: a value is a mix, or neither the old nor the new one.

@@ -1,9 +1,9 @@
-"""Models that are larger than the memory of the machine: loading, the first pass, and tokens after it.
+"""Models that exceed the machine's memory: loading, the first pass, and the tokens after it.
 
 Always true:
-- no budget is set: each way has what the machine has
-- the checkpoint is made for its figures, cold at the start of each trial, and removed after them
-- of a token the limit is what the budget of `offload` has no room for, at the rate of the disk before the trials
+- no budget is set: each way may use the whole machine
+- the checkpoint is created for these figures, cold at the start of each trial, and removed afterwards
+- for a token, the limit is reading what exceeds `offload`'s budget, at the disk rate measured before the trials
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from bench.process import MemoryTrace, read_bytes
 from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 
-_ARMS = (*IN_PLACE, _COPIES := "accelerate")  # which needs room for the checkpoint once more
+_ARMS = (*IN_PLACE, _COPIES := "accelerate")  # needs disk space for another copy of the checkpoint
 _PROMPT, _TOKENS = 16, 3
-_ENOUGH = 2 << 30  # bytes that tell the rate of the disk
+_ENOUGH = 2 << 30  # bytes that suffice to measure the disk rate
 
 
 @dataclass(frozen=True)
 class LargerTrial:
-    """Seconds, and bytes. A token is the median of those after the first pass."""
+    """Seconds and bytes. The token time is the median of those after the first pass."""
 
     load_seconds: float
     first_seconds: float
@@ -52,7 +52,7 @@ class LargerTrial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Of each kind of model.
+    """Figures for each kind of model.
 
     Raises:
         OSError: the disk has no room for it.
@@ -62,7 +62,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 
 @contextmanager
 def made_larger(kind: str, scale: Scale, scratch: Path) -> Iterator[tuple[Path, float]]:
-    """The folder of a checkpoint that is larger than memory, and the rate of the disk; the folder goes at the end.
+    """The folder of a checkpoint that exceeds memory, and the disk rate; the folder is removed at the end.
 
     Raises:
         OSError: the disk has no room for it.
@@ -111,7 +111,7 @@ def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path) -> li
 
 
 def trial(arm: str, folder: Path, scratch: Path) -> LargerTrial:
-    """Load, run a prompt, then single tokens, each after another one."""
+    """Load, run a prompt, then single tokens."""
     rehearse(arm, folder, scratch)
     make_cold(files_in(folder))
     with tempfile.TemporaryDirectory(dir=scratch) as own, MemoryTrace() as memory:

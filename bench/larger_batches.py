@@ -1,9 +1,9 @@
-"""Batches in lockstep through a model that is larger than the memory of the machine, and one by one.
+"""Batches through a model that exceeds the machine's memory, in lockstep and one by one.
 
 Always true:
-- no budget is set; the checkpoint is made for these figures, and removed after them
+- no budget is set; the checkpoint is created for these figures, and removed afterwards
 - the first batches, which find nothing in memory, are not measured
-- the limit is reading what is over the budget once a sweep; computing alone has no room in memory, and is not in it
+- the limit is reading what exceeds the budget once per sweep; computing can't be measured alone, and is not in it
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORKS = (Work(16), Work(16, 4))
 
 @dataclass(frozen=True)
 class Done:
-    """Of a batch: seconds, and bytes read. Memory in bytes above the start."""
+    """Seconds and bytes read per batch. Memory in bytes above the start."""
 
     seconds: float
     bytes_read: float
@@ -45,7 +45,7 @@ class Done:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Of a dense model: scores of prompts, and generation.
+    """Scoring prompts, and generating, with a dense model.
 
     Raises:
         OSError: the disk has no room for it.
@@ -82,7 +82,7 @@ def _told(case: str, done: Rounds[Done], work: Work, size: int, rate: float) -> 
 
 
 def trial(folder: Path, scratch: Path, in_flight: int) -> list[Done]:
-    """Load, do the first batches, and measure as many of each work as are in flight: two where that is one by one."""
+    """Load, run the first batches, and measure as many of each work as are in flight, or two if one by one."""
     rehearse(OURS, folder, scratch)
     make_cold(files_in(folder))
     with torch.inference_mode():

@@ -1,8 +1,8 @@
-"""What the machine can do at most: reading, copying and writing with nothing of ours in between.
+"""The limits of the machine: reading, copying and writing without any of our code in between.
 
 Always true:
-- reading goes past the page cache, into buffers that were touched before
-- what is written is on the disk before the clock stops
+- reads bypass the page cache, and go into buffers that have been touched before
+- written data is on the disk before the clock stops
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pathlib import Path
 import torch
 
 MIB = 1 << 20
-_ENOUGH = 256 * MIB  # read in search of the best way to read
+_ENOUGH = 256 * MIB  # bytes read while searching for the fastest way
 
 
 @dataclass(frozen=True)
 class DirectReader:
-    """Sequential reading with O_DIRECT by some threads, in blocks of so many bytes."""
+    """Sequential reading with O_DIRECT by several threads, in blocks."""
 
     threads: int
     block: int
 
     def seconds(self, files: Sequence[Path], most: int | None = None) -> float:
-        """The time to read files, or the first so many bytes of them.
+        """The time to read files, or their first `most` bytes.
 
         Raises:
-            OSError: the file system has no O_DIRECT.
+            OSError: the file system does not support O_DIRECT.
         """
         descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files]
         try:
@@ -83,20 +83,20 @@ def _next(blocks: Iterator[tuple[int, int]], taking: threading.Lock) -> tuple[in
 
 
 def reading_rates(files: Sequence[Path]) -> dict[DirectReader, float]:
-    """Bytes a second for 1 to 4 threads and blocks of 1 to 4 MiB."""
+    """Bytes per second with 1 to 4 threads and blocks of 1 to 4 MiB."""
     size = min(_ENOUGH, sum(path.stat().st_size for path in files))
     readers = [DirectReader(threads, block * MIB) for threads, block in product((1, 2, 3, 4), (1, 2, 4))]
     return {reader: size / reader.seconds(files, size) for reader in readers}
 
 
 def fastest_reader(files: Sequence[Path]) -> DirectReader:
-    """The best of them."""
+    """The fastest one."""
     rates = reading_rates(files)
     return max(rates, key=lambda reader: rates[reader])
 
 
 def copying_rate(size: int = 256 * MIB, times: int = 5) -> float:
-    """Bytes a second from memory to memory."""
+    """Bytes per second from memory to memory."""
     source, target = torch.zeros(2, size, dtype=torch.uint8)
     return size / min(_seconds_to_copy(source, target) for _ in range(times))
 
@@ -108,7 +108,7 @@ def _seconds_to_copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def write_durably(data: memoryview, path: Path) -> None:
-    """Beside, synced, and renamed over the old file."""
+    """Written beside, synced, and renamed over the old file."""
     beside = path.with_name(f"{path.name}.new")
     with beside.open("wb", buffering=0) as file:
         while data:

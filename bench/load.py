@@ -1,9 +1,9 @@
-"""What loading costs: CPU time a tensor, of a model of many tiny ones; and of a large mixture of experts in FP8.
+"""The cost of loading: CPU time per tensor for a model of many tiny ones; and a large mixture of experts in FP8.
 
 Always true:
-- of the tiny ones, making the empty model is not counted, and the limit is the model in memory: safetensors maps the
+- for the tiny ones, creating the empty model is not counted, and the limit is the model in memory: safetensors maps the
   file, and the values are assigned
-- the files of the mixture have headers, and holes for values, which loading does not read; nobody else loads it packed
+- the files of the mixture have headers, and holes for values, which loading does not read; no peer loads it packed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILE = "model.safetensors"
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """CPU time a tensor."""
+    """CPU time per tensor."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         save_file(many(scale.load_tensors).state_dict(), Path(folder) / _FILE, metadata={"format": "pt"})
         arms = {arm: partial(run_apart, cost, arm, Path(folder), scale.load_tensors) for arm in WAYS}
@@ -45,7 +45,7 @@ def many(tensors: int) -> nn.Module:
 
 
 def cost(arm: str, folder: Path, tensors: int) -> float:
-    """Microseconds a tensor, once first calls are over."""
+    """Microseconds per tensor, after a warm-up."""
     save_file(many(4).state_dict(), folder / f"{arm}.safetensors", metadata={"format": "pt"})
     _seconds(arm, folder / f"{arm}.safetensors", 4)
     return _seconds(arm, folder / _FILE, tensors) / tensors * 1e6
@@ -62,7 +62,7 @@ def _seconds(arm: str, file: Path, tensors: int) -> float:
 
 @dataclass(frozen=True)
 class Loading:
-    """Seconds, of the processors and on the clock, and bytes: of anonymous memory, and that were written."""
+    """CPU and wall-clock seconds, and bytes of anonymous memory and of writes."""
 
     cpu_seconds: float
     seconds: float
@@ -90,7 +90,7 @@ def _of_experts(scale: Scale, scratch: Path) -> list[Figure]:
 
 
 def loading(folder: Path, small: Path) -> Loading:
-    """Load a model, once first calls are over."""
+    """Load a model after a warm-up."""
     WAYS[OURS].load(small, small)
     with MemoryTrace(period=0.05) as memory:
         written, start, clock = written_bytes(), time.process_time(), time.perf_counter()

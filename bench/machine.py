@@ -1,7 +1,7 @@
-"""What was measured on.
+"""The machine on which figures were measured.
 
 Always true:
-- nothing says whose machine it is: no host name, no user, no path
+- it is described without a host name, user or path
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "compressed-t
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """Processor, memory, system, versions and date; `folder` is on the file system that is measured."""
+    """Processor, memory, system, versions and date; `folder` is on the measured file system."""
     return {
         "date": today(),
         "processor": _processor(),
@@ -39,7 +39,7 @@ def facts(folder: Path) -> dict[str, object]:
 
 
 def rates(folder: Path) -> dict[str, object]:
-    """Bytes a second: reading a folder's files with O_DIRECT, by threads and block; and copying in memory."""
+    """Bytes per second: reading a folder's files with O_DIRECT, by threads and block size; and copying in memory."""
     files = files_in(folder)
     make_cold(files)
     reading = {f"{one.threads} x {one.block >> 20} MiB": round(rate) for one, rate in reading_rates(files).items()}
@@ -51,12 +51,12 @@ def today() -> str:
 
 
 def name() -> str:
-    """Such as `2-cores-24-gib`."""
+    """For example `2-cores-24-gib`."""
     return f"{os.cpu_count()}-cores-{round(psutil.virtual_memory().total / 2**30)}-gib"
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on."""
+    """The type of a folder's file system."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     around = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
     return max(around, key=lambda mount: len(mount[0]))[1]

@@ -1,8 +1,8 @@
 """The main job on real input: embed sentences with a pretrained model on disk, generate with a larger one, and report.
 
 Always true:
-- every result is checked against the same model in memory; a difference is an error, not a footnote
-- each way of loading runs in a process of its own, on a warm page cache
+- every result is checked against the same model in memory; a difference is an error
+- each way of loading runs in a separate process, with a warm page cache
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SENTENCES = (
     "He forgot his umbrella and got soaked.",
 )
 TOKENS = 16
-ROUNDS = 3  # interleaved; the report gives medians
+ROUNDS = 3  # interleaved; medians are reported
 ARMS = (IN_MEMORY, OURS, "accelerate")
 console = output.console()
 
@@ -61,7 +61,7 @@ def main() -> int:
         help="where the picture goes; its points beside it",
     )
     chosen = options.parse_args()
-    with output.logging_to_stderr(0):  # no warnings of what neighbours import
+    with output.logging_to_stderr(0):  # hides third-party warnings
         output.hide_bars_off_a_terminal()
         embed()
         folder, prompt = _folder_and_prompt(chosen.model, chosen.prompt)
@@ -76,12 +76,12 @@ def main() -> int:
 
 
 def _thinned(trace: Trace, most: int = 300) -> Trace:
-    """Some of the points, for a picture."""
+    """Fewer points, for a picture."""
     return trace[:: max(len(trace) // most, 1)]
 
 
 def embed() -> None:
-    """Rank sentence pairs by likeness with all-MiniLM-L6-v2 on disk."""
+    """Rank sentence pairs by similarity with all-MiniLM-L6-v2 on disk."""
     from transformers import AutoModel, AutoTokenizer
 
     from offload.integrations.transformers import from_pretrained

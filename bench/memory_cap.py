@@ -1,8 +1,8 @@
-"""A limit on memory for one process: a cgroup of version 1.
+"""A memory limit for one process: a version 1 cgroup.
 
 Always true:
-- what the process had before it joined is not counted; what it takes afterwards is, cached files too
-- the group is below that of this process, and is removed at the end
+- memory from before joining does not count; everything after does, including cached files
+- the group is a child of this process's, and is removed at the end
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Group:
     def join(self) -> None:
         """Put this process into it.
 
-        The collector writes to all objects: pages that a forked process shares with its parent are its own by then.
+        The garbage collector writes to all objects, so that pages shared with the parent process are copied before.
         """
         gc.collect()
         (self.folder / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
 
     def facts(self) -> dict[str, int]:
-        """The most that was used, how often the limit was met, and parts of `memory.stat`."""
+        """The peak usage, how often the limit was hit, and parts of `memory.stat`."""
         stat = dict(line.split() for line in (self.folder / "memory.stat").read_text(encoding="utf-8").splitlines())
         counts = {
             name: int((self.folder / f"memory.{name}").read_bytes()) for name in ("max_usage_in_bytes", "failcnt")
@@ -44,10 +44,10 @@ class Group:
 
 @contextmanager
 def memory_cap(limit: int) -> Iterator[Group]:
-    """A group that may use so many bytes.
+    """A group with this limit in bytes.
 
     Raises:
-        OSError: this process may not make one.
+        OSError: this process can't create one.
     """
     try:
         group = Group(Path(tempfile.mkdtemp(prefix="offload-bench-", dir=_own_folder())))

@@ -1,7 +1,7 @@
-"""The table of well-known models on the first page: what each takes, and how long a token takes.
+"""The table of well-known models on the home page: what each needs, and the time per token.
 
 Always true:
-- a model's numbers come of its architecture in transformers, without weights, by way of what `offload plan` uses
+- a model's numbers are derived from its architecture in transformers, without weights, with the code of `offload plan`
 - nothing is measured: the machine is `MACHINE`, which the page describes
 
 `python -m bench.model_sizes` prints it.
@@ -48,7 +48,7 @@ MACHINE = Machine()
 
 
 def llama(hidden: int, between: int, layers: int, heads: int) -> LlamaConfig:
-    """Of the sizes of Llama 3.1."""
+    """A configuration in the style of Llama 3.1."""
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=between,
@@ -60,7 +60,7 @@ def llama(hidden: int, between: int, layers: int, heads: int) -> LlamaConfig:
 
 
 def qwen3_moe(hidden: int, between: int, layers: int, heads: int) -> Qwen3MoeConfig:
-    """Of 128 experts, of which a token is routed to eight."""
+    """A configuration with 128 experts, eight per token."""
     return Qwen3MoeConfig(
         hidden_size=hidden,
         moe_intermediate_size=between,
@@ -74,7 +74,7 @@ def qwen3_moe(hidden: int, between: int, layers: int, heads: int) -> Qwen3MoeCon
     )
 
 
-# By name: the form of the checkpoint that is published, and the configuration.
+# By name: the format of the published checkpoint, and the configuration.
 MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "Llama 3.1 8B": ("bfloat16", lambda: llama(4096, 14336, 32, 32)),
     "gpt-oss 20B": (
@@ -120,7 +120,7 @@ _BITS = {"bfloat16": 16.0, "fp8": 8.0, "mxfp4": 4.25}
 
 
 def sizes_of(name: str) -> ModelSizes:
-    """What a model holds, in the form in which it is published."""
+    """The sizes of a model in the format in which it is published."""
     form, config_of = MODELS[name]
     config = config_of()
     config.dtype = torch.bfloat16
@@ -133,7 +133,7 @@ def sizes_of(name: str) -> ModelSizes:
     }
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        return replace(sizes_from(name, Path(folder), entries, form=form), dispatch=0.0)  # that of another machine
+        return replace(sizes_from(name, Path(folder), entries, form=form), dispatch=0.0)  # another machine's
 
 
 def _bits(name: str, value: torch.Tensor, form: str) -> float:
@@ -144,7 +144,7 @@ def _bits(name: str, value: torch.Tensor, form: str) -> float:
 
 
 def table() -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     lines = [
         f"| model | form | size | one token reads | per token | per token, {IN_FLIGHT} in flight |",
         "| --- | --- | --- | --- | --- | --- |",

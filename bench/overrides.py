@@ -1,8 +1,8 @@
-"""What the rules for tiny configurations do not know, by model type.
+"""Exceptions from the rules for tiny configurations, by model type.
 
 Always true:
-- an entry is values of a configuration, by name; a dot goes into a nested one
-- they are there because the full configuration leaves something open, or ties one size to another
+- an entry has configuration values by name; a dot goes into a nested configuration
+- they are needed because the full configuration leaves something open, or ties one size to another
 """
 
 from __future__ import annotations

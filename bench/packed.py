@@ -1,9 +1,9 @@
-"""Packed checkpoints of random bits, the same values stored dense, and what a token of each takes.
+"""Packed checkpoints of random bits, the same values stored dense, and the cost of a token for each.
 
 Always true:
 - pieces have the shapes and dtypes of real ones; their bits are cut from one random block, so a gigabyte takes seconds
-- the dense twin holds the values that the packed one is decoded to; both are run by `offload`, and say the same tokens
-- what is made lies in the scratch folder, and goes with its case
+- the dense twin holds the decoded values of the packed one; both are run by `offload`, and generate the same tokens
+- files are created in the scratch folder, and removed with their case
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Entries = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint, and what `from_pretrained` is told of it beside the folder."""
+    """A checkpoint, with options for `from_pretrained`."""
 
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Form:
-    """How linear weights are packed.
+    """A format for linear weights.
 
     Attributes:
-        model_type: of the model that is packed so.
-        entry: the pieces of a weight, by their names in the checkpoint, from its name and shape.
-        quantization: what the configuration says.
+        model_type: of a model in this format.
+        entry: the pieces of a weight, by checkpoint name, given its name and shape.
+        quantization: the settings in the configuration.
     """
 
     model_type: str
@@ -82,7 +82,7 @@ def _bits() -> torch.Tensor:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Random bits in a tensor of that shape."""
+    """Random bits in a tensor of this shape."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     bits = _bits()
     found = bits[:nbytes].clone() if nbytes <= len(bits) else bits.repeat(-(-nbytes // len(bits)))[:nbytes]
@@ -90,7 +90,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.T
 
 
 def _dense(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Entries:
-    """Numbers of some hundredths, of either sign; ones for a norm."""
+    """Numbers of a few hundredths with either sign; ones for a norm."""
     if len(shape) == 1:
         return {name: torch.ones(shape, dtype=dtype)}
     return {name: (_random(shape).to(dtype) - 127.5) / 4096}
@@ -98,7 +98,7 @@ def _dense(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat1
 
 def _fp8(name: str, shape: tuple[int, ...]) -> Entries:
     rows, columns = shape
-    numbers = _random(shape).bitwise_and(0xBF).view(torch.float8_e4m3fn)  # of 1.9 at most
+    numbers = _random(shape).bitwise_and(0xBF).view(torch.float8_e4m3fn)  # up to 1.9
     return {name: numbers, f"{name}_scale_inv": torch.full((-(-rows // 128), -(-columns // 128)), 0.02)}
 
 
@@ -114,7 +114,7 @@ def _w4a16(name: str, shape: tuple[int, ...]) -> Entries:
 def _nf4(name: str, shape: tuple[int, ...]) -> Entries:
     numbers = torch.Size(shape).numel()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
-    table = torch.linspace(-1, 1, 16)  # as even as that of nf4 is not: a table like any other
+    table = torch.linspace(-1, 1, 16)  # evenly spaced, unlike nf4's: a table like any other
     return {
         name: _random((numbers // 2, 1)),
         f"{name}.absmax": torch.full((numbers // 64,), 0.04),
@@ -155,7 +155,7 @@ FORMS = {
 
 
 def made(form: Form, folder: Path, gigabytes: float) -> Stored:
-    """A checkpoint in a form, of about so many bytes once it is dense; of two layers if that is 0."""
+    """A checkpoint in a format, of about this size when dense; with two layers if the size is 0."""
     config, model = _empty(form.model_type, 2)
     layer = sum(value.numel() for name, value in model.state_dict().items() if ".0." in name and value.dim() > 1)
     config, model = _empty(form.model_type, max(2, round(1e9 * gigabytes / 2 / layer)), small=not gigabytes)
@@ -196,7 +196,7 @@ def _pieces(form: Form, name: str, shape: tuple[int, ...]) -> Entries:
 
 
 def stored_dense(packed: Stored, folder: Path) -> Stored:
-    """The values of a packed checkpoint in a dense one."""
+    """The values of a packed checkpoint as a dense one."""
     model = packed.load()
     config = model.config.to_dict()
     config.pop("quantization_config", None)
@@ -229,7 +229,7 @@ def _written(entries: Any, folder: Path) -> Path:
 
 
 def _written_gguf(config: Any, model: Any, folder: Path) -> Path:
-    """A folder with a GGUF file: matrices of blocks in Q4_K, and the others as in the other forms."""
+    """A folder with a GGUF file: matrices in Q4_K blocks, the rest as in the other formats."""
     import gguf
 
     folder.mkdir(parents=True)
@@ -249,7 +249,7 @@ def _written_gguf(config: Any, model: Any, folder: Path) -> Path:
         stored = f"{names.get_name(name.removesuffix('.weight'))}.weight"
         if name.endswith("_proj.weight"):
             blocks = _random((value.shape[0], value.shape[1] // 256, 144))
-            blocks[..., :4] = torch.tensor([2e-4, 1.5e-3], dtype=torch.float16).view(torch.uint8)  # factor, of offsets
+            blocks[..., :4] = torch.tensor([2e-4, 1.5e-3], dtype=torch.float16).view(torch.uint8)  # factor, offsets'
             writer.add_tensor(stored, blocks.flatten(1).numpy(), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
         elif value.dim() == 1:
             writer.add_tensor(stored, torch.ones(value.shape).numpy())
@@ -267,7 +267,7 @@ def _written_gguf(config: Any, model: Any, folder: Path) -> Path:
 
 
 def figures_of(name: str, scale: Scale, scratch: Path) -> list[Figure]:
-    """Of a form: a warm token, a cold one, one under a cap, the bytes that one reads, and how fast it is decoded."""
+    """For a format: warm, cold and capped token times, the bytes that one reads, and the decoding rate."""
     place = scratch / name.replace(" ", "-")
     try:
         packed = made(FORMS[name], place / "packed", scale.packed_gigabytes)
@@ -298,10 +298,10 @@ def _warm(name: str, packed: Stored, dense: Stored, scale: Scale) -> list[Figure
 def warm_tokens(
     packed: Stored, dense: Stored, pairs: int, rounds: int
 ) -> tuple[Rounds[float], list[tuple[float, float]]]:
-    """Seconds of every token after the first few, both models in one process; and `decoding_rates`, so many times.
+    """Seconds per token after the first few, both models in one process; and `decoding_rates`, `rounds` times.
 
     Raises:
-        RuntimeError: they say other tokens.
+        RuntimeError: they generate different tokens.
     """
     warm(files_in(packed.folder, dense.folder))
     model = packed.load()
@@ -314,7 +314,7 @@ def warm_tokens(
 
 
 def decoding_rates(model: Any) -> tuple[float, float]:
-    """Seconds for a gigabyte of dense values, warm: to carry recipes out, and to copy what came of it."""
+    """Seconds per gigabyte of dense values, warm: for computing recipes, and for copying the results."""
     recipes = [value for value in model.parameters() if handle_of(value).composed is not None][-6:]
     total, seconds, copying = 0, 0.0, 0.0
     for number, value in enumerate(recipes):
@@ -322,7 +322,7 @@ def decoding_rates(model: Any) -> tuple[float, float]:
         made = value.materialize()
         done = perf_counter()
         made.clone()
-        if number:  # the first is to warm up
+        if number:  # the first is a warm-up
             total += made.nbytes
             seconds += done - start
             copying += perf_counter() - done
@@ -331,7 +331,7 @@ def decoding_rates(model: Any) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ColdToken:
-    """Seconds, and bytes: that were read from the disk, and of the weights that the token needs as they are stored."""
+    """Seconds; bytes read from the disk; and stored bytes of the weights that the token needs."""
 
     seconds: float
     bytes_read: int
@@ -352,7 +352,7 @@ def _cold(name: str, packed: Stored, dense: Stored, scale: Scale) -> list[Figure
 
 
 def cold_tokens(stored: Stored) -> Iterator[ColdToken]:
-    """Tokens of a model that has run, each when nothing of it is in memory, and it has had the time to notice."""
+    """Tokens of a model that has run before, each with nothing in memory, after the model had time to notice."""
     model = stored.load()
     needed = needed_by_a_token(model)
     next_token(model, torch.tensor([[1]]))
@@ -365,7 +365,7 @@ def cold_tokens(stored: Stored) -> Iterator[ColdToken]:
 
 
 def needed_by_a_token(model: Any) -> int:
-    """Bytes of all weights but the table of tokens, and of experts as many as a token goes to; as they are stored."""
+    """Stored bytes of all weights except the table of tokens, with as many experts as a token uses."""
     config = model.config
     is_mixture = hasattr(config, "num_experts_per_tok")
     share = config.num_experts_per_tok / config.num_local_experts if is_mixture else 1.0
@@ -378,7 +378,7 @@ def needed_by_a_token(model: Any) -> int:
 
 
 def _capped(name: str, packed: Stored, dense: Stored, scale: Scale, scratch: Path) -> Figure:
-    """Both models have the same budget: a part of what the packed one takes."""
+    """Both models have the same budget: a fraction of the packed one's size."""
     size = sum(path.stat().st_size for path in files_in(packed.folder))
     budget = max(MIB, int(size / scale.factors[-1]))
     make_cold(files_in(packed.folder, dense.folder))
@@ -394,7 +394,7 @@ def _capped(name: str, packed: Stored, dense: Stored, scale: Scale, scratch: Pat
 def capped_tokens(
     stored: Stored, dense: Path, scratch: Path, budget: int, tokens: int, group: Group
 ) -> Iterator[float]:
-    """Seconds of a token once the first is there: each of so many."""
+    """Seconds per token after the first."""
     rehearse(OURS, dense, scratch)
     group.join()
     offload.set_max_memory({"cpu": budget})

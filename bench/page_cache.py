@@ -1,7 +1,7 @@
-"""Files in the page cache, and out of it.
+"""Putting files into the page cache, and dropping them.
 
 Always true:
-- cold is verified, not assumed: files of which more than one percent stays cached are an error
+- cold is verified, not assumed: it is an error if more than one percent of the files stays cached
 - a file's data is never changed
 """
 
@@ -21,13 +21,13 @@ _LEFT = 0.01
 
 
 def files_in(*folders: Path) -> list[Path]:
-    """All regular files below, links followed, each once."""
+    """All regular files in the folders, symlinks followed, without duplicates."""
     found = (path.resolve() for folder in folders for path in folder.rglob("*") if path.is_file())
     return sorted(set(found))
 
 
 def warm(files: Iterable[Path]) -> None:
-    """Read files, so that they are cached."""
+    """Read files into the page cache."""
     for path in files:
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
@@ -37,11 +37,11 @@ def warm(files: Iterable[Path]) -> None:
 def make_cold(files: Sequence[Path]) -> None:
     """Drop files from the page cache.
 
-    What this process has mapped of them is let go first: its next access reads the file again. What another
-    process has mapped stays.
+    This process's mappings of them are released first: the next access reads the file again. What another process has
+    mapped stays cached.
 
     Raises:
-        RuntimeError: some of them are still cached.
+        RuntimeError: more than that is still cached.
     """
     for address, size in _mapped(set(map(str, files))):
         _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _DONTNEED)
@@ -55,13 +55,13 @@ def make_cold(files: Sequence[Path]) -> None:
 
 
 def cached_fraction(files: Iterable[Path]) -> float:
-    """How much of the files' pages is in the page cache."""
+    """The cached fraction of the files' pages."""
     pages = [_cached_pages(path) for path in files if path.stat().st_size]
     return sum(cached for cached, _ in pages) / max(1, sum(of for _, of in pages))
 
 
 def _write_out(folder: Path) -> None:
-    """All that its file system has to write: such pages cannot be dropped. One by one, thousands of files take long."""
+    """Write out all dirty pages of its file system, which can't be dropped. Thousands take long one by one."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _LIBC.syncfs(descriptor)
@@ -78,14 +78,14 @@ def _drop(path: Path) -> None:
 
 
 def _cached_pages(path: Path) -> tuple[int, int]:
-    """How many are cached, of how many. Source: mincore(2)."""
+    """The numbers of cached pages and of all pages. Source: mincore(2)."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
         contents = np.frombuffer(mapping, np.uint8)
         states = np.zeros(-(-len(contents) // mmap.PAGESIZE), np.uint8)
         refused = _LIBC.mincore(
             ctypes.c_void_p(contents.ctypes.data), ctypes.c_size_t(len(contents)), ctypes.c_void_p(states.ctypes.data)
         )
-        del contents  # else the mapping could not be closed
+        del contents  # otherwise the mapping could not be closed
     if refused:
         raise OSError(ctypes.get_errno(), f"{path}: this system does not tell what is cached")
     return int((states & 1).sum()), len(states)

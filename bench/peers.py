@@ -1,8 +1,8 @@
-"""The ways to have a model on disk that are compared, and the model in memory.
+"""The ways of having a model on disk that are compared, and the model in memory.
 
 Always true:
-- each loads the same checkpoint in the same dtype, by the call that its own documentation shows
-- what a way writes, it writes to the scratch folder that it is given
+- each loads the same checkpoint in the same dtype, with the call shown in its own documentation
+- a way writes only to the scratch folder that it is given
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ OURS = "offload"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load.
+    """One way of loading.
 
     Attributes:
-        package: what must be installed.
-        load: a transformers model from a folder.
-        fill: a model without values from one safetensors file.
+        package: the required package.
+        load: returns a transformers model from a folder.
+        fill: fills a model without values from a safetensors file.
     """
 
     package: str
@@ -37,14 +37,14 @@ class Way:
 
 
 def absent(packages: Mapping[str, str]) -> dict[str, str]:
-    """Of arms and the packages that they need: those that cannot run, and why."""
+    """Given arms and the packages that they need: those that can't run, and why."""
     return {
         arm: f"{package} is not installed" for arm, package in packages.items() if not importlib.util.find_spec(package)
     }
 
 
 def limit_memory(name: str, budget: int) -> None:
-    """Tell a way how much may stay in memory, where it can be told."""
+    """Set how much may stay in memory, if the way supports that."""
     if name == OURS:
         offload.set_max_memory({"cpu": budget})
 
@@ -76,7 +76,7 @@ def _load_accelerate(folder: Path, scratch: Path) -> Any:
 
 
 def _fill_accelerate(model: nn.Module, checkpoint: Path, scratch: Path) -> nn.Module:
-    """accelerate's disk offload, which copies the weights to its own folder."""
+    """accelerate's disk offload, which copies the weights to a folder of its own."""
     from accelerate import load_checkpoint_and_dispatch
 
     device_map = _nearly_all_on_disk(model)
@@ -84,14 +84,14 @@ def _fill_accelerate(model: nn.Module, checkpoint: Path, scratch: Path) -> nn.Mo
 
 
 def _load_transformers(folder: Path, scratch: Path) -> Any:
-    """Reads the checkpoint in place. The map is not "disk" alone, which transformers 5.23 takes for a torch device."""
+    """Reads the checkpoint in place. The map is not just "disk", which transformers 5.23 takes for a torch device."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, device_map={"": "disk"}, offload_folder=str(scratch))
 
 
 def _fill_transformers(model: nn.Module, file: Path, scratch: Path) -> nn.Module:
-    """What transformers' disk map comes to: accelerate's hooks over an index of the checkpoint."""
+    """The equivalent of transformers' disk map: accelerate's hooks over an index of the checkpoint."""
     from accelerate import dispatch_model
 
     index = {
@@ -110,7 +110,7 @@ def _load_compressed_tensors(folder: Path, scratch: Path) -> Any:
 
 
 def _fill_compressed_tensors(model: nn.Module, file: Path, scratch: Path) -> nn.Module:
-    """Each module of a model that is in memory is offloaded, which writes a file per tensor."""
+    """Offloads each module of a model in memory, which writes one file per tensor."""
     from compressed_tensors.offload import offload_module
 
     _fill_in_memory(model, file, scratch)
@@ -142,7 +142,7 @@ def _empty_model(folder: Path) -> Any:
 
 
 def _nearly_all_on_disk(model: nn.Module) -> dict[str, str]:
-    """accelerate wants one module elsewhere: the smallest of those that have weights of their own."""
+    """accelerate needs one module elsewhere: the smallest with weights of its own."""
     modules = {name: module for name, module in model.named_modules() if name}
     sizes = {name: sum(weight.numel() for weight in part.parameters(recurse=False)) for name, part in modules.items()}
     sizes = {name: size for name, size in sizes.items() if size or not [*modules[name].children()]}

@@ -1,7 +1,7 @@
 """The picture of the README, drawn from result files: `python -m bench.picture`.
 
 Always true:
-- each bar is the median of an arm's rounds in the file that is named beside it; no arm of a case is left out
+- each bar is the median of an arm's rounds in the file named beside it; no arm of a case is left out
 - the same files give the same picture, byte for byte
 """
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def picture() -> str:
-    """Three charts, one below the other, on a page of half a screen's width."""
+    """Three charts, one below the other, half a screen wide."""
     parts: list[str] = []
     height = 0
     for title, file, case in CASES:
@@ -65,7 +65,7 @@ def picture() -> str:
 
 
 def medians(file: str, case: str) -> dict[str, float]:
-    """Seconds by arm, the shortest first."""
+    """Seconds by arm, shortest first."""
     figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
     values = next(figure["values"] for figure in figures if figure["case"] == case)
     found = {arm: median(rounds) for arm, rounds in values.items() if rounds}
@@ -73,7 +73,7 @@ def medians(file: str, case: str) -> dict[str, float]:
 
 
 def _bars(seconds: dict[str, float], top: int) -> Iterator[str]:
-    """A name, a bar and a value for each."""
+    """A name, a bar and a value for each arm."""
     most = max(seconds.values())
     for number, (arm, value) in enumerate(seconds.items()):
         y, width = top + number * _ROW, value / most * (_WIDTH - _LEFT - _RIGHT)

@@ -1,10 +1,10 @@
-"""What `offload plan` says of a model, against the model when it runs.
+"""Predictions of `offload plan` against the running model.
 
 Always true:
-- plan and model are in one process: the plan is made first, with what it measures itself of the disk and the processor
-- in a figure the limit is what the plan says, so that a ratio of 1 is a prediction that came true
-- "cold" is the first pass, of one token, over files of which nothing is cached; "warm" the tokens of a model that fits,
-  and is cached; under a cap a memory cgroup counts everything, and the first passes do not count
+- plan and model are in one process: the plan is made first, with its own measurements of disk and processor
+- the limit of a figure is the prediction, so that a ratio of 1 means it was exact
+- "cold" is the first pass, of one token, with nothing cached; "warm" the tokens of a model that fits, and is cached;
+  "capped" means in a memory cgroup that counts everything, without the first passes
 
 `python -m bench.planned RESULTS.json` prints the table of the page on `offload plan`.
 """
@@ -34,15 +34,15 @@ from bench.rounds import Figure, Rounds, in_turn
 from bench.scale import Scale
 from offload.integrations.compressed_tensors import quantize_checkpoint
 
-_CONTEXT = 64  # tokens whose keys and values there is room for
-_UNCOUNTED = 2  # tokens, until what stays is in memory
-_VOCABULARY = 500  # tokens, that all of the models know
+_CONTEXT = 64  # tokens whose keys and values have room
+_UNCOUNTED = 2  # tokens until everything that stays is in memory
+_VOCABULARY = 500  # tokens known to all of the models
 _NAME = "offload plan"
 
 
 @dataclass(frozen=True)
 class PlanTrial:
-    """Seconds, as they were planned and as they were."""
+    """Seconds, planned and measured."""
 
     planned_first: float
     planned: float
@@ -51,10 +51,10 @@ class PlanTrial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Each model cold, warm, and with a budget of a part of it.
+    """Each model cold, warm, and with a budget of a fraction of its size.
 
     Raises:
-        OSError: this process may make no memory cgroup.
+        OSError: this process can't create a memory cgroup.
     """
     with memory_cap(ALLOWANCE):
         pass
@@ -62,7 +62,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 
 
 def table(results: Path) -> str:
-    """In Markdown, what a result file says: seconds as they were planned and as they were, medians of the rounds."""
+    """The contents of a result file in Markdown: seconds, planned and measured, medians of the rounds."""
     lines = ["| model | pass | planned | measured | planned / measured |", "| --- | --- | --- | --- | --- |"]
     for figure in json.loads(results.read_text(encoding="utf-8"))["figures"]:
         planned, measured = median(figure["limit"]), median(figure["values"][OURS])
@@ -72,7 +72,7 @@ def table(results: Path) -> str:
 
 
 def models(scale: Scale, scratch: Path) -> Iterator[tuple[str, Path]]:
-    """What is planned for: its name, and the folder, which is there until the next one is asked for."""
+    """The models: name and folder, which exists until the next one is requested."""
     yield "dense", scale.model()
     yield "experts", scale.experts()
     for form in ("fp8", "int4"):
@@ -130,7 +130,7 @@ def trial(folder: Path, scratch: Path, tokens: int, budget: int, group: Group | 
 
 
 def _step(decoder: Decoder, chance: random.Random) -> float:
-    """Seconds of a pass over a token that the model did not choose: one without training repeats itself."""
+    """Seconds of a pass over a token not chosen by the model: an untrained one repeats itself."""
     decoder.tokens.append(chance.randrange(_VOCABULARY))
     return decoder.step()
 

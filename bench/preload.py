@@ -1,8 +1,8 @@
-"""What a process that runs a trial has imported beforehand.
+"""Imports made in advance for processes that run trials.
 
 Always true:
-- nothing is computed here: threads that an op starts would not live on in the processes that are forked
-- peers are silent: their progress bars and warnings would hide the table; what they raise is told all the same
+- nothing is computed here: threads started by an op would not survive in forked processes
+- peers are silenced: their progress bars and warnings would hide the table; their exceptions are still reported
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
-"""Inputs for a model of transformers, whatever it takes.
+"""Inputs for any transformers model.
 
 Always true:
-- inputs are a function of the model's configuration alone: two models of one configuration get the same
-- tokens are ordinary ones: no image, no padding, no end is among them
+- inputs depend only on the model's configuration: two models with the same one get the same inputs
+- tokens are ordinary ones: no image, padding or end tokens
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 Probe = dict[str, Any]
 
 _LENGTH = 12
-_GRID = 4  # patches up, and across
-# Beside tokens, what models of two kinds of input may take.
+_GRID = 4  # patches vertically and horizontally
+# Second inputs that some models take besides tokens.
 _BESIDE = [
     "pixel_values",
     "input_features",
@@ -32,7 +32,7 @@ _MOST = 100
 
 
 def probes(model: Any) -> Iterator[Probe]:
-    """Inputs to try, the likeliest first."""
+    """Inputs to try, most likely first."""
     seen: list[str] = []
     for names in _kits(model):
         if names in seen:
@@ -45,7 +45,7 @@ def probes(model: Any) -> Iterator[Probe]:
 
 
 def _kits(model: Any) -> Iterator[list[str]]:
-    """Names of arguments to give together."""
+    """Names of arguments to pass together."""
     known = inspect.signature(model.forward).parameters
     needed = [
         name
@@ -83,7 +83,7 @@ def tokens(model: Any, length: int) -> torch.Tensor:
 
 
 def _values(name: str, model: Any) -> Iterator[Any]:
-    """What an argument of that name may be."""
+    """Possible values for an argument of that name."""
     make = _MAKERS.get(name)
     if make is not None:
         yield from make(model)
@@ -92,7 +92,7 @@ def _values(name: str, model: Any) -> Iterator[Any]:
 def _token_ids(model: Any) -> Iterator[torch.Tensor]:
     yield tokens(model, _LENGTH)
     books = _found(model.config, "num_codebooks")
-    if books:  # several tracks of audio, one above the other or side by side
+    if books:  # several audio tracks, one below the other or side by side
         yield tokens(model, _LENGTH * books).view(2 * books, _LENGTH)
         yield tokens(model, _LENGTH * books).view(2, _LENGTH, books)
         yield tokens(model, _LENGTH * (books + 1)).view(2, _LENGTH, books + 1)
@@ -110,7 +110,7 @@ def _images(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _patches(model: Any) -> Iterator[torch.Tensor]:
-    """Patches in rows, of one frame or of several."""
+    """Patches in rows, of one or several frames."""
     config, patch = model.config, _sides(model.config)
     channels = _found(config, "in_channels", "num_channels", "in_chans") or 3
     frames = _found(config, "temporal_patch_size", "patch_temporal") or 1
@@ -123,14 +123,14 @@ def _patches(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _hidden(model: Any) -> Iterator[torch.Tensor]:
-    """What stands between two parts of a model: patches, or sound in channels."""
+    """What is passed between two parts of a model: patches, or sound in channels."""
     yield from _patches(model)
     yield _noise(2, 1, 3200)
     yield _noise(2, _found(model.config, "hidden_size") or 64, 5)
 
 
 def _sounds(model: Any) -> Iterator[torch.Tensor]:
-    """Spectrograms, time last or first."""
+    """Spectrograms, with time last or first."""
     config = model.config
     wanted = ("num_mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim", "input_dim")
     sizes = [getattr(config, name, None) for name in wanted] + [_found(config, name) for name in wanted] + [80, 128]
@@ -146,7 +146,7 @@ def _sounds(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _frames(model: Any) -> list[int]:
-    """Lengths of spectrograms: what a fixed table asks for, eight a token, or what is cut in windows."""
+    """Lengths of spectrograms: what a fixed table requires, eight per token, or what is cut into windows."""
     return [2 * (_found(model.config, "max_source_positions") or 64), 8 * _LENGTH, 200]
 
 
@@ -174,7 +174,7 @@ def _constant(value: Any) -> Callable[[Any], Iterator[Any]]:
 
 
 def _states(name: str, whole: bool = False) -> Callable[[Any], Iterator[Any]]:
-    """One step a token, of the width that the configuration has under a name."""
+    """One step per token, with the width that the configuration has under a name."""
 
     def made(model: Any) -> Iterator[Any]:
         width = _found(model.config, name) or 1
@@ -237,7 +237,7 @@ def _noise(*shape: int) -> torch.Tensor:
 
 
 def _found(config: Any, *names: str) -> Any:
-    """The first of these that a configuration, or one nested in it, has as a number."""
+    """The first of these that a configuration, or a nested one, has as a number."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and value:
@@ -251,7 +251,7 @@ def _found(config: Any, *names: str) -> Any:
 
 
 def _sides(config: Any) -> int:
-    """Pixels up a patch."""
+    """Height of a patch in pixels."""
     patch = getattr(config, "patch_size", None)
     return patch[-1] if isinstance(patch, (list, tuple)) else patch or _found(config, "patch_size") or 16
 

@@ -1,7 +1,7 @@
-"""What the kernel says of this process: bytes read and written, and memory over time.
+"""What the kernel reports about this process: bytes read and written, and memory over time.
 
 Always true:
-- memory is anonymous memory (RssAnon): what the kernel cannot drop by itself
+- memory means anonymous memory (RssAnon), which the kernel can't drop
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from offload.memory import anonymous_bytes
 
 
 def read_bytes() -> int:
-    """Bytes that this process has caused to be read from disk, also through mappings and read-ahead."""
+    """Bytes read from disk on behalf of this process, including through mappings and read-ahead."""
     return _counted("read_bytes")
 
 
 def written_bytes() -> int:
-    """Bytes that this process has caused to be written to disk, also through mappings."""
+    """Bytes written to disk on behalf of this process, including through mappings."""
     return _counted("write_bytes")
 
 
@@ -32,7 +32,7 @@ def _counted(name: str) -> int:
 
 
 class MemoryTrace:
-    """Anonymous memory over time, sampled by a thread."""
+    """Anonymous memory over time, sampled in a thread."""
 
     def __init__(self, period: float = 0.005) -> None:
         self._period = period

@@ -1,9 +1,9 @@
 """Quantize a model on disk to int8, weight by weight; also killed half-way and resumed.
 
 Always true:
-- each run is a process of its own, and loads the checkpoint anew
-- the killed run dies inside the function, as by `kill -9`; what both ways end with is compared bit for bit
-- memory is the anonymous memory over that before the checkpoint was loaded
+- each run is a separate process that loads the checkpoint anew
+- the killed run dies inside the function, as if by `kill -9`; the results of both ways are compared bit for bit
+- memory is anonymous memory above that before loading the checkpoint
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from offload.integrations.transformers import from_pretrained
 from offload.models.values import map_values
 from offload.storage.subclasses import is_subclass_value
 
-_BLOCK = 1 << 20  # bytes of a weight that are quantized at a time
+_BLOCK = 1 << 20  # bytes of a weight to quantize at a time
 MATRICES = "*proj.weight"
 TABLE = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run did, in how many seconds, and the most anonymous memory, in bytes."""
+    """The result of a run, its time in seconds, and peak anonymous memory in bytes."""
 
     replaced: int
     before: int
@@ -48,7 +48,7 @@ class Trial:
 
 
 def to_int8(_: str, weight: torch.Tensor) -> torch.Tensor:
-    """torchao's int8, a scale for each row, some rows at a time."""
+    """torchao's int8 with a scale per row, some rows at a time."""
     from torchao.quantization import Int8Tensor, PerRow
 
     data = torch.empty(weight.shape, dtype=torch.int8)
@@ -61,7 +61,7 @@ def to_int8(_: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(checkpoint: Path, offload_dir: Path, dies_at: int | None = None) -> Trial:
-    """Quantize the matrices of a Llama, and its embeddings, which are tied; go on where an earlier run was killed."""
+    """Quantize the matrices of a Llama, including its tied embeddings; resumes an earlier run that was killed."""
     rehearse()
     with MemoryTrace(0.002) as memory:
         model = from_pretrained(checkpoint, offload_dir=offload_dir)
@@ -77,7 +77,7 @@ def quantized(checkpoint: Path, offload_dir: Path, dies_at: int | None = None) -
 
 
 class _Dying:
-    """As `to_int8`, until it has been called so often."""
+    """Like `to_int8`, until it has been called that many times."""
 
     def __init__(self, calls: int) -> None:
         self._left = calls
@@ -90,14 +90,14 @@ class _Dying:
 
 
 def rehearse() -> None:
-    """What is imported, or allocated, at first calls."""
+    """Do the imports and allocations of first calls."""
     map_values(to_int8, {"w": torch.ones(64, 64, dtype=torch.bfloat16)}, progress=False)
     small = from_pretrained(toy_llama())
     map_values(to_int8, small, select=MATRICES)
 
 
 def differences(folder: Path, other: Path) -> list[str]:
-    """The files of two offload folders that do not hold the same."""
+    """The files that differ between two offload folders."""
     names = {path.name for place in (folder, other) for path in place.glob("*.safetensors")}
     return sorted(name for name in names if not _are_equal(folder / name, other / name))
 
@@ -116,10 +116,10 @@ def measured(checkpoint: Path, scratch: Path, matrices: int, apart: Callable[...
     """An uninterrupted run, and one that is killed half-way and resumed.
 
     Args:
-        apart: how a function is run in a process of its own; raises `RuntimeError` if that is killed.
+        apart: runs a function in a separate process; raises `RuntimeError` if that is killed.
 
     Raises:
-        RuntimeError: the run that was to be killed was not.
+        RuntimeError: the run that should have been killed was not.
     """
     whole, halves = scratch / "whole", scratch / "halves"
     once = apart(quantized, checkpoint, whole)

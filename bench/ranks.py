@@ -1,10 +1,10 @@
-"""A model of tensor parallel ranks on one machine, from disk: time and bytes, against the plain parallel model.
+"""A tensor-parallel model on one machine, from disk: time and bytes, against the plain parallel model.
 
 Always true:
-- the ranks are processes of gloo, which share one copy of the checkpoint and the cores of the machine: more of them are
-  no faster here, and what one has read, another finds
-- all of them compute, and load once, before files are made cold: what is imported on the way is in memory
-- under a cap each rank has a memory cgroup of its own, which counts cached files too
+- the ranks are gloo processes that share one copy of the checkpoint and the cores of the machine: more of them are not
+  faster here, and what one has read is cached for the others
+- all of them compute and load once before files are made cold: imports are done by then
+- under a cap each rank has its own memory cgroup, which also counts cached files
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATIENCE = 120  # seconds for which ranks wait for one that has failed
 
 @dataclass(frozen=True)
 class RankTrial:
-    """What one rank did: seconds of a token, bytes read, and the bytes of its share, without the table of tokens."""
+    """One rank's results: seconds per token, bytes read, and the size of its shard without the table of tokens."""
 
     seconds: float
     first_bytes: int
@@ -48,7 +48,7 @@ class RankTrial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Bytes and time for each number of ranks: what fits, and what is larger than each rank's memory."""
+    """Bytes and time for each number of ranks: for a model that fits, and for one larger than each rank's memory."""
     folder = scale.model()
     found = []
     for world in scale.worlds:
@@ -70,7 +70,7 @@ def _measured(world: int, factor: float | None, folder: Path, scale: Scale, scra
 
 
 def _beginnings(ranks: list[RankTrial], said: list[list[int]]) -> list[list[int]]:
-    """The tokens of ranks, and where they have said fewer, what was to come."""
+    """The tokens of ranks; where these are fewer, the rest of the expected ones."""
     return [rank.tokens + tokens[len(rank.tokens) :] for rank, tokens in zip(ranks, said, strict=True)]
 
 
@@ -93,7 +93,7 @@ def _capped_figures_of(world: int, factor: float, done: Rounds[list[RankTrial]])
 
 
 def _budget(share: float, factor: float) -> int:
-    """Of a rank, and never less than a budget may be."""
+    """A rank's budget, at least the smallest allowed one."""
     return max(MIB, int(share / factor))
 
 
@@ -130,7 +130,7 @@ def trial(
     budget: int | None,
     groups: Sequence[Group],
 ) -> RankTrial:
-    """Load, read the prompt, decode a token, and measure the others; without groups, without a cap."""
+    """Load, read the prompt, decode a token, and measure the following ones; without groups there is no cap."""
     import torch
     import torch.distributed as dist
 
@@ -171,7 +171,7 @@ def _loaded(arm: str, folder: Path) -> Any:
 
 
 def _share(folder: Path, world: int) -> int:
-    """What a rank's shares come to: of matrices its part, of vectors all; without the table of tokens."""
+    """The size of a rank's shard: its part of matrices, all of vectors, without the table of tokens."""
     from offload.models.checkpoint import open_checkpoint
 
     total = 0

@@ -1,8 +1,8 @@
 """Figures as a table, as JSON, and as charts.
 
 Always true:
-- every arm that was to be measured is shown: with a figure, or with the reason why it has none
-- ratios are such that more is better: 2 is twice as good as the peer, 1 is all that is possible
+- every arm that should be measured is listed: with a figure, or with the reason why there is none
+- higher ratios are better: 2 is twice as good as the peer, 1 is the limit
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NONE = "-"
 
 
 def table(figures: Iterable[Figure]) -> Table:
-    """A line a figure."""
+    """One line per figure."""
     made = Table(*COLUMNS, box=box.SIMPLE)
     made.columns[0].no_wrap = True  # a case can be looked for
     for figure in figures:
@@ -35,7 +35,7 @@ def table(figures: Iterable[Figure]) -> Table:
 
 
 def row(figure: Figure) -> tuple[str, ...]:
-    """The cells of one line."""
+    """The cells of a line."""
     peer = figure.best_peer
     return (
         figure.case,
@@ -48,7 +48,7 @@ def row(figure: Figure) -> tuple[str, ...]:
 
 
 def reasons(figures: Iterable[Figure]) -> list[str]:
-    """A line for each arm that has no figure, and the cases that it lacks in."""
+    """A line for each arm without figures, with the cases."""
     cases: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
         for arm, reason in figure.missing.items():
@@ -57,7 +57,7 @@ def reasons(figures: Iterable[Figure]) -> list[str]:
 
 
 def write_json(figures: Iterable[Figure], facts: Mapping[str, object], path: Path) -> Path:
-    """All values of all rounds, the ratios, and what was measured on."""
+    """All values of all rounds, the ratios, and facts about the machine."""
     path.write_text(
         json.dumps({**facts, "figures": [as_json(figure) for figure in figures]}, indent=1) + "\n", encoding="utf-8"
     )
@@ -65,13 +65,13 @@ def write_json(figures: Iterable[Figure], facts: Mapping[str, object], path: Pat
 
 
 def as_json(figure: Figure) -> dict[str, Any]:
-    """A figure without its traces, and with its ratios."""
+    """A figure with its ratios, without its traces."""
     ratios = {"ratio to peer": figure.ratio_to_peer, "ratio to limit": figure.ratio_to_limit}
     return {key: value for key, value in asdict(figure).items() if key != "traces"} | ratios
 
 
 def draw_bars(figures: Sequence[Figure], path: Path) -> Path:
-    """A chart a figure: a bar for each arm, a line for the limit."""
+    """One chart per figure: a bar per arm, a line for the limit."""
     pyplot = _pyplot()
     rows = -(-len(figures) // 2)
     picture, grid = pyplot.subplots(rows, 2, figsize=(14, 2.2 * rows), layout="constrained", squeeze=False)
@@ -95,7 +95,7 @@ def _draw_figure(axes: Any, figure: Figure) -> None:
 
 
 def draw_memory(traces: Mapping[str, Trace], title: str, path: Path) -> Path:
-    """Anonymous memory over time, a line for each arm."""
+    """Anonymous memory over time, one line per arm."""
     picture, axes = _pyplot().subplots(figsize=(8, 4), layout="constrained")
     for arm, trace in traces.items():
         axes.plot(*zip(*[(second, used / 1e6) for second, used in trace], strict=True), label=arm)

@@ -1,9 +1,9 @@
-"""Arms measured in turn, and the figures that come of it.
+"""Measuring arms in turn, and the resulting figures.
 
 Always true:
-- in every round each arm runs once, and every other round in the opposite order
-- an arm that fails, or gives a wrong answer, has no figures but a reason
-- in a figure less is better; a ratio is a median over rounds, of two values of the same round
+- in every round each arm runs once, in alternating order
+- an arm that fails, or gives a wrong answer, has a reason instead of figures
+- in a figure, less is better; a ratio is the median over rounds, of two values from the same round
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Trace = list[tuple[float, int]]
 
 @dataclass
 class Rounds(Generic[T]):
-    """What each arm gave, a result a round; and why others gave none."""
+    """The results of each arm, one per round; and why others have none."""
 
     results: dict[str, list[T]]
     missing: dict[str, str]
 
     def values(self, value: Callable[[T], float]) -> dict[str, list[float]]:
-        """A number of each result."""
+        """One number from each result."""
         return {arm: list(map(value, results)) for arm, results in self.results.items()}
 
     def take(self, arm: str) -> list[T]:
-        """The results of an arm that is no peer, and without which there is nothing to compare with.
+        """Remove and return the results of an arm that is not a peer, but needed for comparison.
 
         Raises:
             RuntimeError: it failed.
@@ -41,7 +41,7 @@ class Rounds(Generic[T]):
         return self.results.pop(arm)
 
     def strike(self, answer: Callable[[T], object], expected: object, what: str) -> None:
-        """Take out the arms that did not give the expected answer."""
+        """Remove the arms that did not give the expected answer."""
         for arm in [arm for arm, results in self.results.items() if any(answer(one) != expected for one in results)]:
             del self.results[arm]
             self.missing[arm] = f"{what} differ from those of the model in memory"
@@ -54,7 +54,7 @@ def in_turn(arms: Mapping[str, Callable[[], T]], rounds: int, missing: Mapping[s
         for arm in list(done.results)[:: -1 if number % 2 else 1]:
             try:
                 done.results[arm].append(arms[arm]())
-            except Exception as error:  # whatever a peer raises is told, and does not stop the others
+            except Exception as error:  # a peer's failure is reported, and does not stop the others
                 done.missing[arm] = _reason(error)
         done.results = {arm: results for arm, results in done.results.items() if arm not in done.missing}
     return done
@@ -70,14 +70,14 @@ class Figure:
     """One line of the table.
 
     Attributes:
-        case: what was measured.
+        case: the measured case.
         unit: "s", "µs", "B" or "reads".
         values: by arm, a value per round.
-        limit: what is possible at best, a value per round; empty if there is no such thing.
+        limit: the best possible value per round; empty if there is none.
         limit_name: what the limit is.
-        missing: arms that have no values, and why.
-        facts: by arm, other numbers.
-        traces: by arm, memory in bytes over seconds.
+        missing: arms without values, and why.
+        facts: other numbers, by arm.
+        traces: memory in bytes over seconds, by arm.
     """
 
     case: str
@@ -91,18 +91,18 @@ class Figure:
 
     @property
     def best_peer(self) -> str | None:
-        """The quickest of the others."""
+        """The fastest peer."""
         peers = [arm for arm in self.values if arm != OURS]
         return min(peers, key=lambda arm: median(self.values[arm])) if peers else None
 
     @property
     def ratio_to_peer(self) -> float | None:
-        """How many times as good as the best peer; None where one of the two is missing or zero."""
+        """How many times as good as the best peer; None if either is missing or zero."""
         return self._times(self.values[self.best_peer]) if self.best_peer else None
 
     @property
     def ratio_to_limit(self) -> float | None:
-        """How much of what is possible; 1 is all."""
+        """The fraction of what is possible; 1 is the limit."""
         return self._times(self.limit)
 
     def _times(self, others: list[float]) -> float | None:

@@ -1,9 +1,9 @@
-"""A mixture of experts: what one decoded token reads, cold, and which experts are found in memory under a budget.
+"""A mixture of experts: bytes read for a decoded token, cold, and which experts are in memory under a budget.
 
 Always true:
-- before the token, no file of the model is in the page cache, and a model has had the time to notice
-- the limit is what the token needs: all weights but the experts and the table of tokens, and the experts it goes to
-- under a budget, it is what the best fixed set of experts would miss, chosen by who knows the whole order
+- before the token, no file of the model is in the page cache, and the model has had time to notice
+- the limit is what the token needs: all weights except experts and the table of tokens, and the experts it uses
+- under a budget, the limit is what the best fixed set of experts would miss, chosen with hindsight
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from bench.rounds import Figure, in_turn
 from bench.scale import Scale
 from bench.traces import hits_in_hindsight, orders, replayed, stack
 
-NOTICED = 2.1  # seconds after which what was in memory is looked at again
-_COUNT = 64  # matrices of a stack
+NOTICED = 2.1  # seconds after which memory is checked again
+_COUNT = 64  # matrices in the stack
 
 
 @dataclass
 class Trial:
-    """What one way read from the disk for a token, and which token came next."""
+    """Bytes read from the disk for a token, and the next token."""
 
     bytes_read: int
     token: int
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Bytes that are read from the disk."""
+    """Bytes read from the disk."""
     folder = scale.experts()
     arms = {arm: partial(run_apart, trial, arm, folder, scratch) for arm in WAYS if arm != IN_MEMORY}
     done = in_turn(arms, scale.rounds, absent(PACKAGES))
@@ -64,7 +64,7 @@ def _under_a_budget(name: str, share: int, scale: Scale, scratch: Path) -> Figur
 
 
 def trial(arm: str, folder: Path, scratch: Path) -> Trial:
-    """The second token, once nothing is cached."""
+    """The second token, with nothing cached."""
     rehearse(arm, folder, scratch)
     with tempfile.TemporaryDirectory(dir=scratch) as own, torch.inference_mode():
         model = WAYS[arm].load(folder, Path(own))
@@ -77,12 +77,12 @@ def trial(arm: str, folder: Path, scratch: Path) -> Trial:
 
 
 def own_folders(model: Any) -> set[Path]:
-    """Where the files of a model on disk are, if it tells."""
+    """The folders of a model's files, if it says."""
     return {weight.offload_path.parent for weight in model.parameters() if hasattr(weight, "offload_path")}
 
 
 def of_the_model_in_memory(folder: Path) -> Trial:
-    """All weights but experts and the table of tokens, and of each layer's experts as many as a token goes to."""
+    """All weights except experts and the table of tokens, and as many experts per layer as a token uses."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

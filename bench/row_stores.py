@@ -1,9 +1,9 @@
-"""The ways to keep rows on disk that are compared: written once or appended, read by index and from end to end.
+"""The row stores that are compared: written once or appended to, read by index and from end to end.
 
 Always true:
-- each is used by the calls that its own documentation shows, and compresses nothing
-- what a reader gives is a tensor of its own, in the order that was asked for
-- a row is a function of its number, so that whatever is read can be checked
+- each is used through the calls shown in its own documentation, without compression
+- a reader returns a new tensor, in the requested order
+- a row is a function of its number, so that everything read can be checked
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from bench.limits import MIB
 from bench.peers import OURS
 
 RAW, ANNOUNCED, TORCH_MAPPED = "preadv", "preadv, announced", "torch.load, mapped"
-_CHUNK = MIB // 4  # bytes of a chunk, where a store has such
+_CHUNK = MIB // 4  # bytes per chunk, if a store has chunks
 _NUMBER = 4  # bytes of a float32
 
 
 def nothing() -> None:
-    """What most have to do at their end."""
+    """What most do at the end."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Rows from the first on: `write(start, values)`; after `close` they are in files, if not yet on the disk."""
+    """Writes rows from the first on: `write(start, values)`; after `close` they are in files, maybe unsynced."""
 
     write: Callable[[int, torch.Tensor], object]
     close: Callable[[], object] = nothing
@@ -41,7 +41,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Reader:
-    """Rows by their numbers, and rows from one to another."""
+    """Reads rows by number, and ranges of rows."""
 
     batch: Callable[[torch.Tensor], torch.Tensor]
     part: Callable[[int, int], torch.Tensor]
@@ -50,13 +50,13 @@ class Reader:
 
 @dataclass(frozen=True)
 class RowStore:
-    """A way to keep rows.
+    """A row store.
 
     Attributes:
-        package: what must be installed.
-        create: a writer of so many rows of so many columns, which are known beforehand.
-        append: a writer of rows of so many columns, whose count is not known; None if it cannot grow.
-        open: a reader of what was created, whose rows have so many columns.
+        package: the required package.
+        create: a writer for given numbers of rows and columns.
+        append: a writer for a given number of columns and an unknown number of rows; None if it can't grow.
+        open: a reader for what was created, with the number of columns.
     """
 
     package: str
@@ -66,7 +66,7 @@ class RowStore:
 
 
 def values_of(rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """What rows hold: (rows, columns), float32; exact for the first 2**24 numbers."""
+    """The contents of rows: (rows, columns), float32; exact for the first 2**24 rows."""
     return rows[:, None].float() + torch.arange(columns)
 
 
@@ -92,7 +92,7 @@ def _open_offload(folder: Path, _columns: int) -> Reader:
     return Reader(lambda rows: cache[rows]["x"], lambda start, stop: cache[start:stop]["x"], cache.close)
 
 
-# The system's calls
+# System calls
 
 
 def _create_raw(folder: Path, rows: int, columns: int) -> Writer:
@@ -122,7 +122,7 @@ def _open_announced(folder: Path, columns: int) -> Reader:
 
 
 def _raw_reader(path: Path, columns: int, *, announced: bool) -> Reader:
-    """Row by row, in order of place; the system may be told of all of them beforehand."""
+    """Row by row in file order; optionally all rows are announced to the system first."""
     file, size = path.open("rb", buffering=0), columns * _NUMBER
 
     def batch(rows: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _create_torch(folder: Path, rows: int, columns: int) -> Writer:
 
 
 def _open_torch(folder: Path, _columns: int) -> Reader:
-    """All of it is read by the first batch."""
+    """The first batch reads everything."""
     loaded: list[torch.Tensor] = []
 
     def table() -> torch.Tensor:
@@ -236,7 +236,7 @@ def _create_lmdb(folder: Path, _rows: int, _columns: int) -> Writer:
 
 
 def _append_lmdb(folder: Path, _columns: int) -> Writer:
-    """A transaction a batch."""
+    """One transaction per batch."""
     import lmdb
 
     environment = lmdb.open(str(folder / "lmdb"), map_size=_most_bytes(folder), sync=False)
@@ -249,7 +249,7 @@ def _append_lmdb(folder: Path, _columns: int) -> Writer:
 
 
 def _most_bytes(folder: Path) -> int:
-    """A map of LMDB is a sparse file: what the disk has, in whole pages."""
+    """The size of LMDB's map, a sparse file: the free disk space, in whole pages."""
     system = os.statvfs(folder)
     return system.f_bavail * system.f_frsize // mmap.PAGESIZE * mmap.PAGESIZE
 
@@ -264,7 +264,7 @@ def _key(row: int) -> bytes:
 
 
 def _open_lmdb(folder: Path, columns: int) -> Reader:
-    """Without the system's reading on, as its documentation says for what is larger than memory; with it for a scan."""
+    """Without read-ahead, as its documentation advises for data larger than memory; with it for a scan."""
     import lmdb
 
     environments: dict[bool, Any] = {}
@@ -275,7 +275,7 @@ def _open_lmdb(folder: Path, columns: int) -> Reader:
 
     def rows_of(numbers: Sequence[int], *, in_order: bool) -> torch.Tensor:
         if in_order not in environments:
-            close()  # a process may open it once
+            close()  # a process may open it only once
             environments[in_order] = lmdb.open(str(folder / "lmdb"), readonly=True, lock=False, readahead=in_order)
         found = torch.empty(len(numbers), columns)
         target = found.numpy()
@@ -291,7 +291,7 @@ def _open_lmdb(folder: Path, columns: int) -> Reader:
     )
 
 
-# Arrays in pieces
+# Chunked arrays
 
 
 def _create_h5py(folder: Path, rows: int, columns: int) -> Writer:
@@ -327,7 +327,7 @@ def _open_h5py(folder: Path, _columns: int) -> Reader:
     table = file["x"]
 
     def batch(rows: torch.Tensor) -> torch.Tensor:
-        """h5py takes rising numbers only, each once."""
+        """h5py takes only ascending, distinct numbers."""
         distinct, places = np.unique(rows.numpy(), return_inverse=True)
         return torch.from_numpy(table[distinct][places])
 

@@ -1,7 +1,7 @@
-"""How large what is measured is, and how often.
+"""How large the measured things are, and how often they are measured.
 
 Always true:
-- every case runs at every scale; only the toy's figures say nothing about speed
+- every case runs at every scale; but the toy scale's figures say nothing about speed
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Scale:
     """Sizes and counts.
 
     Attributes:
-        model: makes the checkpoint of a language model.
-        experts: makes that of a mixture of experts.
-        larger: by what it is, makes a checkpoint of so many gigabytes in a folder.
-        packed_experts: the same for a mixture of experts in FP8; its files may have holes for values.
-        larger_times: how many times the memory of the machine that is.
-        value_megabytes: of the largest values of models that are read cold, and under a cap; each in two dtypes.
-        value_gigabytes: about how large these models are.
-        packed_gigabytes: about how large a packed checkpoint is once it is dense; 0 for two small layers.
-        rounds: how often each arm runs.
-        pairs: tokens that are decoded in turn in one process.
-        packed_pairs: the same, of packed models.
-        tokens: tokens that a warm trial decodes.
-        capped_tokens: tokens that a capped one does.
-        prompts: tokens in a cold pass.
-        picks: reads of matrices that are picked from a stack.
-        factors: how many times the budget a model is.
-        worlds: numbers of ranks that have a share of a model each.
-        calls: of an op, for one time of it.
-        load_tensors: tensors in a checkpoint of many that are tiny.
-        load_gigabytes: of a mixture of experts that is loaded, and not read.
+        model: creates the checkpoint of a language model.
+        experts: creates that of a mixture of experts.
+        larger: by kind, creates a checkpoint of this many gigabytes in a folder.
+        packed_experts: the same for a mixture of experts in FP8; its files may have holes instead of values.
+        larger_times: size relative to the machine's memory.
+        value_megabytes: size of the largest values in models that are read cold, and under a cap; each in two dtypes.
+        value_gigabytes: approximate size of these models.
+        packed_gigabytes: approximate size of a packed checkpoint when dense; 0 for two small layers.
+        rounds: runs per arm.
+        pairs: tokens decoded in turn in one process.
+        packed_pairs: the same for packed models.
+        tokens: tokens decoded by a warm trial.
+        capped_tokens: tokens decoded by a capped trial.
+        prompts: tokens per cold pass.
+        picks: reads of matrices picked from a stack.
+        factors: sizes of a model relative to the budget.
+        worlds: numbers of ranks.
+        calls: calls of an op per timing.
+        load_tensors: tensors in a checkpoint of many tiny ones.
+        load_gigabytes: size of a mixture of experts that is loaded without reading.
         small_tensors: tensors of 64 KiB in a checkpoint that is read cold.
         value_rows: rows of 16 KiB in a value that is replaced.
-        written_rows: how many of them are written in place.
-        cache_bytes: of a table of rows.
-        cache_batches: of 256 rows that are read of it.
-        cache_seconds: after so long a store has shown how slow it is.
+        written_rows: rows of it that are written in place.
+        cache_bytes: size of a table of rows.
+        cache_batches: batches of 256 rows to read from it.
+        cache_seconds: time limit for slow stores.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Scale:
     cache_seconds: float
 
     def by_value(self, scratch: Path) -> Iterator[tuple[str, Path, int]]:
-        """Models by the size of their largest values: what it is in words, the folder, and the size in bytes.
+        """Models by the size of their largest values: a description, the folder, and the size in bytes.
 
-        Each is there until the next one is asked for.
+        Each exists until the next one is requested.
         """
         for megabytes, dtype in product(self.value_megabytes, ("float32", "bfloat16")):
             with TemporaryDirectory(dir=scratch) as made:

@@ -1,8 +1,8 @@
-"""Many small values, cold: a pass over a model whose every weight is 64 KiB.
+"""Many small values, cold: a pass over a model in which every weight is 64 KiB.
 
 Always true:
-- the weights lie in one safetensors file; peers that copy them to a file each are measured with those
-- caches are dropped before every pass, and the limit is that of `bench.cold`: one long read of the file, or compute
+- the weights are in one safetensors file; peers that copy each to its own file are measured with those
+- caches are dropped before every pass, and the limit is that of `bench.cold`: one sequential read, or computing
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _filled(arm: str, folder: Path, own: Path, count: int) -> nn.Module:
 
 @torch.inference_mode()
 def _signs(model: nn.Sequential, x: torch.Tensor) -> int:
-    """A pass; the answer is how many results are positive."""
+    """A pass; the answer is the number of positive results."""
     for layer in model:
         x = nn.functional.normalize(layer(x))
     return int((x > 0).sum())

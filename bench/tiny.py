@@ -1,11 +1,11 @@
-"""Configurations of transformers made tiny, whatever the architecture.
+"""Tiny versions of transformers configurations, for any architecture.
 
 Always true:
-- what is given is built by the configuration's own class; a nested configuration is made tiny by the same rules
-- layers of every kind that the full configuration has are kept, one or two of each
-- widths that must agree are made equal: every hidden size is the same number
+- results are built by the configuration's own class; a nested configuration is made tiny by the same rules
+- every kind of layer in the full configuration is kept, with one or two layers each
+- widths that must agree are made equal: every hidden size is the same
 
-What the rules do not know stands in `OVERRIDES`, by model type; "text_config.x" is x of the nested one.
+Exceptions from the rules are in `OVERRIDES`, by model type; "text_config.x" is x in the nested one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.overrides import OVERRIDES
 WIDTH, HEADS, HEAD_DIM, INNER, VOCABULARY = 128, 4, 32, 192, 320
 _BUILT_ANEW = {"transformers_version", "model_type", "architectures", "_name_or_path", "dtype", "id2label", "label2id"}
 
-# The first rule that matches the whole name of a number says its most; a function takes the old number.
+# The first rule that matches a number's full name gives its maximum; a function maps the old number.
 _FEW: list[tuple[str, Any]] = [
     (r"(mlp_|attention_)?bias|.*stride|.*kernel.*|.*dilation.*|.*(reduction|downsampl|upsampl)\w*_(factor|rate)", None),
     (r"num_kv_shared_layers|num_nextn_predict_layers", lambda old: min(old, 1)),
@@ -58,12 +58,12 @@ _NARROW: list[tuple[str, Any]] = [
     (r"num_filters", 8),
     (r"num_queries|num_query_tokens|resampler_n_latents|num_latents", 16),
 ]
-# Sides of images, if they are cut in large patches.
+# Image sizes, if images are cut into large patches.
 _PICTURES: list[tuple[str, Any]] = [(r"image_size|img_size|input_size", "patches")]
 
 
 def tiny_configs(model_type: str) -> Iterator[tuple[str, Any]]:
-    """Configurations to try, the smallest first, each with how it came about.
+    """Configurations to try, smallest first, each with how it was made.
 
     Args:
         model_type: a name in transformers' table of configurations.
@@ -81,10 +81,10 @@ def tiny_configs(model_type: str) -> Iterator[tuple[str, Any]]:
 
 
 def _full(config_class: Any, own: Mapping[str, Any]) -> Any:
-    """By its class alone; where that is no configuration, with what its own table says."""
+    """From its class alone; if that is invalid, with the exceptions for this model type."""
     try:
         return config_class()
-    except Exception:  # a default that its own checks refuse; each class has errors of its own
+    except Exception:  # defaults that the class itself refuses, each with its own error
         return config_class(**{name: value for name, value in own.items() if "." not in name})
 
 
@@ -96,10 +96,10 @@ def _usual(config: Any) -> dict[str, Any]:
 
 
 def tiny_config(config: Any, rules: list[tuple[str, Any]], own: Mapping[str, Any]) -> Any:
-    """The configuration with what the rules, and then what its own table says.
+    """The configuration after applying the rules, and then the exceptions.
 
     Args:
-        own: values by name, which win over the rules.
+        own: the exceptions by name, which override the rules.
     """
     values = _changed(config)
     below = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
@@ -121,7 +121,7 @@ def tiny_config(config: Any, rules: list[tuple[str, Any]], own: Mapping[str, Any
 
 
 def _changed(config: Any) -> dict[str, Any]:
-    """What a configuration has that one of its class has not by itself."""
+    """The values in which a configuration differs from its class's default."""
     usual = _usual(config)
     now = config.to_dict()
     subs = set(getattr(config, "sub_configs", {}))
@@ -133,7 +133,7 @@ def _changed(config: Any) -> dict[str, Any]:
 
 
 def _given(config: Any, full: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not worked out by the configuration itself, from the rest."""
+    """The values that the configuration does not derive from others."""
     usual = _usual(config)
     fields = getattr(type(config), "__dataclass_fields__", {})
     given = {name for name, field in fields.items() if field.default is not None}
@@ -165,7 +165,7 @@ def _less(full: Mapping[str, Any], rules: list[tuple[str, Any]]) -> dict[str, An
 
 
 def _layers_of_each_kind(full: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with an entry per layer, and the number of layers: the first of each kind, two at least."""
+    """Lists with an entry per layer, and the number of layers: the first of each kind, at least two."""
     count = next((full[name] for name in ("num_hidden_layers", "num_layers", "n_layer") if full.get(name)), None)
     name_of = next((name for name in ("num_hidden_layers", "num_layers", "n_layer") if full.get(name)), "")
     lists = {name: value for name, value in full.items() if isinstance(value, (list, tuple)) and len(value) == count}
@@ -178,7 +178,7 @@ def _layers_of_each_kind(full: Mapping[str, Any], values: Mapping[str, Any]) -> 
 
 
 def _tokens_inside(full: Mapping[str, Any], values: dict[str, Any], below: list[Any]) -> None:
-    """Special tokens are the last of the vocabulary, each its own; those of ordinary size stay."""
+    """Special tokens become the last ones of the vocabulary, all distinct; ordinary ones stay."""
     sizes = [values.get("vocab_size", full.get("vocab_size")), *(getattr(sub, "vocab_size", None) for sub in below)]
     most = min([VOCABULARY, *(size for size in sizes if isinstance(size, int) and size > 1)])
     names = [name for name in full if re.search(r"token_(id|index)$|_idx?$|^(pad|bos|eos)_index$", name)]
@@ -198,7 +198,7 @@ def _tokens_inside(full: Mapping[str, Any], values: dict[str, Any], below: list[
 
 
 def _rope_of(full: Mapping[str, Any], values: dict[str, Any], *, sections: bool) -> None:
-    """What rotary embeddings say of head sizes, at the new ones."""
+    """Parameters of rotary embeddings that depend on head sizes, for the new ones."""
     now = {**full, **values}
     rope = now.get("rope_parameters") or now.get("rope_scaling")
     if not isinstance(rope, dict):
@@ -212,7 +212,7 @@ def _rope_of(full: Mapping[str, Any], values: dict[str, Any], *, sections: bool)
 
 
 def _at_size(rope: Mapping[str, Any], half: int) -> dict[str, Any]:
-    """Sections that sum to half a head, and factors as many."""
+    """Sections that sum to half a head, and as many factors."""
     new: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
@@ -230,7 +230,7 @@ def _at_size(rope: Mapping[str, Any], half: int) -> dict[str, Any]:
 
 
 def config_for(model_class: Any, config: Any) -> Any:
-    """The configuration, or the nested one that the class takes."""
+    """The configuration, or the nested one for this class."""
     wanted = model_class.config_class
     if wanted is None or isinstance(config, wanted):
         return config

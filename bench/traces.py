@@ -1,8 +1,8 @@
-"""Matrices that are picked from a stack in made orders, under a budget: how many reads find theirs in memory.
+"""Matrices picked from a stack in synthetic orders, under a budget: how many reads find them in memory.
 
 Always true:
-- the stack is one file, read as a model's experts are; an order is the same for the same seed
-- the limit is the best fixed set, chosen by who knows the whole order, and in memory before it begins
+- the stack is one file, read like a model's experts; the same seed gives the same order
+- the limit is the best fixed set, chosen with hindsight, and in memory from the start
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = "experts"
 
 
 def orders(count: int, length: int, seed: int = 0) -> dict[str, list[int]]:
-    """Which of `count` matrices are read, one after the other."""
+    """Sequences of indices below `count`."""
     chance = torch.Generator().manual_seed(seed)
 
     def drawn(exponent: float) -> torch.Tensor:
@@ -43,12 +43,12 @@ def orders(count: int, length: int, seed: int = 0) -> dict[str, list[int]]:
 
 
 def hits_in_hindsight(order: Sequence[int], places: int) -> int:
-    """Of the best fixed set."""
+    """Hits of the best fixed set."""
     return int(torch.tensor(order).bincount().sort(descending=True).values[:places].sum())
 
 
 def stack(folder: Path, count: int) -> Path:
-    """A file of `count` matrices."""
+    """A file with `count` matrices."""
     path = folder / "stack.safetensors"
     save_file({_ENTRY: torch.arange(count * ROWS * COLUMNS, dtype=torch.float32).view(count, ROWS, COLUMNS)}, path)
     return path
@@ -56,10 +56,10 @@ def stack(folder: Path, count: int) -> Path:
 
 @dataclass(frozen=True)
 class Replay:
-    """How an order went.
+    """The results for an order.
 
     Attributes:
-        hits: reads of what was to stay, when it was asked for.
+        hits: reads of matrices that were in memory as planned.
         bytes_read: from the disk.
     """
 
@@ -68,7 +68,7 @@ class Replay:
 
 
 def replayed(path: Path, order: Sequence[int], places: int) -> Replay:
-    """Read the matrices of a file of `stack` in this order, where as many may stay as there are places."""
+    """Read the matrices of a `stack` file in this order, with room for `places` of them."""
     nbytes = ROWS * COLUMNS * 4
     tensor = offload.load_file(path)[_ENTRY]
     books = books_of(handle_of(tensor))

@@ -1,9 +1,9 @@
 """Replacing a value on disk, and writing some of its rows in place.
 
 Always true:
-- the clock stops when the files are synced, also those of peers that do not sync themselves
-- after every write the value is read back; one that is not what was written is an error
-- the limit is the same bytes written with nothing around: beside, synced, renamed; or row by row, synced
+- the clock stops when the files are synced, even for peers that don't sync by themselves
+- after every write the value is read back, and a wrong one is an error
+- the limit is writing the same bytes without anything else: beside, synced, renamed; or row by row, synced
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _accelerate(folder: Path, first: torch.Tensor) -> Store:
 
 
 def _tensordict(folder: Path, first: torch.Tensor) -> Store:
-    """Replaces in place: a crash leaves a part of each value."""
+    """Replaces in place: a crash leaves a mix of both values."""
     from tensordict import MemoryMappedTensor
 
     tensor = MemoryMappedTensor.from_tensor(first, filename=folder / "w.memmap")
@@ -170,7 +170,7 @@ def _tensordict(folder: Path, first: torch.Tensor) -> Store:
 
 
 def _rewritten(replace: Callable[[torch.Tensor], object], read: Callable[[], torch.Tensor]) -> Store:
-    """For those that cannot write a part: the whole value is read, changed, and replaced."""
+    """For stores that can't write a part: the whole value is read, changed, and replaced."""
 
     def write_rows(rows: torch.Tensor, values: torch.Tensor) -> None:
         whole = read().clone()
