@@ -1,9 +1,9 @@
-"""Acts that meet a fault, or are killed, at each of their calls of the system.
+"""Acts in which each system call fails once, or the process is killed at it.
 
 Always true:
-- each time begins in a folder of its own, and is compared with what comes of no fault
+- each run begins in a folder of its own, and is compared with a run without a fault
 - an error is one of ours and of the system's, with its errno, and names the file and the tensor; nothing stays open
-- after it there is what was there before or what there was to be; no temporary file; and the same act goes well
+- afterwards the old state or the new one is there, without temporary files; and the same act succeeds
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tests.processes import in_fork
 
 @dataclass(frozen=True)
 class Act:
-    """What is tried.
+    """What is tested.
 
     Attributes:
-        begin: prepares a folder, and gives what `act` is given.
-        act: what meets a fault; what it returns is compared.
-        check: raises if what is left is neither as before nor as after.
-        name: of the tensor, or whatever else each error is to name.
-        all_threads: whether calls of other threads than the one that acts may fail too.
+        begin: prepares a folder, and returns the argument of `act`.
+        act: what meets a fault; its result is compared.
+        check: raises if what is left is neither the old state nor the new one.
+        name: the tensor's name, or whatever else each error has to name.
+        all_threads: whether calls of other threads may fail, too.
     """
 
     begin: Callable[[Path], Any]
@@ -45,7 +45,7 @@ class Act:
 
 
 def meets_each_fault(tried: Act, place: Path, codes: Sequence[int] = faults.CODES, *, lasting: bool = False) -> int:
-    """Have each call fail in each way; how many times that was. One that lasts stands in the way of removing, too."""
+    """Make each call fail in each way; returns how many times that was. A lasting fault affects removal, too."""
     numbers, seen = itertools.count(), 0
     expected = tried.act(tried.begin(place / "expected"))
     for failure in faults.each_failure(
@@ -74,7 +74,7 @@ def meets_each_fault(tried: Act, place: Path, codes: Sequence[int] = faults.CODE
 
 
 def dies_at_each_call(tried: Act, place: Path) -> int:
-    """Have it killed at each call that changes files; how many these are. The next process does it, and sweeps."""
+    """Kill it at each call that changes files; returns their number. The next process completes it, and sweeps."""
     numbers = itertools.count()
     expected = tried.act(tried.begin(place / "expected"))
 
@@ -89,10 +89,10 @@ def dies_at_each_call(tried: Act, place: Path) -> int:
 def _check_error(failure: faults.Failure[Any], name: str, place: Path) -> None:
     error = failure.error
     assert isinstance(error, OffloadError)
-    if failure.call.name != "mmap.anonymous":  # memory is of no file
+    if failure.call.name != "mmap.anonymous":  # memory has no file
         assert str(place) in str(error)
         assert name in str(error)
-    if isinstance(error, MapError):  # of the function: what it met is what it comes from
+    if isinstance(error, MapError):  # of the function: the cause is what it met
         error = error.__cause__
     assert isinstance(error, OSError)
     assert failure.code == error.errno
@@ -109,7 +109,7 @@ def _left_in(place: Path) -> list[Path]:
 
 
 def _use_again(place: Path) -> bool:
-    """Have a value of another name in each folder that something was left in."""
+    """Store a value of another name in each folder in which something was left."""
     for folder in {path.parent for path in _left_in(place)}:
         OffloadedTensor.from_original_tensor(torch.ones(1), "another", folder)
     return True

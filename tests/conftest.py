@@ -1,4 +1,4 @@
-"""What many tests start from."""
+"""Fixtures for many tests."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in bfloat16, tied embeddings, in several safetensors shards."""
+    """A tiny Llama in bfloat16 with tied embeddings, in several safetensors shards."""
     folder = tmp_path_factory.mktemp("llama")
     return tiny_checkpoint(folder, num_hidden_layers=3, tie_word_embeddings=True, dtype="bfloat16")
 
 
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    """Token ids that the tiny Llama knows: (2, 7)."""
+    """Token ids for the tiny Llama: (2, 7)."""
     return torch.arange(14).reshape(2, 7)
 
 
 @pytest.fixture
 def quick_folder() -> Iterator[str]:
-    """A folder in memory where there is one: files take long to create on a disk."""
+    """A memory-backed folder if available: creating files on a disk is slow."""
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=root) as folder:
         yield folder
@@ -40,23 +40,23 @@ def quick_folder() -> Iterator[str]:
 
 @pytest.fixture
 def private_place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Such a folder, in which private folders are made too."""
+    """Such a folder, in which private folders are created, too."""
     monkeypatch.setattr(tempfile, "tempdir", quick_folder)
     monkeypatch.setattr(folders, "_PRIVATE_FOLDERS", {})
     return Path(quick_folder)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file of a folder with its modification time and bytes."""
+    """Every file in a folder, with modification time and bytes."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def aligned(folder: Path) -> Path:
-    """The folder, whose safetensors files now have their data at a multiple of 64 bytes.
+    """The folder, with the data of its safetensors files aligned to 64 bytes.
 
-    Experts that are stored apart are multiplied where they lie. Plain transformers joins them in fresh memory, which is
-    aligned, and some processors' kernels have other last bits for data that is not.
+    Experts that are stored separately are used in place. Plain transformers joins them in fresh memory, which is
+    aligned, and the kernels of some processors give other last bits for unaligned data.
     """
     for path in folder.glob("*.safetensors"):
         stored = path.read_bytes()

@@ -1,12 +1,12 @@
-"""Faults on purpose: calls of the system that fail, and processes that die at one.
+"""Fault injection: system calls that fail, and processes that die at one.
 
 Always true:
-- what counts is a call that code of `offload` makes, itself or by way of the standard library, in the thread that
-  asked; in all threads only where that is asked for
-- a call that is made to fail is not made; a write that a process dies at is half done
-- outside the blocks nothing is patched
+- only calls made by `offload`, directly or through the standard library, in the thread that asked, count; calls in
+  all threads only if requested
+- a failed call is not made; a write at which a process dies is half done
+- nothing is patched outside the blocks
 
-`OFFLOAD_FAULTS=all` tries each call, not only the first and the last one from each line.
+`OFFLOAD_FAULTS=all` tries every call, not only the first and the last one from each line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EACCES, errno.EINTR, errno
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the system: its name, and the line of `offload` that it comes from."""
+    """A system call: its name, and the line of `offload` from which it comes."""
 
     name: str
     where: str
@@ -59,7 +59,7 @@ class Call:
 
 @dataclass(slots=True)
 class Fault:
-    """What `failing` is to do, and the call that it did it to; None if there was none."""
+    """What `failing` should do, and the call that it failed; None if there was none."""
 
     index: int
     code: int
@@ -68,14 +68,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Failure(Generic[T]):
-    """What came of one fault.
+    """The outcome of one fault.
 
     Attributes:
-        call, code: what failed, and with which errno.
-        given: what `begin` gave.
-        error: what came out of `act`; None if it ended well all the same.
-        result: what it returned then.
-        leaked: descriptors that were left open, and what they are of.
+        call, code: what failed, with which errno.
+        given: what `begin` returned.
+        error: the error from `act`; None if it succeeded in spite of the fault.
+        result: what it returned in that case.
+        leaked: descriptors left open, and their files.
     """
 
     call: Call
@@ -91,7 +91,7 @@ class Failure(Generic[T]):
 
 @contextmanager
 def watched(*, all_threads: bool = False) -> Iterator[list[Call]]:
-    """The calls that are made in the block, in order."""
+    """The calls made in the block, in order."""
     calls: list[Call] = []
     with _patched(lambda call, _: calls.append(call), all_threads=all_threads):
         yield calls
@@ -106,11 +106,11 @@ def failing(
     only: Callable[[Call], bool] = bool,
     all_threads: bool = False,
 ) -> Iterator[Fault]:
-    """In the block the call number `index` fails with errno `code`.
+    """In the block, call number `index` fails with errno `code`.
 
     Args:
-        lasting: all that come after it fail too, but for those that remove something.
-        only: which calls are counted, and may fail.
+        lasting: all later calls fail, too, except those that remove something.
+        only: which calls count, and may fail.
     """
     fault, seen = Fault(index, code), 0
 
@@ -129,7 +129,7 @@ def failing(
 
 @contextmanager
 def killed(index: int) -> Iterator[None]:
-    """In the block this process dies at its file-changing call number `index`, in the middle of it if that writes."""
+    """In the block, this process dies at its file-changing call number `index`; in the middle of it if it writes."""
     seen = 0
 
     def before(call: Call, half: Callable[[], object]) -> None:
@@ -151,16 +151,16 @@ def each_failure(
     lasting: bool = False,
     all_threads: bool = False,
 ) -> Iterator[Failure[T]]:
-    """Have `act` fail at each call that it makes, with each of `codes` that the call may fail with, and say what came.
+    """Make `act` fail at each of its calls, with each of the `codes` possible for it, and yield the outcomes.
 
-    `begin` is called before each time, and what it gives is given to `act`; that is done once without a fault, too.
+    `begin` is called before each run, and its result passed to `act`; there is one run without a fault, too.
     """
-    act(begin())  # what is done once in a process
+    act(begin())  # things done once per process
     given = begin()
     with watched(all_threads=all_threads) as calls:
         act(given)
     del given
-    gc.freeze()  # what is there already need not be looked through each time
+    gc.freeze()  # existing objects need not be scanned each time
     try:
         for code in codes:
             only = functools.partial(may_fail, code=code)
@@ -183,13 +183,13 @@ def each_failure(
 def killed_at_each(
     begin: Callable[[], T], act: Callable[[T], object], check: Callable[[T, Call], object]
 ) -> list[Call]:
-    """Have a forked child die at each call of `act` that changes files, and `check` here what it leaves.
+    """Kill a forked child at each call of `act` that changes files, and `check` here what it leaves.
 
-    `begin` is called here before each time; what it gives is given to `act` and `check`. Where values get private
-    folders, these should be made in one of the test's own (`private_place`): children sweep what dead processes left.
+    `begin` is called here before each run; its result is passed to `act` and `check`. If values get private folders,
+    these should be created in a folder of the test's own (`private_place`): children sweep what dead processes left.
 
     Returns:
-        The calls that it died at.
+        The calls at which it died.
     """
     calls = [call for call in _calls_in_child(act, _begun(begin)) if call.changes]
     chosen = sampled(calls)
@@ -205,7 +205,7 @@ def killed_at_each(
 
 
 def may_fail(call: Call, code: int) -> bool:
-    """Whether such a call can fail in that way."""
+    """Whether such a call can fail like this."""
     name = call.name.rpartition(".")[2]
     if code == errno.ENOMEM or name == "anonymous":
         return code == errno.ENOMEM and name in ("mmap", "anonymous")
@@ -217,13 +217,13 @@ def may_fail(call: Call, code: int) -> bool:
         return call.name in _OF_PATHS
     if code == errno.ENODEV:
         return name == "mmap"
-    if code == errno.EINTR:  # Python makes its own calls again
+    if code == errno.EINTR:  # Python retries the call
         return call.name.startswith("libc.")
     return True
 
 
 def sampled(calls: Sequence[Call]) -> list[int]:
-    """Indexes of the first and the last call of a kind from each line; of all calls where `OFFLOAD_FAULTS` is `all`."""
+    """Indexes of the first and last call of each kind from each line; of all calls if `OFFLOAD_FAULTS` is `all`."""
     if os.environ.get("OFFLOAD_FAULTS") == "all":
         return list(range(len(calls)))
     last = {call: index for index, call in enumerate(calls)}
@@ -232,14 +232,14 @@ def sampled(calls: Sequence[Call]) -> list[int]:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let go of the local variables that an error, and those that it came from, keep alive."""
+    """Drop the local variables kept alive by an error and its causes."""
     while error is not None:
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-# What is patched
+# Patching
 
 REMOVES = {"os.unlink", "os.remove", "os.rmdir"}
 _CHANGES = {
@@ -256,7 +256,7 @@ _OF_PATHS = {
 }
 _READS = {f"os.{name}" for name in ("fstat", "read", "pread", "preadv", "lseek", "posix_fadvise")}
 _OS = {name.removeprefix("os.") for name in _CHANGES | _OF_PATHS | _READS if name.startswith("os.")}
-_HALVED = {"os.write": 1, "os.pwrite": 1, "os.sendfile": 3}  # which argument says how much is written
+_HALVED = {"os.write": 1, "os.pwrite": 1, "os.sendfile": 3}  # which argument is the size to write
 _OURS = str(Path(offload.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -265,7 +265,7 @@ Before = Callable[[Call, Callable[[], object]], None]
 
 @contextmanager
 def _patched(before: Before, *, all_threads: bool = False) -> Iterator[None]:
-    """In the block `before` is called with each call that counts, and with what does half of it."""
+    """In the block, `before` is called with each call that counts, and a function that does half of it."""
     own, inside = threading.get_ident(), set()
 
     def count(name: str, half: Callable[[], object], *, creates: bool = False) -> None:
@@ -367,7 +367,7 @@ def _mapping(count: Callable[..., None]) -> type[mmap.mmap]:
 
 
 def _libc_call(real: Any, name: str, failed: int | None, count: Callable[..., None]) -> Callable[..., Any]:
-    """A function of libc, which says that it failed by what it returns."""
+    """A libc function whose return value reports failure."""
 
     def counted(*args: Any) -> Any:
         try:
@@ -381,7 +381,7 @@ def _libc_call(real: Any, name: str, failed: int | None, count: Callable[..., No
 
 
 def _place(frame: FrameType | None) -> str | None:
-    """The line of `offload` that a call comes from, by way of nothing but the standard library; None for others."""
+    """The line of `offload` that makes a call, directly or through the standard library; None for other calls."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS):
@@ -400,7 +400,7 @@ def _descriptors() -> dict[str, str]:
         try:
             found[name] = os.readlink(f"{folder}/{name}")
         except OSError:
-            continue  # that of the listing itself
+            continue  # the listing's own
     return found
 
 
@@ -411,7 +411,7 @@ def _left_open(before: dict[str, str]) -> list[str]:
 
 
 def _begun(begin: Callable[[], T]) -> T:
-    """What `begin` gives, with no private folder of an earlier child left: each child makes the same calls."""
+    """The result of `begin`, without private folders of earlier children: each child makes the same calls."""
     given = begin()
     sweep(Path(tempfile.gettempdir()), _PRIVATE)
     return given

@@ -1,7 +1,7 @@
-"""A walk that quantizes a model layer by layer, with error feedback; the same code in memory and on disk.
+"""Quantizing a model layer by layer with error feedback; the same code in memory and on disk.
 
 Always true:
-- which tensors are on disk is up to the caller: to the model, to `zeros`, and to the context that it runs in
+- the caller decides which tensors are on disk: by the model, `zeros`, and the surrounding context
 - the method is that of GPTQ, Frantar et al. 2022, https://arxiv.org/abs/2210.17323
 """
 
@@ -16,12 +16,12 @@ from torch import nn
 
 Zeros: TypeAlias = Callable[[str, tuple[int, ...]], torch.Tensor]
 
-LEVELS = 7  # of each sign: 4 bits
-BLOCK = 32  # columns that are corrected before the rest is
+LEVELS = 7  # of either sign: 4 bits
+BLOCK = 32  # columns that are corrected before the rest
 
 
 def factor(hessian: torch.Tensor, damp: float = 0.01) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian, which is changed."""
+    """The upper Cholesky factor of the inverse of a damped Hessian, which is modified."""
     diagonal = hessian.diagonal()
     diagonal.add_(damp * diagonal.mean())
     lower = torch.linalg.cholesky(hessian)
@@ -29,7 +29,7 @@ def factor(hessian: torch.Tensor, damp: float = 0.01) -> torch.Tensor:
 
 
 def quantized(weight: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """The weight on a grid for each row, column after column; each error goes to the columns that come."""
+    """The weight on a grid per row, column by column; each error is distributed to the following columns."""
     rest = weight.clone()
     scale = weight.abs().amax(1) / LEVELS
     columns = weight.shape[1]
@@ -49,7 +49,7 @@ def quantized(weight: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def gathering(linears: Mapping[str, nn.Linear], zeros: Zeros) -> Any:
-    """Hessians of the layers, to which each forward inside adds: (columns, columns) each."""
+    """Hessians of the layers, accumulated by each forward inside: (columns, columns) each."""
     hessians = {name: zeros(f"{name}.hessian", (layer.in_features,) * 2) for name, layer in linears.items()}
 
     def watch(hessian: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor]], None]:
@@ -67,7 +67,7 @@ def gathering(linears: Mapping[str, nn.Linear], zeros: Zeros) -> Any:
 
 @torch.no_grad()
 def walk(model: Any, batches: list[torch.Tensor], zeros: Zeros, replace: Callable[[Any, torch.Tensor], None]) -> None:
-    """Quantize the linear layers of a Llama, one decoder layer after the other, on what the ones before give now."""
+    """Quantize the linear layers of a Llama, one decoder layer after the other, on outputs of the quantized ones."""
     length, width = batches[0].shape[1], model.config.hidden_size
     states = zeros("states", (len(batches), *batches[0].shape, width))
     for row, tokens in zip(states, batches, strict=True):

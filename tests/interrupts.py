@@ -1,9 +1,9 @@
-"""Ctrl-C at every place of a call where Python can take it.
+"""Ctrl-C wherever Python can handle it during a call.
 
-Python looks for signals when a function begins or goes on, when a call comes back, and when a loop turns. `interrupted`
-runs a program once for each such place in the package's code, and raises `KeyboardInterrupt` there, as the handler of
-SIGINT would. A line event is not such a place: a tracer can also stop between the end of a block and the `__exit__` of
-its lock, where no signal is taken.
+Python checks for signals when a function begins or resumes, when a call returns, and when a loop jumps back.
+`interrupted` runs a program once for each such place in the package's code, and raises `KeyboardInterrupt` there, as
+the SIGINT handler would. A line event is not such a place: a tracer can also stop between the end of a block and the
+`__exit__` of its lock, where no signal is handled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stop:
 
 
 class _Tracer:
-    """Counts the places, and raises at the one of them that is given."""
+    """Counts the places, and raises at the chosen one."""
 
     def __init__(self, stop: Stop | None = None) -> None:
         self.seen: Counter[Place] = Counter()
@@ -58,7 +58,7 @@ class _Tracer:
         self._stop = stop
 
     def __enter__(self) -> _Tracer:
-        sys.unraisablehook = lambda _: None  # what interrupts a `__del__` is told there; others keep what they are told
+        sys.unraisablehook = lambda _: None  # interrupts of a `__del__` are reported there
         sys.settrace(self._call)
         return self
 
@@ -72,7 +72,7 @@ class _Tracer:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         looks, ends = _places(code)
-        last: int | None = None  # it begins, or goes on
+        last: int | None = None  # it begins, or resumes
 
         def local(frame: FrameType, event: str, arg: Any) -> Any:
             nonlocal last
@@ -96,10 +96,10 @@ class _Tracer:
 
 @cache
 def _places(code: CodeType) -> tuple[set[int], set[int]]:
-    """Where Python looks for signals; and which of these calls are the last of a block.
+    """Where Python checks for signals; and which of these calls are the last in a block.
 
-    What is raised as a call comes back is raised in its block. A tracer sees the next instruction, so that of a call at
-    the end of a block it stops before the call.
+    What is raised when a call returns is raised in its block. A tracer sees the next instruction, so for a call at the
+    end of a block it stops before the call.
     """
     blocks = [(entry.start, entry.end, entry.target) for entry in dis._parse_exception_table(code)]  # type: ignore[attr-defined]
 
@@ -125,14 +125,14 @@ def interrupted(
     tried: set[Place],
     step: int = 1,
 ) -> int:
-    """Interrupt `call(prepare())` at places that were not `tried`, the first and last time, and see what is left.
+    """Interrupt `call(prepare())` at places not yet `tried`, the first and last time, and check what is left.
 
-    Of the places every `step`-th one is chosen, and every delicate one.
+    Every `step`-th place is chosen, and every delicate one.
 
-    After each, torch's state and the package's locks and books are as before, no temporary file is left in `folder`,
-    and `check` finds what it expects of what `prepare` gave. How many there were.
+    Afterwards, torch's state and the package's locks and counters are as before, no temporary file is in `folder`,
+    and `check` accepts what it finds of the result of `prepare`. Returns the number of interrupts.
     """
-    call(prepare())  # imports, and fills what is filled once
+    call(prepare())  # imports, and fills one-time caches
     given = prepare()
     with _Tracer() as counting:
         call(given)
@@ -144,7 +144,7 @@ def interrupted(
 
 
 def is_delicate(code: CodeType) -> bool:
-    """Whether it changes what a thread or a process shares: modes, locks, what is read ahead."""
+    """Whether it changes thread or process state: modes, locks, read-ahead."""
     return code.co_filename.removeprefix(_PACKAGE).startswith(_DELICATE)
 
 
@@ -176,7 +176,7 @@ def _stopped_at(
 
 
 def torch_state() -> tuple[Any, ...]:
-    """What torch keeps for a thread."""
+    """torch's per-thread state."""
     return (
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
@@ -194,7 +194,7 @@ def torch_state() -> tuple[Any, ...]:
 
 
 def left_on() -> Iterator[str]:
-    """What the package has for the length of a block, and has forgotten to end."""
+    """What the package turns on for a block, and has not turned off."""
     if torchao._AT_WORK.get() is not None:
         yield "quantizing"
     if not gc.isenabled():
@@ -208,7 +208,7 @@ def held_locks() -> Iterator[threading.RLock]:
 
 
 def wrong_books() -> Iterator[str]:
-    """Sums of what is read ahead that are not the sums of it."""
+    """Byte counts of the read-ahead that are not the sum of its values."""
     engine = engines._ENGINE
     with engine.reader.lock:
         for stream in engine.streams.live:

@@ -1,4 +1,4 @@
-"""Batches in lockstep beside what others have: their tensors, their processes, their warnings, their compiler."""
+"""Batches in lockstep, beside others' tensors, processes, warnings, and the compiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH, ROWS = 64, 512
 
 
 class Positions(nn.Module):
-    """Gives what it has: a buffer, a part of a parameter, and a tensor that it made at its first call."""
+    """Returns tensors that it holds: a buffer, a part of a parameter, and one created by its first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Positions(nn.Module):
 
 
 class Layer(nn.Module):
-    """Gives on what it was given, beside what it makes."""
+    """Passes on its input, beside its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def layers(depth: int = 3, width: int = 4) -> nn.Sequential:
 
 @torch.no_grad()
 def test_what_a_module_has_and_gives_does_not_go_to_disk():
-    """Other batches use it meanwhile."""
+    """Other batches use it at the same time."""
     model = Model()
     batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
 
@@ -103,7 +103,7 @@ def test_what_batches_share_does_not_go_to_disk_where_a_module_gives_it_on():
 
 @torch.no_grad()
 def test_what_passes_through_a_module_still_goes_to_disk(monkeypatch):
-    """In-place layers give on what the first of them was given."""
+    """In-place layers pass on what the first of them was given."""
     on_disk: set[int] = set()
 
     def out(address: int, *rest: int) -> None:
@@ -231,7 +231,7 @@ def test_nothing_is_held_when_it_ends_though_a_batch_calls_the_model_as_it_is_st
 
 @torch.no_grad()
 def test_an_error_holds_nothing_once_it_is_forgotten():
-    """Its frames hold what the batch had in hand."""
+    """Its frames hold what the batch was working on."""
     model = layers()
     alive = []
 
@@ -276,7 +276,7 @@ def cached_mask(size: int) -> torch.Tensor:
 
 
 class Masking(nn.Module):
-    """Gives on what a function has made, and knows."""
+    """Passes on what a function has made, and holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_what_a_function_has_cached_is_there_for_others_while_it_is_spilled(writ
     model = Model()
     batches = [torch.full((4096, 64), float(at)) for at in range(4)]
     found = list(map_batches(model, batches, model, in_flight=4, spill=True))
-    if writes:  # then batches are not each for themselves, in any way that they are called
+    if writes:  # then batches are not independent, however they are called
         assert torch.equal(torch.full((4096, 64), 2.0 + 4 * 4), MASKS[4096])
     else:
         assert equal(map(model, batches), found)

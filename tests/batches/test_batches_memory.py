@@ -1,4 +1,4 @@
-"""What many batches read, and what they hold."""
+"""How much many batches read, and hold in memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_sweep_reads_what_is_over_the_budget_once(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("spill", [True, False])
 def test_what_waits_on_disk_is_not_in_memory(tmp_path, spill):
-    """64 batches, each of which is 4 MiB where it waits."""
+    """64 batches, each with 4 MiB while it waits."""
     model = nn.Sequential(nn.Linear(1, 256), *on_disk(tmp_path, 256))
     flight = 64
 
@@ -80,7 +80,7 @@ def test_what_waits_on_disk_is_not_in_memory(tmp_path, spill):
 
 
 class Wide(nn.Module):
-    """Makes 8 MiB on its way, of 1024 rows, and gives half a MiB."""
+    """Creates 8 MiB on the way, of 1024 rows, and returns half a MiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Wide(nn.Module):
 
 @torch.no_grad()
 def test_what_was_freed_is_not_kept_for_each_batch():
-    """Each thread has memory of its own, which glibc does not give to the others."""
+    """Each thread has its own memory pools, which glibc does not share with other threads."""
     model, flight = nn.Sequential(*(Wide() for _ in range(4))), 16
     fn = lambda at: model(torch.full((1024, 128), float(at))).sum()  # noqa: E731
     fn(0)
@@ -106,7 +106,7 @@ def test_what_was_freed_is_not_kept_for_each_batch():
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_graphs_count_for_how_many_batches_there_is_room_for(monkeypatch, grad):
-    """Each layer leaves 4 MiB in a graph; what waits is 4 MiB."""
+    """Each layer leaves 4 MiB in a graph; 4 MiB wait."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(12)))
     monkeypatch.setattr(mapping, "available_bytes", lambda: 4 * 256 * MIB)
     most, running = 0, 0

@@ -1,4 +1,4 @@
-"""Models of transformers, diffusers and sentence-transformers give in lockstep what they give one by one."""
+"""Models of transformers, diffusers and sentence-transformers give the same results in lockstep as one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outputs(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def varied(probe: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Inputs of the same kind, each other numbers."""
+    """Inputs of the same kind with different numbers."""
     batches = []
     for at in range(count):
         generator = torch.Generator().manual_seed(at)

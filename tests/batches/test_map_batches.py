@@ -1,4 +1,4 @@
-"""Batches in lockstep give what they give one by one, and leave nothing behind."""
+"""Batches in lockstep give the same results as one by one, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tokens(count: int, seed: int = 1) -> list[torch.Tensor]:
 
 
 def visits(model: nn.Module) -> list[tuple[str, int]]:
-    """Notes which layer each batch has been in; the batch by the thread's name."""
+    """Records which layers each batch has visited; batches are identified by thread name."""
     seen: list[tuple[str, int]] = []
     for at, layer in enumerate(model.layers):  # type: ignore[union-attr, arg-type]
         layer.register_forward_hook(lambda *_, at=at: seen.append((threading.current_thread().name[-1], at)))
@@ -154,7 +154,7 @@ def test_a_model_in_memory_and_one_without_values_do():
     assert equal(batches, list(map_batches(nn.Identity(), batches, nn.Identity())))
 
 
-# The caller's world
+# The caller's state
 
 
 def world() -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ def test_offloading_holds_in_batches(model):
 
 
 def test_settings_that_a_batch_makes_are_its_own(model):
-    """Blocks of `with` that overlap in time would take back what is not theirs."""
+    """Overlapping `with` blocks would restore each other's settings."""
     batches = tokens(4)
 
     def fn(at: int) -> torch.dtype:
@@ -293,7 +293,7 @@ def test_the_callers_random_numbers_move_only_if_a_batch_has_drawn(model):
 
 @torch.no_grad()
 def test_a_thread_serves_one_batch_after_another(model):
-    """What kernels and glibc keep for each thread is made once for many batches."""
+    """The per-thread memory of kernels and glibc is created once for many batches."""
 
     def fn(batch: torch.Tensor) -> int:
         model(batch)
@@ -452,7 +452,7 @@ def test_an_interrupt_stops_every_batch(model):
 
 @torch.no_grad()
 def test_another_interrupt_leaves_no_thread_behind(model):
-    """While it is waited for batches to end."""
+    """While waiting for batches to end."""
     has_left = threading.Event()
 
     def fn(at: int) -> int:
@@ -483,7 +483,7 @@ def test_another_interrupt_leaves_no_thread_behind(model):
 
 @torch.no_grad()
 def test_any_graph_of_calls_ends_and_is_right():
-    """Layers are called out of order, twice, not at all; batches raise; there are two models."""
+    """Layers are called out of order, twice, or not at all; batches raise; there are two models."""
     torch.manual_seed(0)
     models = [offload.disk_offload(Layered()), Layered()]
     layers = [layer for model in models for layer in (*model.layers, model.head)]

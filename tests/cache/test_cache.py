@@ -1,4 +1,4 @@
-"""Rows come back as they were written, whatever they are and however they are asked for."""
+"""Rows are read as they were written, whatever they contain and however they are indexed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def random_of(dtype, shape):
 
 @pytest.fixture
 def filled(tmp_path):
-    """A cache of 10 rows, and the plain tensor that it holds."""
+    """A cache of 10 rows, and the plain tensors it holds."""
     values = torch.randn(SIZE, 3)
     with cache_of(tmp_path, {"x": (torch.float32, (3,))}, SIZE) as cache:
         cache[:] = {"x": values}

@@ -1,4 +1,4 @@
-"""A cache that was closed, or could not be opened, is nobody's any more."""
+"""A cache that was closed, or could not be opened, is no longer in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows on their way out: batches read ahead, and a dataset of torch."""
+"""Reading rows: batches read ahead, and a torch dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload cache`: what a cache holds, whether it is whole, and as files of other kinds."""
+"""`offload cache`: what a cache contains, whether it is complete, and exporting it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is killed while it writes rows: what is filled is right, and what was flushed is filled."""
+"""A job that is killed while writing rows: filled rows are correct, and flushed rows are filled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tests.processes import run_script
 
-KILLS = int(os.environ.get("OFFLOAD_CACHE_KILLS", "24"))  # 500 for the whole campaign
+KILLS = int(os.environ.get("OFFLOAD_CACHE_KILLS", "24"))  # 500 for the full campaign
 LIMIT = 1000  # seconds
 
-# All of a row is of one number, its stamp, which no other write has: half of one write and half of another shows.
-# What the child is about to write, and what it has flushed, stands in memory that parent and child share.
+# All of a row is one number, its stamp, unique to a write: a mix of two writes is recognised.
+# What the child is about to write, and what it has flushed, is in memory shared by parent and child.
 COMMON = """
     import json, mmap, os, random, shutil, signal, sys, time
     import numpy as np, torch
@@ -150,8 +150,8 @@ RANDOM = """
     print(json.dumps(said))
 """
 
-# Some moments last microseconds, and longer where the disk is slow: chance seldom meets them. A kill leaves what is in
-# the files: before a line that finds them as the line before did, it leaves what it left there.
+# Some moments last microseconds (longer on a slow disk), so random kills rarely hit them. A kill leaves only the files:
+# if these are as they were one line before, so is the outcome.
 LINE_BY_LINE = """
     import zlib
     from tests import faults
@@ -217,13 +217,13 @@ def test_after_each_kill_what_is_filled_is_right_and_what_was_flushed_is_filled(
 
     assert sum(said["kills"] for said in rounds) == KILLS
     assert all(said["filled"] > 0 for said in rounds)
-    assert all(said["rows"] > 300 * said["kills"] for said in rounds)  # it was killed while it grew, too
+    assert all(said["rows"] > 300 * said["kills"] for said in rounds)  # it was killed while the cache grew, too
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_writer_that_is_killed_at_a_line_of_its_own_leaves_a_folder_that_is_right(quick_folder):
-    """Each time that a line runs, in the whole campaign; else where the line before it has changed a file."""
+    """Every time a line runs, in the full campaign; else when the line before it has changed a file."""
     said = json.loads(run_script(COMMON + LINE_BY_LINE, quick_folder, 0, int(KILLS >= 500), limit=LIMIT))
 
     assert said["lines"] > 300

@@ -1,4 +1,4 @@
-"""A file of a cache that is cut, while the cache is open or not: an error, never zeros; and it stays that long."""
+"""A truncated cache file, whether the cache is open or not: an error, never zeros; and it is not extended again."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def folder(made, tmp_path):
 
 
 def cut(path, part=0.4):
-    """To that part of its rows; whole pages of it stay mapped, so that a look at what was cut off does not kill."""
+    """Truncate a file to that fraction of its rows; whole pages stay mapped, so that touching the rest is not fatal."""
     start = PAGE if path.suffix in (".safetensors", ".state") else 0
     size = start + int((path.stat().st_size - start) * part)
     os.truncate(path, size)
@@ -91,7 +91,7 @@ def cut(path, part=0.4):
 
 
 def refused(act, *args):
-    """Whether it is an error that the file was cut; any other is one of the test."""
+    """Whether truncation is reported as an error; any other error fails the test."""
     try:
         act(*args)
     except (CorruptFileError, ChangedFileError) as error:
@@ -103,7 +103,7 @@ def refused(act, *args):
 
 
 def wrong_rows(folder):
-    """Rows that can be read, and are not what was written."""
+    """Rows that can be read, but differ from what was written."""
     try:
         cache = TensorCache.open(folder)
         numbers = range(len(cache))
@@ -133,7 +133,7 @@ def test_whatever_is_done_to_a_cut_cache_no_row_is_wrong_and_no_file_long_again(
         work = tmp_path / str(number) / "cache"
         shutil.copytree(folder, work)
         cache = TensorCache.open(work, "r+")
-        cache["x"][0].sum()  # a column that is mapped already
+        cache["x"][0].sum()  # maps a column beforehand
         size = cut(work / name)
 
         told += refused(act, cache)
@@ -234,7 +234,7 @@ def test_values_that_one_writes_and_another_finds_cut_are_not_written_over(folde
 
 
 def test_rows_in_memory_that_are_cut_off_kill_nobody(tmp_path):
-    """They were mapped; a look at what was cut off would."""
+    """They were mapped; touching the truncated part would be fatal."""
     with TensorCache.create(tmp_path / "cache", {"x": COLUMNS["x"]}, ROWS) as made:
         made[:] = {"x": values(range(ROWS))["x"]}
     cache = TensorCache.open(tmp_path / "cache")

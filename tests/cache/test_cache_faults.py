@@ -1,4 +1,4 @@
-"""Each call of a cache that the system refuses once: the right error, nothing half done, and the cache goes on."""
+"""Each system call of a cache fails once: the right error, nothing half done, and the cache still works."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NEW = [row_of(values(range(MOST), new=True), at) for at in range(MOST)]
 
 @pytest.fixture
 def fresh(quick_folder):
-    """Makes a folder of a cache of its own each time, all rows filled: a copy of one."""
+    """Creates a new cache folder each time, with all rows filled: a copy of one."""
     numbers, place = itertools.count(), Path(quick_folder)
     with TensorCache.create(place / "first", COLUMNS, ROWS) as cache:
         cache[:] = values(range(ROWS))
@@ -56,16 +56,16 @@ def fresh(quick_folder):
 
 
 def assert_told(failure):
-    """What comes out is ours, and what somebody would catch who knows the system: an OSError with its number."""
+    """The error is ours, and also what a caller would expect from the system: an OSError with an errno."""
     error = failure.error
     assert error is None or isinstance(error, OffloadError), str(failure)
     assert error is None or (isinstance(error, OSError) and error.errno == failure.code), str(failure)
-    leaked = [name for name in failure.leaked if not name.endswith(FILE)]  # an open one is mapped anew as it grows
+    leaked = [name for name in failure.leaked if not name.endswith(FILE)]  # an open one is remapped as it grows
     assert not leaked, (str(failure), leaked)
 
 
 def assert_whole(folder, failure, *, missing=True):
-    """Each row is the old or the new one, or missing if it was written; the folder is a cache that can be written."""
+    """Each row is old or new, or missing if it was being written; the folder is a cache that can be written."""
     with TensorCache.open(folder, "r+") as cache:
         gone = cache.missing_rows().tolist()
         assert missing or not gone, str(failure)
@@ -175,7 +175,7 @@ WRITES = [overwrite, append, append_beyond_the_room, in_place]
 
 @pytest.fixture
 def small_room(monkeypatch):
-    """Room is made often."""
+    """Makes capacity grow often."""
     monkeypatch.setattr(store_module, "_LEAST_ROOM", 1)
     monkeypatch.setattr(store_module, "_LEAST_BYTES", 1)
 
@@ -187,7 +187,7 @@ def small_room(monkeypatch):
 def test_a_write_that_fails_leaves_each_row_old_or_new_or_missing_and_the_cache_goes_on(
     fresh, small_room, act, lasting
 ):
-    """Once, as of a bad block; or from then on, as of a full disk."""
+    """Once, as for a bad block; or from then on, as on a full disk."""
     codes = (errno.ENOSPC,) if lasting else WRITING
     seen = 0
     for failure in faults.each_failure(lambda: TensorCache.open(fresh(), "r+"), act, codes, lasting=lasting):

@@ -1,4 +1,4 @@
-"""Rows that are computed where they are missing: batch by batch, and on from where a job was stopped."""
+"""Computing missing rows: batch by batch, and resuming where a job was stopped."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_bar_is_shown_unless_it_is_not_wanted(cache, tmp_path, monkeypatch):
     assert [True, None] == shown
 
 
-# With a model, and by many
+# With a model, and in several processes
 
 
 def test_a_model_is_read_in_lockstep_for_the_batches(cache):
@@ -174,9 +174,9 @@ def test_a_model_is_read_in_lockstep_for_the_batches(cache):
 
 
 def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path):
-    """Each row is computed once, but for those that a killed process had not put on the disk."""
+    """Each row is computed once, except those that a killed process had not flushed."""
     kills = int(os.environ.get("OFFLOAD_FILL_KILLS", "3"))
-    count = 60 + 10 * kills  # so that there is work left at each
+    count = 60 + 10 * kills  # leaves work for each one
     TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, count).close()
     script = """
         import os, random, signal, sys, time
@@ -261,7 +261,7 @@ def test_rows_that_are_appended_meanwhile_are_not_of_these_inputs(tmp_path):
 
     def fn(batch: torch.Tensor) -> dict[str, torch.Tensor]:
         if len(cache) == 6:
-            other.append({"a": torch.zeros(4), "b": torch.zeros(4)})  # and not on the disk yet
+            other.append({"a": torch.zeros(4), "b": torch.zeros(4)})  # not flushed yet
         return {"a": batch, "b": batch}
 
     cache.fill(fn, torch.arange(6.0), batch_size=2)

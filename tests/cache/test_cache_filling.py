@@ -1,4 +1,4 @@
-"""A cold cache that is read at random: all of it is brought in where it has room, and is asked for often enough."""
+"""A cold cache that is read at random: it is read in whole if there is room, and enough rows have been read."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def folder(tmp_path):
 
 @pytest.fixture
 def path(folder):
-    """The file of the column, which is not in memory."""
+    """The column's file, not in memory."""
     return dropped(folder / "x.safetensors")
 
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
-    """The parts that were brought in; before each of them `gate` is waited for, and `before` called."""
+    """The parts that are read in; before each one, `gate` is waited for, and `before` called."""
 
     class Parts(list):
         before = staticmethod(lambda: None)
@@ -73,7 +73,7 @@ def parts(monkeypatch):
 
 
 def rest():
-    """Wait until nothing is being brought in."""
+    """Wait until nothing is being read in."""
     while engine._ENGINE.reader._parts:
         time.sleep(0.001)
 
@@ -134,7 +134,7 @@ def test_a_few_rows_bring_in_no_others(folder, path, parts, count):
 
 
 def test_few_rows_of_many_bring_in_no_others(folder, path, parts, monkeypatch):
-    """So many rows that they are not one in 64 of the bytes."""
+    """Fewer than one in 64 of the bytes."""
     monkeypatch.setattr(filling, "_LEAST_ROWS", 1)
     cache = TensorCache.open(folder)
 

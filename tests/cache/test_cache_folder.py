@@ -1,4 +1,4 @@
-"""The folder of a cache: made once, opened again, and an error wherever it is not what it was."""
+"""The folder of a cache: created once, opened again, and an error if it is not what it was."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def values(first, count):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A cache of 8 rows, 5 of them filled."""
+    """A cache with 8 rows, 5 of them filled."""
     with TensorCache.create(tmp_path / "cache", COLUMNS, 8, metadata={"model": "tiny", "layers": [1, 2]}) as cache:
         cache[[1, 2, 3, 5, 7]] = values(0, 5)
     return tmp_path / "cache"
@@ -278,7 +278,7 @@ def test_a_cache_that_is_there_and_differs_is_told_apart_and_left_alone(folder, 
     assert {name: data for name, (_, data) in before.items()} == {
         name: data for name, (_, data) in contents(folder).items()
     }
-    TensorCache.open(folder, "r+").close()  # nobody has it
+    TensorCache.open(folder, "r+").close()  # nothing else has it open
 
 
 def test_a_cache_that_may_be_there_is_made_where_there_is_none(tmp_path):
@@ -368,13 +368,13 @@ def test_room_that_a_power_cut_took_from_a_column_is_made_again(tmp_path):
         assert torch.equal(values(0, 9)["x"], cache[:9]["x"])
 
 
-# What a writer does to the room for rows, in order; it is killed before each.
+# What a writer does to the capacity, in order; it is killed before each step.
 GROWING = ["ftruncate x", "header x", "ftruncate t", "header t", "header note", "grow"]
 SHRINKING = ["shrink", "ftruncate x", "header x", "ftruncate t", "header t", "header note"]
 
 
 def killed_at(step, cache):
-    """Have this process killed before it does `step` of that."""
+    """Kill this process before `step`."""
 
     def die(*_):
         os.kill(os.getpid(), 9)
@@ -433,7 +433,7 @@ def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, 
     assert (28, 300) == tuple(reader["x"].shape)
     assert torch.equal(values(100, 20)["x"], reader["x"][8:])
     with (folder / "rows.state").open("r+b") as states:
-        if others:  # who came before the kill, and waited: nobody mends what is left
+        if others:  # opened before the kill, and waited: nothing is repaired
             flock(states.fileno(), folder, shared=True)
         cache = TensorCache.open(folder, "r+")
         assert torch.equal(values(100, 20)["x"], cache["x"][8:])
@@ -446,7 +446,7 @@ def test_a_writer_that_is_killed_while_it_gives_room_back_loses_nothing(folder, 
 
 
 def test_a_column_that_a_power_cut_left_without_room_is_read_by_rows(folder):
-    """The number of rows was on the disk before the length of a file was: no row was filled there."""
+    """The number of rows was on the disk before the new file length: no row there was filled."""
     with TensorCache.open(folder, "r+") as cache:
         with cache._store._lock.held():
             cache._store._states.grow(16)
@@ -474,7 +474,7 @@ def test_rows_that_were_appended_and_not_flushed_go_with_a_killed_writer(folder)
 
     assert not in_fork(append_and_die)
 
-    assert 68 == len(TensorCache.open(folder))  # as they may be another writer's
+    assert 68 == len(TensorCache.open(folder))  # they may be another writer's
     with TensorCache.open(folder, "r+") as cache:
         assert (28, [0, 4, 6]) == (len(cache), cache.missing_rows().tolist())
         assert values(10, 20)["note"] == cache[8:]["note"]
@@ -535,7 +535,7 @@ def test_a_cache_is_written_to_only_when_it_is_opened_for_that(folder):
 
 
 def test_a_folder_that_is_read_only_can_be_read(folder, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # who runs the tests may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the user running the tests may write everywhere
 
     with pytest.raises(WriteError, match="the folder is read-only: open the cache with mode='r'"):
         TensorCache.open(folder, "r+")
@@ -553,7 +553,7 @@ def test_a_closed_cache_says_so(folder):
     assert repr(cache).endswith("closed)")
 
 
-# Runs in a mount namespace of its own, with a small tmpfs at sys.argv[1].
+# Runs in its own mount namespace, with a small tmpfs at sys.argv[1].
 FULL = """
     import errno, json, os, sys, torch
     from offload import TensorCache

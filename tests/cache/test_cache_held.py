@@ -1,4 +1,4 @@
-"""A cache of tensors that are there already: in memory, or in a file of them."""
+"""A cache of existing tensors, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def logps() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=["memory", "to_disk", "torch.save", "legacy", "safetensors", "offloaded"])
 def held(request: pytest.FixtureRequest, tmp_path: Path) -> TensorCache:
-    """The same tensors, wherever they are."""
+    """The same tensors, in different places."""
     tensors = logps()
     if request.param == "memory":
         return TensorCache(tensors=tensors)
@@ -79,7 +79,7 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> TensorCache:
 @pytest.mark.parametrize("rows", FORMS, ids=str)
 def test_every_form_of_index_gives_what_it_gives_on_the_tensors(held: TensorCache, rows: object) -> None:
     index = list(range(5)[rows]) if isinstance(rows, slice) else list(rows) if isinstance(rows, range) else rows
-    expected = {name: tensor[index] for name, tensor in logps().items()}  # torch has no slices that go back
+    expected = {name: tensor[index] for name, tensor in logps().items()}  # torch does not support negative steps
 
     batch = held[rows]
 
@@ -182,7 +182,7 @@ def test_what_to_disk_wrote_before_is_replaced_and_who_reads_it_goes_on(tmp_path
     for cache in (old, unread):
         assert [0.0] * 3 == cache[:]["x"].tolist()
         assert [2, 0] == cache[[2, 0]]["y"].tolist()
-        with pytest.raises(ChangedFileError, match="has changed since it was opened"):  # it is over what stands there
+        with pytest.raises(ChangedFileError, match="has changed since it was opened"):  # it is over that file
             cache.column("x").sum()
 
 
@@ -331,7 +331,7 @@ def test_a_column_is_added_replaced_and_removed_by_its_name() -> None:
     assert torch.equal(torch.ones(3, 2), cache.tensors.pop("b"))
     assert ["a"] == list(cache.schema)
     assert {"k": 1} == cache.metadata
-    cache.tensors["a"] = torch.arange(9)  # the only one
+    cache.tensors["a"] = torch.arange(9)  # the only column
     assert 9 == len(cache)
 
 
@@ -384,7 +384,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("rows", WHOLE, ids=str)
 def test_floats_that_are_whole_numbers_name_rows(held: TensorCache, tmp_path: Path, rows: object) -> None:
-    """Trainers keep the numbers of rows beside their values, in tensors of floats."""
+    """Trainers keep row numbers beside their values, in float tensors."""
     numbers = torch.as_tensor(np.ascontiguousarray(rows)) if isinstance(rows, np.ndarray) else rows
     assert isinstance(numbers, torch.Tensor)
     with TensorCache.create(tmp_path / "made", {"x": (torch.int64, ())}, 5) as folder:

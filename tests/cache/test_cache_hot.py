@@ -1,4 +1,4 @@
-"""A cache whose rows are all filled and in memory: what it gives is what it gives else."""
+"""A cache with all rows filled and in memory: the short path gives the same results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def hot(folder, mode="r"):
-    """An opened cache, of which the next batch is a hot one."""
+    """An open cache whose next batch takes the short path."""
     cache = TensorCache.open(folder, mode)
     made_hot(cache)
     return cache
@@ -49,7 +49,7 @@ def hot(folder, mode="r"):
 
 @pytest.fixture
 def no_other(monkeypatch):
-    """Hot batches only: any other is an error."""
+    """Allows only the short path: any other read is an error."""
 
     def watch(cache):
         monkeypatch.setattr(cache._store, "read", None)
@@ -132,7 +132,7 @@ def test_other_forms_give_their_rows(folder, index):
 
 @pytest.mark.parametrize("numbers", [np.arange(ROWS)[::-3], np.arange(9)])
 def test_arrays_that_torch_does_not_take_name_rows_too(folder, numbers):
-    """Backwards, or not to be written to: torch refuses the first, and warns of the second."""
+    """Reversed or read-only ones: torch refuses the first, and warns about the second."""
     numbers.flags.writeable = False
     cache = hot(folder)
 
@@ -170,7 +170,7 @@ def test_hot_rows_land_where_they_are_wanted(folder, no_other, device):
 def test_names_that_can_be_gone_through_once_are_not_used_up(folder):
     cache = hot(folder)
 
-    for number in (2, -1):  # the second is none for a hot batch
+    for number in (2, -1):  # a negative index does not take the short path
         assert ["y", "x"] == list(cache.get(torch.tensor([number]), (name for name in ["y", "x"])))
 
 
@@ -262,7 +262,7 @@ def test_what_is_not_in_memory_is_read_from_the_disk(folder, monkeypatch):
         assert cache._store.read_hot(rows, None) is None
         patch.setattr(rowfile, "cached_bytes", lambda *_: 0)
         cache[rows]
-    assert cache._store.read_hot(rows, None) is None  # the file is not mapped any more
+    assert cache._store.read_hot(rows, None) is None  # the file is no longer mapped
     assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
 
 
@@ -292,7 +292,7 @@ def test_whether_all_rows_are_filled_is_known_after_some_batches(tmp_path, is_wh
 
 
 def test_rows_whose_writing_failed_before_it_began_are_missing_and_not_left_out(folder, monkeypatch):
-    """There are more rows, and no change is counted."""
+    """There are more rows, but the change counter is unchanged."""
     reader, writer = hot(folder), TensorCache.open(folder, "r+")
 
     with monkeypatch.context() as patch:
@@ -318,7 +318,7 @@ def test_a_cache_of_the_first_version_is_read_and_has_the_next_one_when_it_is_wr
         file.write((1).to_bytes(8, "little"))
     cache = TensorCache.open(folder)
 
-    for _ in range(9):  # no change would be counted: nothing is taken for known
+    for _ in range(9):  # the change counter would stay the same: nothing is assumed
         assert torch.equal(values(range(ROWS))["x"], cache[torch.arange(ROWS)]["x"])
     assert cache._store._hot is None
     assert version() == 1

@@ -1,4 +1,4 @@
-"""A reader between any two lines of a writer, and a writer between any two lines of a reader: a row is seen whole."""
+"""A reader between any two lines of a writer, and a writer between any two lines of a reader: rows are seen whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def values(stamps, columns):
 
 
 def stamps_of(batch):
-    """The stamp of each row: all that it holds."""
+    """The stamp of each row, which is all it contains."""
     found = []
     for row in zip(*batch.values(), strict=True):
         [stamp] = {number for value in row for number in value.reshape(-1).tolist()}
@@ -39,7 +39,7 @@ def stamps_of(batch):
 
 
 def at_lines(act, look, only=None):
-    """Run `act`, and `look` before each line of it that is in the cache, or before one; how many lines there were."""
+    """Run `act`, with `look` before each line of it in the cache package, or before one; returns their number."""
     lines = 0
 
     def trace(frame, event, _):
@@ -63,9 +63,9 @@ def at_lines(act, look, only=None):
 
 @pytest.fixture(params=[FIXED, FIXED | {"t": (torch.int64, (None,))}], ids=["hot", "with ragged rows"])
 def caches(request, tmp_path, monkeypatch):
-    """A reader and a writer of rows that are all filled, with their numbers as stamps."""
+    """A reader and a writer for filled rows, with their numbers as stamps."""
     monkeypatch.setattr(rowfile, "_STILL", 3600.0)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: None)  # which no reader can tell
+    monkeypatch.setattr(os, "fdatasync", lambda fd: None)  # invisible to readers
     writer = TensorCache.create(tmp_path / "cache", request.param, ROWS)
     writer[:] = values(range(ROWS), request.param)
     writer.flush()
@@ -76,7 +76,7 @@ def caches(request, tmp_path, monkeypatch):
 
 
 def in_files(folder):
-    """What a reader may see of a folder: the size of each file, and what it begins with."""
+    """What a reader can see of a folder: the size of each file, and its first bytes."""
     found = []
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -85,7 +85,7 @@ def in_files(folder):
 
 
 def test_between_any_two_lines_of_a_writer_rows_are_whole_or_missing(caches):
-    """Looked at where the line before has changed a file: else a reader sees what it has seen there."""
+    """Checked when the line before has changed a file: otherwise a reader sees the same as before."""
     reader, writer = caches
     seen = {row: {row} for row in range(ROWS)}
     before, looks = None, 0
@@ -95,7 +95,7 @@ def test_between_any_two_lines_of_a_writer_rows_are_whole_or_missing(caches):
         if (found := in_files(reader.folder)) == before:
             return
         before, looks = found, looks + 1
-        assert [0, 5, 7] == stamps_of(reader[torch.tensor([0, 5, 7])])  # nobody writes these
+        assert [0, 5, 7] == stamps_of(reader[torch.tensor([0, 5, 7])])  # not being written
         last = len(reader)
         for index in (slice(1, 5), torch.tensor([6]), torch.tensor([3, 1]), torch.arange(last - 3, last), slice(None)):
             try:

@@ -1,4 +1,4 @@
-"""A cache that is larger than memory may be is built, scanned and read at random."""
+"""A cache larger than the memory limit is built, scanned and read at random."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def test_a_cache_of_three_times_the_memory_is_built_scanned_and_read_at_random(t
 
     assert (3 * limit // 8192, True) == (said["filled"], said["right"])
     assert said["max_usage_in_bytes"] <= limit
-    assert said["failcnt"] > 0  # else all of it fitted
+    assert said["failcnt"] > 0  # otherwise all of it fitted
     assert said["anonymous"] < 24 * MIB

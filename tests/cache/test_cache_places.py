@@ -1,4 +1,4 @@
-"""What stands in a cache's folder in place of its files: links, pipes, devices, folders, gigabytes of JSON."""
+"""A cache folder with other things in place of its files: links, pipes, devices, folders, gigabytes of JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("manifest.json", "rows.lock")])
 def test_nothing_is_written_through_a_link(folder, name):
-    """Two versions of a folder share a file: the other one stays as it is."""
+    """Two versions of a folder share a file: the other one is not changed."""
     other = folder.parent / "other"
     shutil.move(folder, other)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Many writers and readers of one cache: processes, forked and spawned, and threads."""
+"""Many writers and readers of one cache: forked and spawned processes, and threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offload.cache.indexing import Rows as SomeRows
 from offload.errors import MissingRowsError
 from tests.processes import in_fork
 
-ROWS = int(os.environ.get("OFFLOAD_CACHE_ROWS", "40000"))  # 1000000 for all of it
+ROWS = int(os.environ.get("OFFLOAD_CACHE_ROWS", "40000"))  # 1000000 for the full test
 COLUMNS = {"a": (torch.int64, (4,)), "b": (torch.int32, (3,))}
 
 
@@ -35,7 +35,7 @@ def is_of_one_stamp(batch):
 
 
 def forked(*acts):
-    """Run each in a forked child; whether all ended well."""
+    """Run each in a forked child; returns whether all succeeded."""
     pids = []
     for act in acts:
         pid = os.fork()
@@ -103,7 +103,7 @@ def test_two_writers_of_the_same_rows_leave_those_of_one_whole(tmp_path):
             filled = sorted(set(range(64)) - set(cache.missing_rows().tolist()))
             try:
                 assert is_of_one_stamp(cache[filled])
-            except MissingRowsError:  # they are being written again
+            except MissingRowsError:  # they are being rewritten
                 continue
 
     assert forked(lambda: write(1), lambda: write(2), read)
@@ -160,7 +160,7 @@ def test_rows_that_several_processes_append_are_all_there(tmp_path):
 
     cache = TensorCache.open(tmp_path, "r+")
     assert 6000 == len(cache)
-    missing = set(cache.missing_rows().tolist())  # what a process did not flush when it left without a word
+    missing = set(cache.missing_rows().tolist())  # what a process did not flush before it ended abruptly
     batch = cache[[row for row in range(6000) if row not in missing]]
     for value, row in zip(batch["x"].tolist(), batch["t"], strict=True):
         assert torch.equal(torch.full((value % 1000 % 9,), value), row)
@@ -181,14 +181,14 @@ def test_a_reader_sees_rows_when_they_are_flushed_and_the_cache_when_it_grows(tm
 
 
 def appended_and_killed(folder):
-    """What a writer does that leaves room for rows that are none."""
+    """Leaves capacity for rows that don't exist, as a killed writer does."""
     cache = TensorCache.open(folder, "r+")
     cache.append({"x": torch.ones(50_000, dtype=torch.int64)})
     os.kill(os.getpid(), 9)
 
 
 def test_a_reader_that_looks_at_rows_that_are_none_any_more_lives(tmp_path):
-    """A mapping of a file that gets shorter kills its process."""
+    """Touching a mapping past the end of a shrunken file kills a process."""
     TensorCache.create(tmp_path, {"x": (torch.int64, ())}).close()
     assert not in_fork(lambda: appended_and_killed(tmp_path))
     cache = TensorCache.open(tmp_path)
@@ -261,7 +261,7 @@ def test_a_forked_child_is_a_writer_when_its_parent_is_none_any_more(tmp_path):
     child.start()
     os.read(ready[0], 1)
     cache.close()
-    TensorCache.open(tmp_path, "r+").close()  # the only writer would cut off what nobody has flushed
+    TensorCache.open(tmp_path, "r+").close()  # the only writer would drop rows that nobody has flushed
     os.write(go[1], b"x")
     child.join()
 
@@ -284,7 +284,7 @@ def test_threads_write_and_read_one_cache(tmp_path):
 
 
 class Rows(Dataset):
-    """Rows of a cache, and a row of its own that each worker writes."""
+    """Rows of a cache, and one row that each worker writes itself."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -308,7 +308,7 @@ def test_workers_of_a_data_loader_read_and_write_it(tmp_path, way):
     del loader
 
     assert torch.equal(stamped(range(12))["a"], torch.cat([batch["a"] for batch in batches]))
-    assert torch.equal(stamped(range(20, 32))["a"], cache[20:]["a"])  # also written by processes that just ended
+    assert torch.equal(stamped(range(20, 32))["a"], cache[20:]["a"])  # even of processes that have just ended
 
 
 def test_what_travels_is_the_path(tmp_path):

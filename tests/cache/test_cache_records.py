@@ -1,4 +1,4 @@
-"""Records become rows: which columns they make, what is missing, and what does not fit."""
+"""Records become rows: inferred columns, missing values, and what does not fit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_field_that_is_none_is_missing_and_not_a_number(tmp_path: Path) -> Non
     assert [record.reward or 0.0 for record in records] == rows["reward"].tolist()
     assert [record.span is not None for record in records] == rows["span.weights.present"].tolist()
     assert "id.present" not in rows
-    assert "tags.present" not in rows  # JSON has a word for it
+    assert "tags.present" not in rows  # JSON has null
 
 
 def test_a_batch_of_empty_rows_behind_others_is_read_back(tmp_path: Path) -> None:

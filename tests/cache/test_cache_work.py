@@ -1,4 +1,4 @@
-"""What a cache asks of the system: few calls, early ones, and none that waits in vain."""
+"""A cache's system calls: few, early, and none that waits in vain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(rows):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Descriptors by the name of the call that they were given to."""
+    """The descriptors passed to each call, by the call's name."""
     made = {"fsync": [], "preadv": []}
 
     def watch(name):
@@ -75,7 +75,7 @@ def test_the_length_that_a_killed_writer_left_is_waited_for_before_it_is_counted
 
 
 def test_the_states_of_a_closed_cache_are_of_its_rows_though_their_file_stays_long(tmp_path):
-    """Who has it mapped would be killed by a look at what was cut off."""
+    """Processes that map it would be killed when they read past its end."""
     with TensorCache.create(tmp_path, COLUMNS) as cache:
         cache.append(values(range(10)))
         length = (tmp_path / FILE).stat().st_size
@@ -109,10 +109,10 @@ def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_p
     batch = cache[rows]
 
     assert torch.equal(rows, batch["x"][:, 7])
-    assert len(rows) == len(calls["preadv"])  # looks
+    assert len(rows) == len(calls["preadv"])  # checks
     assert torch.equal(rows, cache[rows]["x"][:, 1023])
     assert len(rows) == len(calls["preadv"])
-    cache._store._files["x"]._file.in_memory_until = 0.0  # the moment is over
+    cache._store._files["x"]._file.in_memory_until = 0.0  # the moment has passed
     assert torch.equal(rows, cache[rows]["x"][:, 0])
     assert len(rows) + 4 == len(calls["preadv"])
 

@@ -1,4 +1,4 @@
-"""`offload batch`: every request is answered once, whatever ends the process."""
+"""`offload batch`: every request is answered once, however the process ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of 96 words, and a template for chats."""
+    """A tiny Llama with a 96-word tokenizer and a chat template."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -128,7 +128,7 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
     assert {"request 1", "request 9"} <= texts(tmp_path / "out.jsonl").keys()
     told = {said["error"]["line"]: said["error"]["message"] for said in read(errors)}
     for at, words in enumerate(bad, start=2):
-        if words != "does not take it":  # that depends on the template
+        if words != "does not take it":  # depends on the template
             assert words in told[at]
     assert all(said["response"] is None for said in read(errors))
 
@@ -174,7 +174,7 @@ def test_requests_may_be_piped_in(folder, tmp_path):
 
 
 def test_a_file_of_answers_is_no_file_for_errors(folder, tmp_path, capsys):
-    """It would be emptied."""
+    """It would be truncated."""
     source = written(tmp_path / "in.jsonl", [request(1)])
     run(folder, source, tmp_path / "old.jsonl")
     before = (tmp_path / "old.jsonl").read_bytes()
@@ -263,8 +263,8 @@ def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path
 
 
 def test_a_killed_process_loses_nothing_and_nothing_is_done_twice(folder, tmp_path):
-    """Killed at random moments, then run to the end."""
-    count = 8 + 3 * KILLS  # so that there is work left at each
+    """Killed at random times, then run to the end."""
+    count = 8 + 3 * KILLS  # leaves work for each one
     source = written(tmp_path / "in.jsonl", [request(at, max_tokens=3) for at in range(count)])
     run(folder, source, tmp_path / "expected.jsonl")
     script = """

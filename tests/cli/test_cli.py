@@ -75,7 +75,7 @@ def test_a_wrong_command_line_is_exit_code_two() -> None:
 
 
 def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, and quiet but for the text."""
+    """In a separate process, without other output."""
     import shutil
 
     from transformers import AutoModelForCausalLM
@@ -149,7 +149,7 @@ def test_bench_times_a_gguf_file(llama_folder: Path, tmp_path: Path, capsys: pyt
 
 
 def _tokenizer(folder: Path) -> Any:
-    """A tokenizer of 96 words, saved beside the model."""
+    """A 96-word tokenizer, saved beside the model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -164,7 +164,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def test_convert_gives_a_folder_that_transformers_loads(llama_folder: Path, tmp_path: Path) -> None:
-    """In another dtype and other shards, with configuration and tokenizer, without code and other weights."""
+    """With another dtype and other shards, with configuration and tokenizer, without code and other weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, target = tmp_path / "source", tmp_path / "new" / "target"
@@ -217,7 +217,7 @@ def test_convert_to_an_offload_folder_and_back(
 
 
 def test_quantized_weights_keep_their_numbers_in_another_dtype(tmp_path: Path) -> None:
-    """Their scales are as torchao wrote them; what is not quantized is converted."""
+    """Their scales are as torchao wrote them; unquantized weights are converted."""
     values = {"0._weight_qdata": torch.ones(2, 2, dtype=torch.int8), "0._weight_scale": torch.rand(2, 1)}
     notes = {"tensor_names": '["0.weight", "0.bias"]', "0.weight": '{"_type": "Int8Tensor"}', "0.bias": "{}"}
     save_file({**values, "0.bias": torch.ones(2)}, tmp_path / "model.safetensors", metadata=notes)
@@ -268,7 +268,7 @@ def test_a_configuration_that_is_no_json_is_named(tmp_path: Path, capsys: pytest
 
 
 def test_convert_writes_the_dtype_into_every_part_of_the_configuration(tmp_path: Path) -> None:
-    """But not into how it was quantized."""
+    """But not into the quantization settings."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     config = {"dtype": "float32", "text": {"torch_dtype": "float32", "x": [1]}, "quantization_config": {"dtype": "u4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -339,11 +339,11 @@ def test_convert_to_no_floating_point_dtype_is_a_wrong_command_line(dtype: str) 
         cli.main(["convert", "a", "b", "--dtype", dtype])
 
 
-# What machines read
+# Machine-readable output
 
 
 def _said(capsys: pytest.CaptureFixture[str]) -> Any:
-    """The JSON on standard output: one line."""
+    """The JSON on standard output, one line."""
     [line] = capsys.readouterr().out.splitlines()
     return json.loads(line)
 
@@ -623,7 +623,7 @@ FLAGS = [("-v", ["told"]), ("-vv", ["told", "more"]), ("--verbose", ["told"]), (
 @pytest.mark.parametrize(("flag", "words"), FLAGS)
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_what_is_done_is_told_on_standard_error_if_asked(capsys, monkeypatch, tmp_path, flag, words, where):
-    """Before the command or after it; the logger is then as it was, and standard output what it always is."""
+    """With the option before or after the command; afterwards the logger is as before; standard output is the same."""
     log = logging.getLogger("offload")
     before = log.level, list(log.handlers)
     save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")

@@ -1,4 +1,4 @@
-"""What the command line prints on a terminal of 80 columns, and in a pipe."""
+"""Output of the command line on a terminal of 80 columns, and in a pipe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_help_says_something_of_each_argument(command: argparse.ArgumentParser) 
 
 
 def test_a_table_fits_into_a_terminal_and_keeps_its_words(tmp_path: Path) -> None:
-    """A name that is longer than the terminal is wide goes on in the next line."""
+    """A name wider than the terminal continues on the next line."""
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
     lines = _on_a_terminal("inspect", str(tmp_path))
@@ -88,7 +88,7 @@ def _command(*words: str) -> list[str]:
 
 
 def _on_a_terminal(*words: str) -> list[str]:
-    """The lines of a command on a terminal of 80 columns, without colours."""
+    """A command's lines on a terminal of 80 columns, without colours."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 80))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
@@ -101,7 +101,7 @@ def _on_a_terminal(*words: str) -> list[str]:
 
 
 def _read(leader: int) -> Iterator[bytes]:
-    """Until all that hold the terminal's other end have closed it, which Linux tells by EIO."""
+    """Read until the terminal's other end is closed, which Linux reports as EIO."""
     while True:
         try:
             yield os.read(leader, 4096)

@@ -31,7 +31,7 @@ TOKENS = torch.tensor([[1, 5, 9]])
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model, and a mixture of experts, as transformers saves them; the dense one with a tokenizer's file."""
+    """A dense model and a mixture of experts, saved by transformers; the dense one with a tokenizer file."""
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("models")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -66,7 +66,7 @@ def test_a_quantized_model_is_the_same_to_transformers_and_near_to_what_it_was(
     found = offload.from_pretrained(tmp_path / "new")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="bfloat16")), logits(found))
     plain = AutoModelForCausalLM.from_pretrained(models[name]).state_dict()
-    steps = {"int8": 2**7, "int4": 2**3, "fp8": 2**3}[form]  # from 0 to the largest; of fp8, those of the mantissa
+    steps = {"int8": 2**7, "int4": 2**3, "fp8": 2**3}[form]  # from 0 to the largest value; for fp8, mantissa steps
     for key, value in found.state_dict().items():
         weight, expected = value.materialize().float(), plain[key].float()
         assert (weight - expected).abs().max() <= 1.01 * expected.abs().max() / steps, key
@@ -101,11 +101,11 @@ def test_layers_that_no_group_divides_are_left_and_named(
 
 
 class _Stop(Exception):
-    """In the place of a kill."""
+    """Simulates a kill."""
 
 
 def _stopping_after(calls: int, real: Any) -> Any:
-    """`real`, which is not called more often than that; and how often it was."""
+    """`real`, limited to that many calls; and the number of calls so far."""
     count = []
 
     def stopping(*args: Any, **options: Any) -> Any:
@@ -120,7 +120,7 @@ def _stopping_after(calls: int, real: Any) -> Any:
 def test_a_quantization_that_was_stopped_goes_on(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is done is not done again; a new run, or another one, is refused as long as that one is there."""
+    """Finished work is not repeated; meanwhile a new run, or a different one, is refused."""
     from compressed_tensors.compressors import BaseCompressor
 
     packing = BaseCompressor.get_value_from_registry("pack-quantized")
@@ -148,7 +148,7 @@ def test_a_quantization_that_was_stopped_goes_on(
 def test_a_folder_of_somebody_else_beside_the_target_is_left_as_it_is(
     command: str, models: dict[str, Path], adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the run is to go on or not."""
+    """With and without `--resume`."""
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis").write_text("mine")
     words = [command, str(models["dense"]), *([str(adapter)] if command == "merge-lora" else []), str(tmp_path / "new")]

@@ -1,8 +1,8 @@
-"""Ranks for tests: forked processes that are a group of torch.distributed's, with gloo.
+"""Ranks for tests: forked processes that form a torch.distributed group with gloo.
 
 Always true:
-- a rank that fails, or hangs, fails the test, with what it printed
-- a forked child never comes back into the test
+- a rank that fails or hangs fails the test, with its output
+- a forked child never returns into the test
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LIMIT = 100  # seconds
 
 
 def run_ranks(world: int, act: Callable[[int], Any], *, ends: dict[int, int] | None = None) -> list[Any]:
-    """What `act` gives in each rank of a group, which is called with its number.
+    """The results of `act` in each rank of a group, called with the rank's number.
 
     Args:
-        act: what it gives is pickled.
-        ends: ranks that are to end in another way than well: with the signal of that number.
+        act: its result is pickled.
+        ends: ranks that should be ended by a signal, with its number.
     """
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.flush()

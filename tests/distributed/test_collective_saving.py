@@ -1,4 +1,4 @@
-"""Ranks save what they share into the same files, whole or not at all."""
+"""Ranks save shared values into the same files, completely or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLACED = {
 
 
 def shared(mesh: Any, *, on_disk: bool = True, folder: Path | None = None) -> dict[str, torch.Tensor]:
-    """The values as the ranks of a mesh have them, on disk or in memory."""
+    """The values as the ranks of a mesh hold them, on disk or in memory."""
 
     def placed(name: str, value: torch.Tensor) -> torch.Tensor:
         if name not in PLACED:
@@ -63,7 +63,7 @@ def shared(mesh: Any, *, on_disk: bool = True, folder: Path | None = None) -> di
 
 
 def all_equal(found: dict[str, torch.Tensor]) -> list[str]:
-    """The names of those that are not what they were."""
+    """The names of those that have changed."""
     return [name for name, value in WHOLE.items() if not torch.equal(value, found[name])]
 
 
@@ -93,7 +93,7 @@ def _is_right(name: str, value: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_what_ranks_save_is_what_one_process_saves(world, tmp_path):
-    """To the bit of the files; and what DCP saved is loaded by another number of ranks."""
+    """Bit-identical files; and what DCP saved is loaded by another number of ranks."""
     save_checkpoint(WHOLE, tmp_path / "alone")
 
     [(names, wrong), *others] = run_ranks(world, saved_and_loaded(tmp_path))
@@ -124,7 +124,7 @@ def loaded_by_dcp(folder: Path, *, alone: bool = False) -> list[str]:
 
 
 def test_errors_of_one_rank_are_errors_of_all_and_nothing_is_left(tmp_path):
-    """Also a rank that goes; what stood there before stands, and the same ranks save well afterwards."""
+    """Even if a rank exits; the old checkpoint is kept, and the same ranks can save afterwards."""
     save_checkpoint({"old": torch.ones(3)}, tmp_path / "kept")
     (tmp_path / "foreign").mkdir()
     save_file({"w": torch.ones(2)}, tmp_path / "foreign/model.safetensors")
@@ -191,7 +191,7 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others_and_nothing_is_left(tmp
 
 
 def test_stages_of_a_model_are_saved_as_one_and_ranks_share_the_work(tmp_path):
-    """With a group given, without any DTensor; what all have is written by one, evenly."""
+    """With a group given, without any DTensor; values that all have are written by one rank each, evenly."""
 
     def act(rank: int) -> Any:
         stage = {f"layer{rank}.weight": torch.full((256, 256), float(rank))}
@@ -210,7 +210,7 @@ def test_stages_of_a_model_are_saved_as_one_and_ranks_share_the_work(tmp_path):
 
 
 class Written:
-    """`with Written() as written: ...`, then how many bytes this process has handed to the system to be written."""
+    """`with Written() as written: ...`, then the bytes that this process has passed to the system for writing."""
 
     def __enter__(self) -> Written:
         self.before = self._now()
@@ -226,7 +226,7 @@ class Written:
 
 
 def test_save_pretrained_of_ranks_gives_what_one_process_saves(llama_folder, tmp_path):
-    """Of a model that transformers cut for two, with tied weights, in one file and in shards; nothing else is left."""
+    """A model that transformers sharded for two, with tied weights, in one file and in shards; nothing else is left."""
     from transformers import LlamaForCausalLM
 
     def act(rank: int) -> Any:
@@ -250,7 +250,7 @@ def test_save_pretrained_of_ranks_gives_what_one_process_saves(llama_folder, tmp
 
 
 def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama_folder, tmp_path):
-    """Rows are parts of the checkpoint, columns are cut from it, and what was written is in files of the ranks."""
+    """Rows are parts of the checkpoint, columns are cut from it, and written values are in the ranks' own files."""
 
     def act(_: int) -> Any:
         model = offload.from_pretrained(llama_folder, tp_plan="auto")
@@ -271,7 +271,7 @@ def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama
     assert [True, True] == run_ranks(2, act)
 
     source = dict(offload.load_file(llama_folder))
-    source["lm_head.weight"] = source["model.embed_tokens.weight"]  # of one value a name or both are saved
+    source["lm_head.weight"] = source["model.embed_tokens.weight"]  # of one value, either one name or both are saved
     for folder, times in (("same", 1), ("pretrained", 1), ("dcp", 1), ("staged", 1), ("changed", 2)):
         saved = dict(offload.load_file(tmp_path / folder))
         assert len(source) - len(saved) in (0, 1)
@@ -284,7 +284,7 @@ def test_ranks_save_what_they_loaded_from_disk_and_what_they_changed_of_it(llama
     ("world", "shard"), [(1, by_fsdp), (3, by_fsdp), (4, by_replicas), (4, by_both), (4, by_tensor), (2, by_tensor)]
 )
 def test_what_a_number_of_ranks_saves_another_number_loads(tmp_path, world, shard):
-    """Rows that the ranks do not divide, replicas of shards, and two ways of sharding at once; loaded by 2 and 1."""
+    """Rows that the ranks do not divide, replicated shards, and two ways of sharding combined; loaded by 2 and 1."""
     tiny_checkpoint(tmp_path / "source", **TINY)
     ways = ("own", "pretrained", "dcp")
 
@@ -314,7 +314,7 @@ def test_what_a_number_of_ranks_saves_another_number_loads(tmp_path, world, shar
 
 
 def sharded(folder: Path, shard: Callable[[Any], None], *, of: Path | None = None) -> Any:
-    """A model that torch has sharded, from disk; its configuration may lie elsewhere."""
+    """A model sharded by torch, from disk; its configuration may be elsewhere."""
     model = empty_model(of or folder)
     shard(model)
     return offload.load_checkpoint_and_dispatch(model, folder)

@@ -1,4 +1,4 @@
-"""The share of each of up to 64 ranks, in one process: that which torch gives to it."""
+"""The shard of each of up to 64 ranks, computed in one process: the same as torch's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACEMENTS = [
 
 
 def in_a_fake_group(act, rank: int, world: int) -> None:
-    """What is done as one of many ranks, of which no other is there; in a process of its own."""
+    """Run as one of many ranks without the others, in a separate process."""
 
     def alone() -> None:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())

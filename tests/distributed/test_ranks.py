@@ -1,4 +1,4 @@
-"""Models of torch.distributed from disk: a rank has a view of the checkpoint, and the numbers are the same."""
+"""torch.distributed models from disk: each rank has a view of the checkpoint, and the numbers are the same."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_experts_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path) ->
 
 @pytest.mark.parametrize("load", ["by_plan", "fully_sharded"])
 def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refused(tmp_path: Path, load: str) -> None:
-    """The way out that the error names is one."""
+    """The workaround in the error message works."""
     ways: dict[str, Callable[[Path], Any]] = {"by_plan": by_plan, "fully_sharded": fully_sharded}
     packed = FORMS["ct-w4a16"]
     packed.write(tmp_path / "packed")
@@ -164,7 +164,7 @@ def test_packed_weights_are_decoded_share_by_share_and_those_of_torchao_are_refu
 
 
 def test_whole_experts_are_views_of_the_checkpoint(tmp_path: Path) -> None:
-    """Expert parallelism: a rank has all of some experts."""
+    """Expert parallelism: a rank has some experts completely."""
     from transformers.distributed import DistributedConfig
 
     tiny_checkpoint(tmp_path, "qwen3_moe", **TINY, **MIXTURE)
@@ -212,7 +212,7 @@ def by_replicas(model: Any) -> None:
     [
         (2, by_tensor, {}),
         (2, by_fsdp, {}),
-        (3, by_fsdp, {}),  # 64 rows and 96 do and don't divide
+        (3, by_fsdp, {}),  # 64 rows can and 96 can't be divided
         (4, by_both, {}),
         (4, by_replicas, {}),
     ],
@@ -305,9 +305,9 @@ def fully_sharded(folder: Path, **options: Any) -> Any:
 def test_a_rank_reads_its_share_once_and_for_columns_what_the_report_says(
     tmp_path: Path, kind: str, world: int, load: Callable[..., Any]
 ) -> None:
-    """Loading reads headers; the first pass at most 1.05 times the share and 64 KiB a tensor; the second one nothing.
+    """Loading reads headers; the first pass at most 1.05 times the shard plus 64 KiB per tensor; the second nothing.
 
-    Columns are first cut at each read, from the whole rows that the report says, and then cut once.
+    Columns are first cut at each read, from the whole rows given in the report, and then cut once.
     """
     tiny_checkpoint(tmp_path / "0", kind, **{**TINY, **KINDS[kind], **LARGE})
     for name in (*map(str, range(1, world)), "warm"):
@@ -316,7 +316,7 @@ def test_a_rank_reads_its_share_once_and_for_columns_what_the_report_says(
     def act(rank: int) -> list[str]:
         folder, cut = tmp_path / str(rank), tmp_path / f"cut-{rank}"
         with torch.no_grad():
-            load(tmp_path / "warm")(IDS)  # what is imported on the way is read now
+            load(tmp_path / "warm")(IDS)  # imports on the way are read now
         wrong = too_much(lambda: load(folder), [folder], needed=stored_bytes)
         load(folder, offload_dir=cut, store=True)
         again = too_much(lambda: load(folder, offload_dir=cut, store=True), [folder, cut], needed=share_bytes)
@@ -326,14 +326,14 @@ def test_a_rank_reads_its_share_once_and_for_columns_what_the_report_says(
 
 
 def too_much(load: Callable[[], Any], folders: list[Path], *, needed: Callable[[Any], int]) -> list[str]:
-    """What a model reads that it does not need, from folders that are cold first."""
+    """What a model reads without needing it, from folders that are cold at first."""
     files = [path for folder in folders for path in own_files(folder)]
     make_cold(files)
     resident = resident_bytes(files)
     counted = [read_bytes()]
     model = load()
     counted.append(read_bytes())
-    tables = [] if isinstance(model, FSDPModule) else [model.get_input_embeddings().weight]  # of which rows are read
+    tables = [] if isinstance(model, FSDPModule) else [model.get_input_embeddings().weight]  # read by rows
     values = [local_of(one) for one in model.parameters() if all(one is not table for table in tables)]
     most = 1.05 * needed(values) + 65536 * len(list(model.parameters()))
     with torch.no_grad():
@@ -364,7 +364,7 @@ def resident_bytes(files: list[Path]) -> int:
 
 
 def read_bytes() -> int:
-    """What this process has had read from disks."""
+    """The bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
@@ -377,7 +377,7 @@ def test_shares_are_read_ahead_in_the_order_of_the_layers(tmp_path: Path) -> Non
         share = local_of(model.model.layers[0].mlp.gate_proj.weight)
         [value], order = values_of(share), []
         assert value.is_part
-        assert not value.is_picked  # else it would be in no order
+        assert not value.is_picked  # otherwise it would not be in the order
         of_values = {id(value): name for name, one in locals_of(model).items() for value in values_of(one)}
         while value is not None:
             order.append(of_values[id(value)])
@@ -396,7 +396,7 @@ def values_of(tensor: torch.Tensor) -> list[Any]:
 
 
 class Stage(nn.Module):
-    """Some successive layers of a Llama, under the names that they have there, with what is before or behind them."""
+    """Consecutive layers of a Llama, with their names there, including what is before or after them."""
 
     def __init__(self, whole: Any, rank: int) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ def test_stages_of_a_pipeline_load_and_read_their_own_layers(tmp_path: Path) -> 
     assert [[], ["logits"]] == run_ranks(2, act)
 
 
-# Shares that are cut once
+# Shards that are cut once
 
 
 def cut_model(folder: Path, offload_dir: Path) -> Any:
@@ -490,7 +490,7 @@ def test_columns_are_cut_once_into_a_folder_for_each_rank(tmp_path: Path) -> Non
     first = run_ranks(2, act)
     again = run_ranks(2, act)
 
-    assert [4, 4] == [len(files) for files in first]  # down_proj and o_proj of two layers
+    assert [4, 4] == [len(files) for files in first]  # down_proj and o_proj in two layers
     assert first == again
 
     def another_mesh(_: int) -> None:
@@ -553,7 +553,7 @@ def test_ranks_that_have_the_same_share_share_the_file(tmp_path: Path) -> None:
         shared = local.offload_path.stat().st_ino
         dist.barrier()
         with torch.no_grad():
-            local.mul_(rank)  # is the rank's own from here on
+            local.mul_(rank)  # belongs to this rank from here on
         dist.barrier()
         return shared, local.sum().item()
 
@@ -564,7 +564,7 @@ def test_ranks_that_have_the_same_share_share_the_file(tmp_path: Path) -> None:
     assert [0, 4096, 8192, 12288] == [total for _, total in found]
 
 
-# What walks a model
+# Walking a model
 
 
 def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
@@ -636,9 +636,9 @@ def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
 def test_a_function_of_whole_values_is_given_them_on_all_ranks(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """Rows that three ranks do not divide, and columns of shares of rows; what it makes of a row needs all of it."""
+    """Rows that three ranks do not divide, and columns of row shards; the result for a row needs all of it."""
     values = {name: torch.randn(10, 6, dtype=torch.float64) for name in ("rows", "columns", "all", "plain")}
-    values["few"] = torch.randn(2, 6, dtype=torch.float64)  # of three ranks one has nothing
+    values["few"] = torch.randn(2, 6, dtype=torch.float64)  # one of three ranks has none
     save_file(values, tmp_path / "w.safetensors")
 
     def act(_: int) -> list[str]:

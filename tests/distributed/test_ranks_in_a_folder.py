@@ -1,4 +1,4 @@
-"""Two ranks that name one folder: a name there is one rank's, and what was passed is seen by both."""
+"""Two ranks with the same folder: a name in it belongs to one rank, and what is passed is visible to both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUE = torch.arange(6.0).reshape(2, 3)
 
 
 def refused(act: Callable[[], object]) -> str:
-    """What `NameInUseError` says; empty if there is none. All ranks have done it then."""
+    """The text of `NameInUseError`; empty if there is none. By then all ranks have tried."""
     said = ""
     try:
         act()
@@ -32,7 +32,7 @@ def refused(act: Callable[[], object]) -> str:
 
 
 def test_a_name_in_a_folder_is_one_ranks_as_long_as_it_has_the_tensor(tmp_path: Path):
-    """At the same moment, and at a first write to a checkpoint; names of their own are of no concern."""
+    """At the same moment, and at a first write to a checkpoint; different names don't matter."""
     save_file({"weight": VALUE}, tmp_path / "checkpoint.safetensors")
 
     def act(rank: int) -> Any:

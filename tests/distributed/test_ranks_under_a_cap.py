@@ -1,4 +1,4 @@
-"""Ranks whose shares are four times their memory load, run and save in that of two values and a little."""
+"""Ranks whose shards are four times their memory load, run and save within that of two values and a little."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bench.memory_cap import memory_cap
 from tests.processes import run_script
 
 MIB = 1 << 20
-LIMIT = 40 * MIB  # of a rank
+LIMIT = 40 * MIB  # per rank
 SIDE = 1024
-COUNT = 2 * 4 * LIMIT // (4 * SIDE * SIDE)  # values of 4 MiB, of which each of two ranks has a half
+COUNT = 2 * 4 * LIMIT // (4 * SIDE * SIDE)  # values of 4 MiB, half of each on either rank
 
 SCRIPT = """
     import json, sys, warnings
@@ -88,4 +88,4 @@ def test_ranks_with_four_times_their_memory_take_that_of_two_values_and_a_little
         assert right
         assert {} == {name: nbytes for name, nbytes in found.items() if nbytes > most}
         assert facts["max_usage_in_bytes"] <= LIMIT
-        assert facts["failcnt"] > 0  # else all of it fitted
+        assert facts["failcnt"] > 0  # otherwise all of it fitted

@@ -1,4 +1,4 @@
-"""A state that is saved while it changes is saved as it was, and not by way of memory."""
+"""A state saved while it changes is saved as it was, without a copy in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUE = torch.arange(24.0).reshape(4, 6)
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of this process, and a mesh of it."""
+    """A process group of only this process, and a mesh of it."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -74,7 +74,7 @@ def test_async_save_saves_each_kind_of_tensor_as_it_was_when_it_was_called(tmp_p
 
 
 def test_what_was_staged_stays_and_what_nobody_writes_to_is_not_copied(tmp_path):
-    """Also where a value that was stored from a checkpoint has its file replaced by a write."""
+    """Even if a stored value from a checkpoint has its file replaced by a write."""
     save_file({"weight": torch.ones(3, 2), "bias": torch.zeros(3, dtype=torch.float16)}, tmp_path / "layer.safetensors")
     layer = nn.Linear(2, 3, device="meta", dtype=torch.float16)
     offload.load_checkpoint_in_model(layer, tmp_path / "layer.safetensors", offload_dir=tmp_path / "kept", store=True)
@@ -168,10 +168,10 @@ def test_a_state_of_four_times_the_memory_is_saved_staged_and_loaded_in_that_of_
     except OSError as error:
         pytest.skip(str(error))
 
-    # else glibc keeps what torch's reader has freed, and sometimes more than at other times
+    # otherwise glibc keeps memory freed by torch's reader, sometimes more and sometimes less
     said = json.loads(run_script(MEMORY, tmp_path, limit, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}))
 
     assert said["right"]
     assert {} == {name: most for name, most in said["found"].items() if most > 2 * (8 << 20) + (1 << 20)}
     assert said["max_usage_in_bytes"] <= limit
-    assert said["failcnt"] > 0  # else all of it fitted
+    assert said["failcnt"] > 0  # otherwise all of it fitted

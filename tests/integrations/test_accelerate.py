@@ -1,4 +1,4 @@
-"""Models that accelerate dispatched, taken over; and models on disk, handed to accelerate."""
+"""Taking over models that accelerate dispatched; and models on disk passed to accelerate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.processes import run_script
 
 
 class Net(nn.Module):
-    """Two linears in a list, a norm with running statistics, a buffer that no checkpoint has."""
+    """Two linear layers in a list, a norm with running statistics, and a buffer that is not in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class Tied(Net):
-    """Its linears share a weight."""
+    """Its linear layers share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_model_taken_over_trains_as_the_plain_one(dispatch: Dispatch, tmp_path
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
 @pytest.mark.parametrize("dispatch", [by_hooks_alone, to_memory, to_memory_by_blocks, by_a_map])
 def test_tied_weights_stay_one(dispatch: Dispatch, used: bool, tmp_path: Path) -> None:
-    """accelerate empties each name for itself, at the latest after a forward."""
+    """accelerate empties each name separately, at the latest after a forward."""
     plain, model, x = net(Tied), net(Tied), torch.randn(3, 4)
     dispatch(model, tmp_path / "theirs")
     if used:
@@ -205,7 +205,7 @@ def test_equal_values_that_are_not_tied_stay_two(tmp_path: Path) -> None:
 
 
 def test_tied_weights_that_accelerate_wrote_twice_and_forgot_are_two(tmp_path: Path) -> None:
-    """Its own disk_offload keeps no record of ties: nothing tells them from weights that happen to be equal."""
+    """Its own disk_offload does not record ties: they can't be distinguished from weights that happen to be equal."""
     plain, model, x = net(Tied), net(Tied), torch.randn(3, 4)
     to_disk(model, tmp_path / "theirs")
 
@@ -216,7 +216,7 @@ def test_tied_weights_that_accelerate_wrote_twice_and_forgot_are_two(tmp_path: P
 
 
 def test_a_model_that_can_tie_its_weights_is_tied_again(tmp_path: Path) -> None:
-    """As those of transformers can, by `tie_weights`."""
+    """Like transformers models, with `tie_weights`."""
 
     class Tying(Tied):
         def tie_weights(self) -> None:
@@ -296,7 +296,7 @@ def test_a_dispatched_model_refuses_to_move_and_one_taken_over_does_not(tmp_path
 
 
 def test_what_the_next_forward_would_use_is_what_is_taken() -> None:
-    """accelerate puts its own value back over one that was assigned meanwhile."""
+    """accelerate overwrites a value assigned meanwhile with its own."""
     model, x = net(), torch.randn(3, 4)
     accelerate.cpu_offload(model)
     model.linears[0].weight = nn.Parameter(torch.zeros(4, 4))
@@ -336,7 +336,7 @@ def test_every_dtype_that_accelerate_writes_is_read(dtype: torch.dtype, shape: t
 
 
 def indexed(model: nn.Module, folder: Path, **entry: str) -> Path:
-    """The model's state in a safetensors file, and its weights held in an index of such, as transformers makes one."""
+    """The model's state in a safetensors file, with its weights held in an index of it, as transformers does."""
     path = folder / "model.safetensors"
     save_file({f"stored.{name}": tensor.clone() for name, tensor in model.state_dict().items()}, path)
     index = {
@@ -361,7 +361,7 @@ def test_an_entry_of_a_safetensors_file_is_referenced_and_not_copied(tmp_path: P
 
 
 def test_an_entry_that_accelerate_converts_is_converted_once(tmp_path: Path) -> None:
-    """It goes by way of the index's dtype to that of the model."""
+    """Through the index's dtype to the model's."""
     model = net().double()
     x = torch.randn(3, 4).double()
     indexed(model, tmp_path, dtype="float16")
@@ -598,7 +598,7 @@ def test_accelerate_takes_a_model_on_disk_as_it_is(dispatch: Dispatch, kind: typ
     assert torch.equal(plain(x), model(x))
     assert hooks_in(model)
     assert before == contents(tmp_path / "ours")
-    if (dispatch, kind) != (to_memory_by_blocks, Tied):  # accelerate leaves a plain model's second name empty there
+    if (dispatch, kind) != (to_memory_by_blocks, Tied):  # then accelerate leaves a plain model's second name empty
         remove_hook_from_submodules(model)
         assert torch.equal(plain(x), model(x))
 
@@ -650,7 +650,7 @@ def test_accelerate_empties_a_parameter_on_disk_to_a_plain_one() -> None:
 
 
 def test_a_parameter_on_disk_that_is_registered_in_an_empty_model_is_emptied() -> None:
-    """accelerate and peft pass on what is noted on it, too."""
+    """accelerate and peft pass on its attributes, too."""
     weight = offload.disk_offload(nn.Linear(2, 2)).weight
     weight.mark = "kept"
 

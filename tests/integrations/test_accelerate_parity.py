@@ -1,43 +1,42 @@
-"""What accelerate's own tests ask of its offloading, asked of ours.
+"""The requirements in accelerate's own offloading tests, applied to ours.
 
-The models, inputs and expectations are those of accelerate's tests (1.13 to 1.15); the words and the code are ours. A
-test here names those there that it answers. Where upstream allows 1e-5, results here are equal bit for bit on the CPU.
-What they write as `.bin`, these write as safetensors. What needs a GPU there is run on the CPU here, and on a GPU where
+The models, inputs and expectations are those of accelerate's tests (1.13 to 1.15); names and code are ours. Each test
+names the upstream tests it corresponds to. Where upstream allows 1e-5, results here are bit-identical on the CPU. What
+is written as `.bin` there is written as safetensors here. What needs a GPU there runs on the CPU here, and on a GPU if
 there is one.
 
-Answered in other files here:
+Covered in other files here:
 - big_modeling: cpu_offload, cpu_offload_with_unused_submodules, cpu_offload_with_hook; offload: offload_weights_loader;
   hooks: align_devices_as_cpu_offload, attach_align_device_hook_as_cpu_offload, and with_weight_map: `test_accelerate`
 - modeling_utils: infer_auto_device_map and its variants, get_balanced_memory, clean_device_map: `test_device_map`, as
   accelerate's functions do the work and the maps are equal
-- modeling_utils: convert_file_size: `test_memory` and `test_device_map`, of `as_bytes`
-- hooks: align_devices_as_model_parallelism: what would run where is in `test_device_map`
+- modeling_utils: convert_file_size: `test_memory` and `test_device_map`, for `as_bytes`
+- hooks: align_devices_as_model_parallelism: where things would run is in `test_device_map`
 
-What does not apply:
-- big_modeling: init_on_device: there is no such function here, as `torch.device` is a context
-- big_modeling: dispatch_model_with_accelerator: the numbers of devices are torch's own
-- big_modeling: dispatch_model_force_hooks: no hooks are needed, so none are forced
-- big_modeling: dispatch_model_tied_weights_memory, and nested: they count a GPU's bytes; the results, and that tied
-  weights are one file, are below
+Not applicable:
+- big_modeling: init_on_device: there is no such function, as `torch.device` is a context
+- big_modeling: dispatch_model_with_accelerator: device indices are torch's own
+- big_modeling: dispatch_model_force_hooks: no hooks are needed
+- big_modeling: dispatch_model_tied_weights_memory, and nested: they measure GPU memory; the results, and tied weights
+  in one file, are tested below
 - big_modeling: cpu_offload_gpt2, disk_offload_gpt2, dispatch_model_gpt2_on_two_devices: they download GPT-2; a tiny
   Llama generates below
 - big_modeling: dispatch_model_bnb, int8_simple, fp4_simple: bitsandbytes; its 8-bit weights are refused
   (`test_accelerate`)
 - big_modeling: RefuseRecurrentLayersTester: sequence parallelism
-- modeling_utils: infer_auto_device_map_on_t0pp: downloads, and asks accelerate's function alone
-- modeling_utils: get_module_size_with_ties, extract_model_from_parallel: insides of accelerate
+- modeling_utils: infer_auto_device_map_on_t0pp: downloads, and tests only accelerate's function
+- modeling_utils: get_module_size_with_ties, extract_model_from_parallel: internals of accelerate
 - modeling_utils: set_module_tensor_between_gpus, load_checkpoint_in_model_two_gpu: two GPUs; with one, below
-- hooks: add_and_remove_hooks, append_and_remove_hooks: insides of accelerate
+- hooks: add_and_remove_hooks, append_and_remove_hooks: internals of accelerate
 - load_checkpoint_and_dispatch_with_broadcast: FSDP
 
-What is otherwise here:
-- dispatch_model_move_offloaded_model and move_model_warning: moving raises or warns; here a model on disk moves
-- load_checkpoint_and_dispatch: what is on "cpu" is on meta between forwards, and runs on the GPU; here it is in memory,
-  and runs there
-- load_checkpoint_in_model_disk_offload: what is on disk is on meta; here it is a tensor
-- load_checkpoint_and_dispatch_device_map_none: loads into memory; here `None` is refused, and "cpu" says so
-- load_checkpoint_in_model(offload_state_dict=...): there is no such option, as no state dict is held in memory
-- preload_module_classes: there is no such option, as a weight is there whoever uses it
+Different here:
+- dispatch_model_move_offloaded_model and move_model_warning: moving raises or warns; here a model on disk can be moved
+- load_checkpoint_and_dispatch: "cpu" means on meta between forwards, and run on the GPU; here it means in memory,
+  and run there
+- load_checkpoint_in_model_disk_offload: values on disk are on meta; here they are tensors
+- load_checkpoint_in_model(offload_state_dict=...): there is no such option, as no state dict is kept in memory
+- preload_module_classes: there is no such option, as weights are always available
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Nested(nn.Module):
 
 
 class Numbered(Three):
-    """Gives a number of its own beside the result."""
+    """Returns a number of its own beside the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class Numbered(Three):
 
 
 class Square(nn.Module):
-    """Two linears that can share a weight, as they do."""
+    """Two linear layers that can share a weight, and do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class Uncalled(nn.Module):
 
 
 class FiveUncalled(Five):
-    """As `Five`, of modules that are registered and never called."""
+    """Like `Five`, with modules that are registered and never called."""
 
     part = Uncalled
 
@@ -170,7 +169,7 @@ class Buffered(nn.Module):
 
 
 class ThreeBuffered(nn.Module):
-    """As `Three`, of buffers."""
+    """Like `Three`, with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ class ThreeBuffered(nn.Module):
 
 
 class Borrower(nn.Module):
-    """Has a parameter of somebody else's."""
+    """Holds another module's parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         super().__init__()
@@ -192,7 +191,7 @@ class Borrower(nn.Module):
 
 
 class Lender(nn.Linear):
-    """A linear whose own parts refer to its weight."""
+    """A linear layer whose submodules refer to its weight."""
 
     def __init__(self) -> None:
         super().__init__(3, 3, bias=False)
@@ -203,7 +202,7 @@ class Lender(nn.Linear):
 
 
 class Lenders(nn.Module):
-    """Two of them, over one input."""
+    """Two of them with the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +213,7 @@ class Lenders(nn.Module):
 
 
 class SeveralDtypes(nn.Module):
-    """A buffer of integers and a parameter of floats."""
+    """An integer buffer and a float parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +225,7 @@ MODELS = [Three, Nested, Square, Five, FiveUncalled, ThreeBuffered, Lenders]
 
 
 def made(kind: Callable[[], nn.Module]) -> Any:
-    """Always the same; in training mode, as upstream."""
+    """Always the same model; in training mode, as upstream."""
     torch.manual_seed(0)
     return kind()
 
@@ -237,7 +236,7 @@ def given() -> torch.Tensor:
 
 
 def saved(model: nn.Module, folder: Path) -> Path:
-    """Its checkpoint; a tied weight once, under the first of its names."""
+    """Its checkpoint; a tied weight once, under its first name."""
     state, seen = {}, set()
     for name, tensor in model.state_dict().items():
         if tensor.data_ptr() not in seen:
@@ -248,7 +247,7 @@ def saved(model: nn.Module, folder: Path) -> Path:
 
 
 def agree(expected: torch.Tensor, result: torch.Tensor) -> None:
-    """To the bit, where both were computed on the CPU."""
+    """Bit-identical if both were computed on the CPU."""
     on_gpu = torch.cuda.is_available()
     torch.testing.assert_close(expected, result.cpu(), rtol=1e-5 if on_gpu else 0, atol=1e-5 if on_gpu else 0)
 
@@ -289,7 +288,7 @@ def test_a_model_on_disk_gives_what_it_gave(
 
     offload.disk_offload(model, tmp_path, execution_device=device, offload_buffers=offload_buffers)
 
-    if not offload_buffers:  # buffers stay where they were
+    if not offload_buffers:  # buffers are not moved
         model.to(device)
     agree(expected, model(x.to(device)))
     assert all(offload.is_offloaded(parameter) for parameter in model.parameters())
@@ -298,7 +297,7 @@ def test_a_model_on_disk_gives_what_it_gave(
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_can_be_offloaded_again_with_its_buffers(kind: type[nn.Module], tmp_path: Path) -> None:
-    """Upstream takes the hooks off between the two."""
+    """Upstream removes the hooks in between."""
     model, x = offload.disk_offload(made(kind), tmp_path), given()
 
     offload.disk_offload(model, tmp_path, offload_buffers=True)
@@ -331,7 +330,7 @@ def test_a_weight_comes_back_from_its_file(dtype: torch.dtype, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", [Three, Nested])
 def test_the_state_dict_has_the_values(kind: type[nn.Module]) -> None:
-    """modeling_utils: get_state_dict_offloaded_model, which is not needed and works."""
+    """modeling_utils: get_state_dict_offloaded_model, which is not needed, but works."""
     model, original = offload.disk_offload(made(kind)), made(kind).state_dict()
 
     for state in (model.state_dict(), get_state_dict_offloaded_model(model)):
@@ -341,7 +340,7 @@ def test_the_state_dict_has_the_values(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_are_there_outside_forward_too(kind: type[nn.Module]) -> None:
-    """Upstream they are on meta there."""
+    """Upstream they are on meta then."""
     plain, model = made(kind), offload.disk_offload(made(kind))
 
     for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
@@ -351,7 +350,7 @@ def test_weights_are_there_outside_forward_too(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_submodule_runs_by_itself(kind: type[nn.Module]) -> None:
-    """Also one that the model never calls; upstream those need preload_module_classes."""
+    """Even one that the model never calls; upstream those need preload_module_classes."""
     plain, model = made(kind), offload.disk_offload(made(kind))
 
     called = 0
@@ -365,7 +364,7 @@ def test_a_submodule_runs_by_itself(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not ThreeBuffered])
 def test_it_trains_as_the_plain_one(kind: type[nn.Module]) -> None:
-    """Upstream gradients go to what the hooks throw away."""
+    """Upstream, gradients go to tensors that the hooks throw away."""
     plain, model, x = made(kind), offload.disk_offload(made(kind)), given()
 
     for each in (plain, model):
@@ -392,7 +391,7 @@ def test_a_model_on_disk_generates(llama_folder: Path, tokens: torch.Tensor) -> 
 
 
 def mixed(device: Any) -> list[Any]:
-    """Models with upstream's maps; where it has the first GPU, `device`."""
+    """Models with upstream's maps; `device` in place of the first GPU."""
     return [
         (Three, {"linear1": "cpu", "batchnorm": "cpu", "linear2": device}),
         (Three, {"linear1": "disk", "batchnorm": "cpu", "linear2": device}),
@@ -526,7 +525,7 @@ def test_a_map_has_to_have_a_place_for_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Three, Square, Nested, Five])
 @pytest.mark.parametrize("fits", [120, 200, 10_000])
-@pytest.mark.filterwarnings("ignore:Current model requires")  # accelerate's, of buffers
+@pytest.mark.filterwarnings("ignore:Current model requires")  # accelerate's, about buffers
 def test_maps_are_inferred_for_models_on_disk_as_for_plain_ones(kind: type[nn.Module], fits: int) -> None:
     """modeling_utils: infer_auto_device_map, _with_tied_weights, _with_fallback_allocation_*."""
     shares: dict[Any, Any] = {0: fits, "cpu": fits}
@@ -542,7 +541,7 @@ def test_maps_are_inferred_for_models_on_disk_as_for_plain_ones(kind: type[nn.Mo
 
 
 def in_shards(model: nn.Module, folder: Path) -> Path:
-    """A shard for each module, and their index."""
+    """One shard per module, and their index."""
     weight_map = {name: f"part_{name.split('.')[0]}.safetensors" for name in model.state_dict()}
     for shard in set(weight_map.values()):
         save_file({name: t for name, t in model.state_dict().items() if weight_map[name] == shard}, folder / shard)
@@ -729,7 +728,7 @@ def test_modules_on_disk_are_aligned_and_come_back(kind: type[nn.Module], execut
 
 
 class PlusOne(ModelHook):
-    """Adds one before, or after."""
+    """Adds one before or after."""
 
     def __init__(self, *, before: bool) -> None:
         self.before = before

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, from disk: a dozen here, all with `python -m bench.architectures`."""
+"""Tiny models of many architectures, from disk: a dozen here, all of them with `python -m bench.architectures`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.tiny import tiny_configs
 
 GENERATING = [
     ("causal", "llama"),
-    ("causal", "gpt2"),  # Conv1D: weights of the other orientation
-    ("causal", "mixtral"),  # experts are stacked while loading, and cut apart while saving
+    ("causal", "gpt2"),  # Conv1D: weights are transposed
+    ("causal", "mixtral"),  # experts are stacked by loading, and split by saving
     ("causal", "qwen3_moe"),
     ("causal", "deepseek_v3"),
     ("causal", "gpt_oss"),

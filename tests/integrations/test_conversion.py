@@ -1,4 +1,4 @@
-"""Checkpoints that transformers has other names and forms for: fused experts, casts, quantized weights."""
+"""Checkpoints whose names and formats differ from the model's: fused experts, casts, quantized weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A mixture of experts in float32, one matrix an expert."""
+    """A mixture of experts in float32, one matrix per expert."""
     torch.manual_seed(0)
     MODELS[request.param]().save_pretrained(tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
@@ -137,7 +137,7 @@ def test_the_default_device_does_not_matter(folder: Path, tokens: torch.Tensor) 
 def test_a_checkpoint_of_two_dtypes_is_not_rounded_and_what_fits_stays_where_it_is(
     folder: Path, tmp_path: Path, tokens: torch.Tensor, narrow: str
 ) -> None:
-    """In whatever order they are: those in half precision come first here."""
+    """In any order: here the half-precision values come first."""
     tensors = load_file(folder / "model.safetensors")
     values = {name: value.bfloat16() for name, value in tensors.items() if narrow in name}
     torch.save({**values, **{name: value for name, value in tensors.items() if name not in values}}, tmp_path / "x.bin")
@@ -189,7 +189,7 @@ def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder: Path) -
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_the_folder_of_a_checkpoint_is_no_offload_folder(folder: Path, form: str) -> None:
-    """Of a folder with a .bin and some files of ours, those would be the checkpoint, and the rest at random."""
+    """With a .bin and some files of ours, these would be the checkpoint, and all other weights random."""
     if form == "bin":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
@@ -209,7 +209,7 @@ def test_the_folder_of_a_checkpoint_is_no_offload_folder(folder: Path, form: str
 
 
 def test_an_offload_folder_does_not_get_what_a_model_makes_of_it(folder: Path, tmp_path: Path) -> None:
-    """It would hold each expert twice, and not be loaded again."""
+    """It would contain each expert twice, and not load again."""
     convert_checkpoint(folder, tmp_path / "values", to_offload_folder=True)
     before = contents(tmp_path / "values")
     with offload.init_empty_weights():
@@ -266,7 +266,7 @@ def test_saving_takes_the_experts_apart_again(
 def test_saving_holds_no_experts_in_memory_however_they_came_to_disk(
     folder: Path, tmp_path: Path, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """What transformers is given to take apart are deferred tensors; twice offloaded is as once."""
+    """transformers splits deferred tensors; offloading twice is the same as once."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     if way == "disk_offload":
         offload.disk_offload(offload.disk_offload(model))
@@ -295,7 +295,7 @@ def test_a_whole_model_is_copied_and_pickled(folder: Path, tmp_path: Path, token
 
 
 def test_saved_values_are_those_of_now(folder: Path, tmp_path: Path) -> None:
-    """After a change in place, and after a replacement."""
+    """After an in-place change, and after a replacement."""
     model = offload.from_pretrained(folder)
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
@@ -356,7 +356,7 @@ def test_what_does_not_fit_is_named_under_the_names_of_the_model(folder: Path) -
 
 
 def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_path: Path) -> None:
-    """T5 keeps `wo` in float32 when the rest is in half precision."""
+    """T5 keeps `wo` in float32 if the rest is in half precision."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -396,7 +396,7 @@ def test_a_quantized_checkpoint_is_on_disk_and_gives_the_same(
     quantized.save_pretrained(tmp_path / "quantized")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
 
-    with torch.device("meta"):  # the default device does not matter
+    with torch.device("meta"):  # the default device has no effect
         model = offload.from_pretrained(tmp_path / "quantized")
 
     weight = model.model.layers[0].self_attn.q_proj.weight
@@ -419,7 +419,7 @@ def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> 
 
 
 def test_nothing_of_the_conversion_is_left(folder: Path) -> None:
-    """No deferred tensor stays in the model, also not as a buffer or on meta."""
+    """No deferred tensor stays in the model, not even as a buffer or on meta."""
     model = offload.from_pretrained(folder, device_map={"": "cpu", "model.layers.1": "meta"})
 
     kinds: dict[str, Any] = {name: type(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}

@@ -1,4 +1,4 @@
-"""Fused experts: what loading and saving them takes."""
+"""Memory and disk use when loading and saving fused experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig
 from tests.models.test_loader_memory import hollow_checkpoint
 from tests.processes import run_script
 
-EXPERTS, WIDTH = 8, 2048  # 8 MiB a matrix in bfloat16; fused 128 and 64 MiB a layer
+EXPERTS, WIDTH = 8, 2048  # 8 MiB per matrix in bfloat16; 128 and 64 MiB per fused layer
 LAYERS = 2
 
 SCRIPT = """
@@ -84,7 +84,7 @@ def experts(folder: Path, layers: int, width: int) -> Path:
 
 
 def test_experts_are_joined_and_taken_apart_in_the_memory_of_some_blocks(tmp_path: Path) -> None:
-    """400 MB of experts; each matrix has 8 MiB, each fused tensor 64 or 128."""
+    """400 MB of experts: 8 MiB per matrix, 64 or 128 per fused tensor."""
     large = experts(tmp_path / "large", LAYERS, WIDTH)
     small = experts(tmp_path / "small", 1, 16)
 

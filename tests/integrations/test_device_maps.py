@@ -1,4 +1,4 @@
-"""Device maps followed for real: on disk, in memory and left out, in one model."""
+"""Device maps in practice: on disk, in memory and left out, in one model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offload.models.slots import tensor_slots
 
 
 class Block(nn.Module):
-    """A linear and a norm, which has buffers."""
+    """A linear layer and a norm, which has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_the_map_that_transformers_leaves_on_a_model_is_taken_as_it_is(
 def test_a_model_with_a_mixed_map_is_saved_by_transformers_as_a_plain_one(
     llama_folder: Path, tokens: torch.Tensor, tmp_path: Path
 ) -> None:
-    """It has no `hf_device_map`: with "disk" in one, transformers would look for accelerate's hooks."""
+    """It has no `hf_device_map`: if that contained "disk", transformers would look for accelerate's hooks."""
     model = offload.from_pretrained(llama_folder, device_map={"": "cpu", "model.layers.1": "disk"})
 
     with warnings.catch_warnings():
@@ -242,7 +242,7 @@ def test_nonsense_in_max_memory_is_refused_before_anything_is_loaded(checkpoint:
 
 
 class Tied(nn.Module):
-    """A head that shares the weight of what comes first."""
+    """A head that shares the weight of the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_tied_weights_that_the_map_parts_are_where_their_first_name_is(words: tu
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
-    """Filled with what would run where, on accelerators that need not be there."""
+    """Captures what would run where, on accelerators that need not exist."""
     found: dict[str, torch.device] = {}
     monkeypatch.setattr(loader, "move_activations", lambda model, devices, skip_keys: found.update(devices))
     return found
@@ -281,7 +281,7 @@ def test_a_module_with_a_tied_weight_runs_where_the_weight_is(planned: dict[str,
     tied = Tied()
     placed = {"first.weight": Place(True, GPU_0), "last.weight": Place(True, GPU_1)}
     loader.connect_devices(tied, tensor_slots(tied), placed, None)
-    assert {} == planned  # all of it is on the first
+    assert {} == planned  # everything is on the first
 
     model = nn.Sequential(Tied(), nn.Linear(4, 4, bias=False))
     placed = {"0.first.weight": Place(True, GPU_0), "0.last.weight": Place(True, GPU_1), "1.weight": Place(True, GPU_1)}
@@ -299,7 +299,7 @@ def test_on_one_device_nothing_moves_activations(planned: dict[str, torch.device
 
 
 def test_hooks_bring_what_a_module_gets_to_its_device_and_the_result_back(net: Net) -> None:
-    """The one device that is everywhere stands for several."""
+    """The CPU stands in for several devices."""
     x = torch.randn(5, 8)
     expected = net(x)
 

@@ -115,7 +115,7 @@ def made(kind: str) -> Any:
 
 
 def loaded(model_class: Any, folder: Path) -> Any:
-    """A model of that folder, on disk: empty first, then filled."""
+    """A model from that folder, on disk: created empty, then filled."""
     with offload.init_empty_weights():
         model = model_class.from_config(model_class.load_config(folder))
     return offload.load_checkpoint_and_dispatch(model, folder).eval()
@@ -133,7 +133,7 @@ def all_on_disk(model: Any) -> bool:
 @pytest.mark.parametrize("shard", [None, "20KB"], ids=["one-file", "sharded"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_of_a_folder_runs_on_disk(kind: str, shard: str | None, tmp_path: Path) -> None:
-    """`diffusion_pytorch_model.safetensors`, or its index, is found; the folder is not written to."""
+    """`diffusion_pytorch_model.safetensors` or its index is found; the folder is not written to."""
     made(kind).save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
     before = contents(tmp_path)
     assert (shard is not None) == any(name.endswith(".index.json") for name in before)
@@ -164,7 +164,7 @@ def test_a_model_that_was_in_memory_is_converted_and_saved_from_disk(kind: str, 
 
 @pytest.mark.parametrize("shard", [None, "20KB"])
 def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard: str | None, tmp_path: Path) -> None:
-    """diffusers would remove shards before it has read the weights."""
+    """diffusers would remove shards before reading the weights."""
     autoencoder().save_pretrained(tmp_path, **({"max_shard_size": shard} if shard else {}))
     model = offload.load_checkpoint_and_dispatch(autoencoder(), tmp_path)
     before = contents(tmp_path)
@@ -177,7 +177,7 @@ def test_a_model_is_not_saved_over_the_files_that_it_refers_to(shard: str | None
 
 
 def test_an_unet_trains_on_disk() -> None:
-    """Gradients, and an optimizer's step through them, with activations computed again."""
+    """Gradients, and an optimizer step, with activations recomputed."""
     losses, models = [], []
     for place in (lambda model: model, offload.disk_offload):
         model = place(made("unet")).train()
@@ -197,7 +197,7 @@ def test_an_unet_trains_on_disk() -> None:
 
 
 def test_an_adapter_is_added_to_an_unet_and_fused(tmp_path: Path) -> None:
-    """Through diffusers' own interface to peft; the checkpoint stays as it is."""
+    """Through diffusers' own interface to peft; the checkpoint is unchanged."""
     peft = pytest.importorskip("peft", reason="needs peft, which is not installed")
     made("unet").save_pretrained(tmp_path)
     before = contents(tmp_path)
@@ -230,7 +230,7 @@ def images(pipeline: Any, **options: Any) -> Any:
 
 
 def test_an_unconditional_pipeline_makes_the_same_images(tmp_path: Path) -> None:
-    """Its network loaded from the pipeline's folder, and handed to the pipeline."""
+    """Its network is loaded from the pipeline's folder, and passed to the pipeline."""
     torch.manual_seed(0)
     network = diffusers.UNet2DModel(
         block_out_channels=(16, 32),
@@ -280,7 +280,7 @@ def text_to_image() -> Any:
 
 
 def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path: Path) -> None:
-    """With text encoder, network and autoencoder on disk; saved from there, it is the same pipeline again."""
+    """With text encoder, network and autoencoder on disk; saved from there, the pipeline is the same again."""
     text_to_image().save_pretrained(tmp_path / "saved")
     before = contents(tmp_path / "saved")
     parts = ("text_encoder", "unet", "vae")
@@ -302,7 +302,7 @@ def test_a_text_to_image_pipeline_makes_the_same_images(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_a_pipeline_are_loaded_from_its_folders(tmp_path: Path) -> None:
-    """Each by the loader that fits it: transformers' for the text encoder, an empty model for the others."""
+    """Each with its own loader: transformers' for the text encoder, an empty model for the others."""
     from transformers import CLIPTextModel
 
     text_to_image().save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""A cache as files of others: on the disk before they have their names, under names that file systems can have."""
+"""Exporting a cache: durable before the files get their names, and with file names valid everywhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_nothing_is_replaced_and_nothing_written_through_a_link(tmp_path: Path, 
     with pytest.raises(ForeignFileError, match="is there already, and is left as it is"):
         export(cache, out, form)
     assert not mine.exists()
-    assert form == "parquet" or ["y.npy"] == os.listdir(out)  # what stands there is seen before the first is written
+    assert form == "parquet" or ["y.npy"] == os.listdir(out)  # existing files are found before the first is written
 
 
 @pytest.mark.parametrize("form", ["parquet", "npy", "safetensors"])

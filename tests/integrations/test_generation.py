@@ -1,4 +1,4 @@
-"""What people do around generation, on models whose weights are on disk: as with the model in memory."""
+"""What users do around generation, with weights on disk: the same as with the model in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def saved(config: Any, tmp_path: Path, auto: Any = AutoModelForCausalLM) -> Path
 
 
 def both(folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The model in memory, and the one on disk."""
+    """The model in memory, and on disk."""
     return AutoModelForCausalLM.from_pretrained(folder), offload.from_pretrained(folder, **options)
 
 
@@ -77,7 +77,7 @@ def is_on_disk(model: Any) -> bool:
 
 
 def is_tied(model: Any) -> bool:
-    """One parameter, hence one file."""
+    """One parameter, and so one file."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
@@ -87,7 +87,7 @@ def same_values(plain: Any, model: Any) -> bool:
 
 
 def ways_to_generate(model: Any, other: Any, tokens: torch.Tensor) -> list[Any]:
-    """What `generate` gives in several ways; `other` helps."""
+    """Results of `generate` in several modes; `other` is an assistant."""
     options = {"max_new_tokens": 10, "eos_token_id": None, "pad_token_id": 0}
     ways = [
         (tokens, {"num_beams": 3}),
@@ -163,8 +163,8 @@ def test_a_generation_config_is_heeded(llama: Path, tokens: torch.Tensor) -> Non
 @pytest.mark.parametrize("size", [130, 40], ids=["grow", "shrink"])
 @pytest.mark.parametrize("mean_resizing", [True, False])
 def test_token_embeddings_of_another_size(folder: Path, size: int, mean_resizing: bool) -> None:
-    """They stay on disk, the checkpoint stays as it is, and what was tied stays one. A head of its own is a new module
-    then, which transformers makes in memory."""
+    """They stay on disk, the checkpoint is unchanged, and tied weights stay tied. A separate head becomes a new module,
+    which transformers creates in memory."""
     plain, model = both(folder)
     tied, before = is_tied(plain), contents(folder)
 
@@ -255,7 +255,7 @@ def test_a_step_that_leaves_the_checkpoint_as_it_is(llama: Path, tokens: torch.T
 
 
 def test_buffers_are_those_of_the_model_in_memory(tmp_path: Path) -> None:
-    """A batch norm saves its statistics; where positions are rotary, frequencies are computed and not saved."""
+    """A batch norm saves its statistics; the frequencies of rotary positions are computed and not saved."""
     config = Wav2Vec2BertConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -289,7 +289,7 @@ def test_buffers_on_disk_serve_generation(folder: Path, tokens: torch.Tensor) ->
 
 
 def mean_of_tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A sentence's vector, as sentence-transformers makes it: the mean of its tokens', of length 1."""
+    """A sentence vector as in sentence-transformers: the mean of its tokens' vectors, with length 1."""
     states = model(input_ids=ids, attention_mask=mask).last_hidden_state
     weights = mask[..., None].to(states.dtype)
     return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1).clamp(min=1e-9), dim=1)

@@ -1,4 +1,4 @@
-"""Models in GGUF files: what plain transformers loads of them, over the blocks in the file."""
+"""Models in GGUF files: the same as plain transformers loads, over the blocks in the file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_tensor_of_a_file_is_what_the_package_dequantizes(name: str, tmp_pa
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("F32", "F16", "BF16")])
 def test_blocks_of_any_bits_are_decoded_as_by_the_package(kind: str, tmp_path: Path) -> None:
-    """Also those whose factors are infinite, or no numbers."""
+    """Even if factors are infinite or NaN."""
     number = gguf.GGMLQuantizationType[kind]
     elements, size = gguf.GGML_QUANT_SIZES[number]
     blocks = np.random.default_rng(0).integers(0, 256, (7, 9 * size), dtype=np.uint8)
@@ -73,7 +73,7 @@ def test_a_file_itself_is_a_model(small: Path) -> None:
 
 @pytest.mark.parametrize("processor", sorted(_KNOWN))
 def test_what_is_done_to_a_value_is_what_a_processor_of_transformers_does(processor: str, tmp_path: Path) -> None:
-    """To matrices and vectors of each name that one looks for."""
+    """For matrices and vectors of every name that a processor handles."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     said = {"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4, "hidden_size": 32}
@@ -110,7 +110,7 @@ def test_every_processor_of_transformers_is_known() -> None:
 
 
 def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -> None:
-    """The package's reader would take 20 us a token for it."""
+    """The package's reader would take 20 us per token."""
     from transformers import AutoConfig
 
     from offload.models.forms.gguf import config_of

@@ -1,4 +1,4 @@
-"""What is fetched from the hub: safetensors where there are some, else .bin, and never code."""
+"""Downloads from the hub: safetensors if there are any, else .bin, and never code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = ["modeling_x.py", "run.sh", "training_args.bin", "optimizer.bin", "onnx/
 
 @pytest.fixture
 def fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A hub that has these files, and writes down what it was asked for."""
+    """A hub with these files, which records requests."""
 
     def of(*files: str) -> list[str]:
         fetched: list[str] = []

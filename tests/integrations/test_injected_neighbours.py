@@ -1,4 +1,4 @@
-"""A call of the system that fails in the middle of a neighbour's work leaves that work as it was."""
+"""A system call that fails inside a third-party library leaves its work as it was."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES = torch.linspace(-1, 1, 2 * 4 * 300 * 8).view(2, 4, 300, 8)
 
 
 def begun(folder):
-    """A cache with ten tokens, in room for 256."""
+    """A cache with ten tokens and a capacity of 256."""
     from transformers import LlamaConfig
 
     sizes = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 9}
@@ -37,14 +37,14 @@ def many_more(past):
 
 
 def taken_back(past, count):
-    """What it held, before it is brought back to ten tokens."""
+    """Its contents, before it is cropped to ten tokens."""
     found = [states.materialize().clone() for states in (past.layers[0].keys, past.layers[0].values)]
     past.crop(10 - count)
     return [torch.equal(found[0], STATES[:, :, :count]), torch.equal(found[1], STATES[:, :, :count] * 2)]
 
 
 def has_ten_tokens(past):
-    """And those that were added, if it was at reading them that a call failed."""
+    """And the added ones, if a call failed while they were read."""
     layer = past.layers[0]
     past.crop(min(10 - layer.keys.shape[-2], 0))
     for states, expected in ((layer.keys, STATES), (layer.values, STATES * 2)):

@@ -1,4 +1,4 @@
-"""Keys and values on disk give what transformers' own cache in memory gives, bit for bit."""
+"""Keys and values on disk give bit for bit the same as transformers' own cache in memory."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_guesses_that_are_taken_back_leave_the_cache_as_in_memory(model: Any, op
 
 
 def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
-    """The second call reads its new tokens at once, the first of which follow those of the call before."""
+    """The second call reads its new tokens at once; the first of them follow those of the previous call."""
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     said = [generated(model, ids(1, 9), past)[0] for past in caches]
     asked = torch.cat([said[0], ids(1, 15)], dim=1)
@@ -181,7 +181,7 @@ def test_a_cache_that_was_reset_takes_another_dtype(model: Any) -> None:
 
 @torch.no_grad()
 def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None:
-    """While the past is recorded nothing leaves it, also over several calls."""
+    """While the past is recorded nothing is dropped from it, even over several calls."""
     model = model_of(CONFIGS["sliding"])
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     caches[1].activate_past_recording()
@@ -194,7 +194,7 @@ def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None
 
 @torch.no_grad()
 def test_the_room_grows_and_the_tokens_stay(model: Any) -> None:
-    """256 tokens to begin with, and half as many again as there are; a window moves to the beginning of the room."""
+    """A capacity of 256 tokens at first, then grown by half; a window moves to the start."""
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     rooms = set()
 
@@ -222,7 +222,7 @@ def test_sliding_layers_need_no_more_room_than_their_window() -> None:
     past = offload.integrations.kv_cache(CONFIGS["sliding"], max_length=4096)
     token = torch.ones(1, 2, 1, 8)
 
-    for _ in range(600):  # more than twice the room
+    for _ in range(600):  # more than twice the capacity
         for layer in range(2):
             past.update(token, token, layer)
 
@@ -231,7 +231,7 @@ def test_sliding_layers_need_no_more_room_than_their_window() -> None:
 
 @torch.no_grad()
 def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
-    """The rest of the file stays as it is, and what was cut before shows the same tokens."""
+    """The rest of the file is unchanged, and earlier views show the same tokens."""
     past = offload.integrations.kv_cache(llama)
     llama(ids(1, 20), past_key_values=past)
     file, earlier = past.layers[0]._rows_of_keys._file, past.layers[0].keys
@@ -240,7 +240,7 @@ def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
     llama(ids(1, 1), past_key_values=past)
 
     changed = (file != before).any(dim=-1)[0].nonzero()
-    assert [[0, 20], [1, 20]] == changed.tolist()  # the 21st token of each of two heads
+    assert [[0, 20], [1, 20]] == changed.tolist()  # the 21st token of both heads
     assert torch.equal(kept, earlier.materialize())
 
 
@@ -278,7 +278,7 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
 
 @torch.no_grad()
 def test_a_deep_copy_goes_its_own_way(model: Any, tmp_path: Path) -> None:
-    """As for prompts that many conversations begin with."""
+    """For prompts that many conversations share."""
     past = offload.integrations.kv_cache(model, tmp_path)
     model(ids(1, 12), past_key_values=past)
     plain = DynamicCache(config=model.config)
@@ -382,7 +382,7 @@ def test_private_files_go_with_the_cache(llama: Any) -> None:
 
 @torch.no_grad()
 def test_in_a_named_folder_there_is_a_file_for_each_and_it_stays(llama: Any, tmp_path: Path) -> None:
-    """Also after the room has grown, which replaces a file."""
+    """Even after the capacity has grown, which replaces a file."""
     past = offload.integrations.kv_cache(llama, tmp_path / "past")
     for tokens in ids(1, 400).split(200, dim=1):
         llama(tokens, past_key_values=past)
@@ -469,8 +469,8 @@ LONG = """
 
 @pytest.mark.slow
 def test_keys_and_values_of_400_mb_take_the_anonymous_memory_of_a_layer() -> None:
-    """Half of a layer's 42 MB at most. What attention allocates and frees goes back at once, so that it does not count:
-    by default the C library keeps some 100 MB of it."""
+    """At most half of a layer's 42 MB. What attention allocates and frees is returned at once, so as not to count: by
+    default the C library keeps about 100 MB of it."""
     found = json.loads(run_script(LONG, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}))
 
     assert found["kept"] > 400e6
@@ -479,7 +479,7 @@ def test_keys_and_values_of_400_mb_take_the_anonymous_memory_of_a_layer() -> Non
 
 
 def test_a_token_leaves_nothing_behind(llama: Any) -> None:
-    """Neither ranges that are read ahead, nor objects: a step costs what the step before it cost."""
+    """Neither tracked ranges nor objects: every step costs the same."""
     past = offload.integrations.kv_cache(llama, max_length=4096)
     with torch.no_grad():
         llama(ids(2, 2200), past_key_values=past)

@@ -1,4 +1,4 @@
-"""Adapters merged into bases on disk: as peft merges in memory, one value at a time, and once."""
+"""Adapters merged into bases on disk: the same as peft in memory, one value at a time, and only once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def folder(folders: dict[bool, Path]) -> Path:
 
 
 def adapter_for(model: nn.Module, config: Any, path: Path) -> Path:
-    """An adapter that changes what comes out, saved."""
+    """A saved adapter that changes the output."""
     torch.manual_seed(3)
     wrapped = get_peft_model(model, config)
     for parameter in wrapped.parameters():
@@ -89,7 +89,7 @@ def assert_same(expected: nn.Module, found: nn.Module) -> None:
 def test_a_merge_on_disk_is_that_of_peft_in_memory(
     kind: str, tied: bool, folders: dict[bool, Path], tmp_path: Path
 ) -> None:
-    """Bit for bit; what changed is in the user's folder, the checkpoint as it was, and the generator too."""
+    """Bit for bit; changed values are in the user's folder, the checkpoint and the random generator are unchanged."""
     base = folders[tied]
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(base), KINDS_THAT_MERGE[kind](), tmp_path / "adapter")
     expected = merged_in_memory(AutoModelForCausalLM.from_pretrained(base), adapter)
@@ -110,7 +110,7 @@ def test_a_merge_on_disk_is_that_of_peft_in_memory(
 
 
 class Mixed(nn.Module):
-    """Layers of all the kinds that peft has an adapter for, some in memory."""
+    """Every kind of layer that peft has an adapter for, some in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_layers_of_all_kinds_merge_as_in_memory(kind: str, place: str, tmp_path:
 
 
 def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path) -> None:
-    """`target_parameters`: two of one module."""
+    """`target_parameters`: two in one module."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path / "model")
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -180,7 +180,7 @@ def three() -> nn.Module:
 def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(
     private_place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each call that changes files; also where a bias is merged after its weight."""
+    """At each call that changes files; also if a bias is merged after its weight."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = private_place
     torch.manual_seed(0)
@@ -214,7 +214,7 @@ def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(
 
 
 def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path) -> None:
-    """It may be moved between a kill and the next run; another one is another run."""
+    """It may be moved between a kill and the next run; a different one is a different run."""
     config = LoraConfig(**ONE, **NOT_NEUTRAL)
     first = adapter_for(AutoModelForCausalLM.from_pretrained(folder), config, tmp_path / "adapter")
     model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
@@ -228,7 +228,7 @@ def test_an_adapter_is_known_by_its_content(folder: Path, tmp_path: Path) -> Non
 
 
 def failing_at(layer: nn.Module, error: BaseException) -> None:
-    """Have a layer's weight refuse to be read."""
+    """Make reading a layer's weight fail."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -275,7 +275,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_peft_does_not_merge_is_refused_by_name(kind: str, folder: Path, tmp_path: Path) -> None:
-    """And the model is as it was."""
+    """And the model is unchanged."""
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), REFUSED[kind]()).save_pretrained(tmp_path / "adapter")
     model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
     kinds = [type(module) for module in model.modules()]
@@ -288,7 +288,7 @@ def test_what_peft_does_not_merge_is_refused_by_name(kind: str, folder: Path, tm
 
 
 def test_a_merge_that_reads_into_the_base_is_not_resumed(folder: Path, tmp_path: Path) -> None:
-    """PiSSA takes its first factors out of the base whenever it is loaded."""
+    """PiSSA takes its first factors out of the base each time it is loaded."""
     adapter = adapter_for(AutoModelForCausalLM.from_pretrained(folder), KINDS["pissa"](), tmp_path / "adapter")
 
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""transformers models that see and hear, on disk: as in memory, to the last bit."""
+"""transformers models for images and sound, on disk: bit-identical to those in memory."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def both(kind: str, folder: Path) -> tuple[Any, Any]:
-    """The saved model as transformers loads it, and the one on disk."""
+    """The saved model, loaded by transformers, and on disk."""
     config, model_class, _ = MODELS[kind]
     torch.manual_seed(0)
     model_class.from_config(config()).save_pretrained(folder)
@@ -156,7 +156,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 
 def test_every_output_is_that_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
-    """Hidden states of every layer too; the folder is not written to."""
+    """Including hidden states of every layer; the folder is not written to."""
     plain, on_disk = both(kind, tmp_path)
     before, inputs = contents(tmp_path), MODELS[kind][2]
 
@@ -171,7 +171,7 @@ def test_every_output_is_that_of_the_model_in_memory(kind: str, tmp_path: Path) 
 
 
 def test_parameters_are_on_disk_and_buffers_in_memory_with_their_values(kind: str, tmp_path: Path) -> None:
-    """CLIP's scale of no dimensions, a weight norm's parts, a batch norm's statistics, positions never saved."""
+    """CLIP's 0-d scale, parts of a weight norm, batch norm statistics, positions that are never saved."""
     plain, on_disk = both(kind, tmp_path)
 
     for names in ("named_parameters", "named_buffers"):
@@ -183,7 +183,7 @@ def test_parameters_are_on_disk_and_buffers_in_memory_with_their_values(kind: st
 
 
 def test_gradients_are_those_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
-    """Of every parameter that takes part."""
+    """For every parameter that is used."""
     plain, on_disk = both(kind, tmp_path)
     for model in (plain, on_disk):
         output = model(**MODELS[kind][2])
@@ -211,7 +211,7 @@ def test_generated_tokens_are_those_of_the_model_in_memory(
 
 
 def test_a_model_saved_from_disk_is_the_same_in_memory(kind: str, tmp_path: Path) -> None:
-    """`save_pretrained`, also of parametrized weights and values of no dimensions."""
+    """`save_pretrained`, including parametrized weights and 0-d values."""
     plain, on_disk = both(kind, tmp_path / "first")
 
     on_disk.save_pretrained(tmp_path / "second")

@@ -1,4 +1,4 @@
-"""Inside `offloading`, what neighbours make and load is on disk: torchao's weights, peft's adapters, whole models."""
+"""Inside `offloading`, what other libraries create and load is on disk: torchao's weights, adapters, whole models."""
 
 from __future__ import annotations
 

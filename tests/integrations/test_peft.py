@@ -32,7 +32,7 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 ONE = {"r": 4, "target_modules": ["q_proj"]}
-NOT_NEUTRAL = {"init_lora_weights": False}  # an adapter that changes what comes out from the start
+NOT_NEUTRAL = {"init_lora_weights": False}  # an adapter that changes the output from the start
 
 KINDS: dict[str, Callable[[], Any]] = {
     "lora": lambda: LoraConfig(r=4, target_modules="all-linear", **NOT_NEUTRAL),
@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in float32, its embeddings not tied, in several shards."""
+    """A tiny Llama in float32, without tied embeddings, in several shards."""
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, tie_word_embeddings=False, dtype="float32")
     folder = tmp_path_factory.mktemp("llama32")
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(folder: Path, wrap: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
-    """The model in memory and the one on disk, each after `wrap` from the same random state."""
+    """The model in memory and on disk, each after `wrap` with the same random state."""
     wrapped = []
     for load in (AutoModelForCausalLM.from_pretrained, offload.from_pretrained):
         model = load(folder, **(options if load is offload.from_pretrained else {}))
@@ -94,7 +94,7 @@ def train(model: Any, tokens: torch.Tensor, steps: int = 2) -> list[float]:
 
 
 def test_adapters_over_a_model_on_disk_train_as_over_one_in_memory(llama_folder: Path, tokens: torch.Tensor) -> None:
-    """Equal losses, equal gradients, and the base stays frozen on disk."""
+    """Equal losses and gradients; the base stays frozen on disk."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **NOT_NEUTRAL)
     plain, on_disk = both(llama_folder, lambda model: get_peft_model(model.float(), copy.deepcopy(config)))
     frozen = {name: p for name, p in on_disk.named_parameters() if not p.requires_grad}
@@ -113,7 +113,7 @@ def test_adapters_over_a_model_on_disk_train_as_over_one_in_memory(llama_folder:
 
 
 def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path: Path) -> None:
-    """A forward with a graph through 128 MB of weights takes a small part of that in memory."""
+    """A forward with a graph over 128 MB of weights takes a small part of that in memory."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=1024,
@@ -139,7 +139,7 @@ def test_the_graph_holds_no_copies_of_frozen_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_trains_on_disk_as_in_memory(kind: str, folder: Path, tokens: torch.Tensor) -> None:
-    """Equal losses and equal values, the base's too; the checkpoint stays as it is."""
+    """Equal losses and values, including the base's; the checkpoint is unchanged."""
     before = contents(folder)
     plain, on_disk = both(folder, lambda model: get_peft_model(model, copy.deepcopy(KINDS[kind]())))
     start = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
@@ -156,7 +156,7 @@ def test_an_adapter_trains_on_disk_as_in_memory(kind: str, folder: Path, tokens:
 def test_a_saved_adapter_merges_into_files_and_out_again(
     kind: str, folder: Path, tmp_path: Path, tokens: torch.Tensor
 ) -> None:
-    """Saved from disk, loaded onto disk, merged, unmerged, merged for good: each equal to peft in memory."""
+    """Saved from disk, loaded to disk, merged, unmerged, merged for good: each equal to peft in memory."""
     before = contents(folder)
     torch.manual_seed(3)
     trained = get_peft_model(offload.from_pretrained(folder), KINDS[kind]())
@@ -170,7 +170,7 @@ def test_a_saved_adapter_merges_into_files_and_out_again(
         assert torch.equal(plain(input_ids=tokens).logits, on_disk(input_ids=tokens).logits)
     for act in ("merge_adapter", "unmerge_adapter"):
         getattr(plain, act)(), getattr(on_disk, act)()
-        assert_equal(plain, on_disk, strides=False)  # what is replaced keeps its strides
+        assert_equal(plain, on_disk, strides=False)  # a replaced value keeps its strides
     plain, on_disk = plain.merge_and_unload(), on_disk.merge_and_unload()
     assert_equal(plain, on_disk, strides=False)
     assert all_on_disk(on_disk)
@@ -216,7 +216,7 @@ def test_adapters_of_fused_experts_merge_as_in_memory(tmp_path: Path, tokens: to
 def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(
     safe: bool, llama_folder: Path, tmp_path: Path
 ) -> None:
-    """One file for each weight that changed, and none for those that did not."""
+    """One file per changed weight, and none for the others."""
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **NOT_NEUTRAL)
     before = contents(llama_folder)
     plain, on_disk = both(llama_folder, lambda m: get_peft_model(m, copy.deepcopy(config)), offload_dir=tmp_path)
@@ -233,7 +233,7 @@ def test_a_merge_in_bfloat16_with_tied_embeddings_ends_in_the_users_folder(
 
 
 def test_two_adapters_are_combined_and_merged(folder: Path) -> None:
-    """`add_weighted_adapter`, and a merge of both at once."""
+    """`add_weighted_adapter`, and merging both at once."""
 
     def wrap(model: Any) -> Any:
         model = get_peft_model(model, LoraConfig(**ONE, **NOT_NEUTRAL))
@@ -291,9 +291,9 @@ MERGE = """
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell anonymous memory")
 @pytest.mark.parametrize(("kind", "weights"), [("lora", 2), ("ia3", 2), ("dora", 4)])
 def test_a_merge_takes_the_memory_of_some_weights_and_not_of_the_model(kind: str, weights: int, tmp_path: Path) -> None:
-    """Six weights of 36 MiB: the file changes through its mapping, and what peft itself makes is for one weight.
+    """Six weights of 36 MiB: the file is changed through its mapping, and peft's own temporaries are for one weight.
 
-    DoRA makes the delta, the sum, its norm's square and the product of one weight at a time.
+    DoRA creates the delta, the sum, its norm's square and the product for one weight at a time.
     """
     width, layers = 3072, 6
     path = checkpoint_of_zeros(tmp_path / "model.safetensors", layers, width)

@@ -1,4 +1,4 @@
-"""torchao's `quantize_` over models on disk: the same model as in memory, on disk, saved and loaded again."""
+"""torchao's `quantize_` on disk: the same model as in memory, also saved and loaded again."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def assert_same(expected: nn.Module, found: nn.Module) -> None:
-    """Name by name, class by class, bit by bit; and all of the found one is on disk."""
+    """Name by name, class by class, bit by bit; and all of `found` is on disk."""
     parameters = dict(expected.named_parameters())
     assert list(parameters) == [name for name, _ in found.named_parameters()]
     for name, parameter in found.named_parameters():
@@ -92,10 +92,10 @@ def is_head(_: nn.Module, name: str) -> bool:
 def test_a_model_quantized_on_disk_is_that_quantized_in_memory(
     folders: dict[str, Path], tmp_path: Path, config: str, kind: str
 ) -> None:
-    """Weights and logits, bit for bit; saved, and loaded again by transformers and on disk, too."""
+    """Weights and logits, bit for bit; also saved, and loaded again by transformers and on disk."""
     expected, found = in_memory(folders[kind]), offload.from_pretrained(folders[kind])
     for model, quantize in ((expected, torchao.quantize_), (found, offload.quantize_)):
-        torch.manual_seed(0)  # codebooks begin at random, and take long
+        torch.manual_seed(0)  # codebooks start at random, and take long
         quantize(model, WEIGHT_ONLY[config](), is_head if config == "codebook" else None)
 
     assert_same(expected, found)
@@ -140,7 +140,7 @@ OTHER_WAYS: dict[str, list[tuple[Callable[[], Any], Any]]] = {
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_other_configurations_and_filters_do_as_in_memory(folders: dict[str, Path], way: str, kind: str) -> None:
-    """With quantized activations, of embeddings, by names, and with modules that take another's place."""
+    """With quantized activations, for embeddings, by name, and with modules that are replaced."""
     expected, found = in_memory(folders[kind]), offload.from_pretrained(folders[kind])
     for config, wanted in OTHER_WAYS[way]:
         torchao.quantize_(expected, config(), wanted)
@@ -157,7 +157,7 @@ def test_other_configurations_and_filters_do_as_in_memory(folders: dict[str, Pat
 def test_transformers_own_configuration_quantizes_what_transformers_would(
     folders: dict[str, Path], tmp_path: Path, options: dict[str, Any], kind: str
 ) -> None:
-    """Not the head, unless it is said; and not what is tied."""
+    """Not the head, unless requested; and not what is tied."""
     method = transformers.TorchAoConfig(WEIGHT_ONLY["int8x"](), **options)
     expected = transformers.AutoModelForCausalLM.from_pretrained(
         folders[kind], quantization_config=method, dtype="auto"
@@ -166,7 +166,7 @@ def test_transformers_own_configuration_quantizes_what_transformers_would(
     offload.quantize_(found, method)
     found.save_pretrained(tmp_path)
 
-    assert_same(expected.requires_grad_(False), found.requires_grad_(False))  # transformers froze what it left alone
+    assert_same(expected.requires_grad_(False), found.requires_grad_(False))  # transformers froze what it skipped
     assert torch.equal(logits(expected), logits(found))
     assert torch.equal(logits(expected), logits(in_memory(tmp_path)))
     assert ("torchao", True) == (str(found.quantization_method.value), found.is_quantized)
@@ -174,7 +174,7 @@ def test_transformers_own_configuration_quantizes_what_transformers_would(
 
 @pytest.mark.parametrize("config", ["int8", "int4x-group", "float8", "nvfp4"])
 def test_torchaos_own_form_gives_the_model_back(folder: Path, tmp_path: Path, config: str) -> None:
-    """Of `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
+    """With `save_checkpoint`; read by torchao in memory, and from tensors on disk."""
     from safetensors import safe_open
     from safetensors.torch import load_file
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
@@ -195,7 +195,7 @@ def test_torchaos_own_form_gives_the_model_back(folder: Path, tmp_path: Path, co
 
 
 def test_an_offload_folder_keeps_weights_of_any_class(folder: Path, tmp_path: Path) -> None:
-    """Also those that torchao's form does not know: what was quantized is there, and makes the model again."""
+    """Even those that torchao's format does not support: the quantized values are there, and restore the model."""
     found = offload.from_pretrained(folder, offload_dir=tmp_path)
     offload.quantize_(found, WEIGHT_ONLY["int4-opaque"]())
     names = {name for name, _ in found.named_parameters() if "proj" in name or "lm_head" in name}
@@ -215,7 +215,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder: Path, tmp_path: Path) -> None:
-    """Referenced values go to files of their own; those of a folder change there, under their names."""
+    """Referenced values go to files of their own; those in a folder change there, under their names."""
     before = bytes_of(folder)
     dispatched = offload.load_checkpoint_and_dispatch(transformers.LlamaForCausalLM(in_memory(folder).config), folder)
     stored = offload.disk_offload(in_memory(folder), tmp_path)
@@ -243,7 +243,7 @@ def test_what_is_in_memory_stays_there(folder: Path) -> None:
 
 
 def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The head gets a file under its own name, and the model says that they are tied no more."""
+    """The head gets a file under its own name, and the model says that they are no longer tied."""
     model = offload.disk_offload(in_memory(folders["tied, of 16 bits"]), tmp_path)
     embedding = model.model.embed_tokens.weight
     before = embedding.materialize()
@@ -260,7 +260,7 @@ def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Pa
 
 
 def test_weights_tied_under_the_name_of_the_quantized_one_are_told_apart(tmp_path: Path) -> None:
-    """Also of two layers with one weight, of which torchao makes two."""
+    """Also for two layers that share a weight, which torchao splits."""
     layers = nn.ModuleDict({"b": nn.Linear(256, 64), "a": nn.Linear(256, 64), "e": nn.Embedding(64, 256)})
     stored = OffloadedTensor.from_original_tensor(torch.randn(64, 256), "a.weight", tmp_path)
     for layer in layers.values():
@@ -275,11 +275,11 @@ def test_weights_tied_under_the_name_of_the_quantized_one_are_told_apart(tmp_pat
 
 
 def test_a_module_that_takes_anothers_place_is_brought_to_disk(tmp_path: Path) -> None:
-    """Its weight, which torchao never gave to the old module, replaces the old value."""
+    """Its weight, which torchao never assigned to the old module, replaces the old value."""
     from torchao.core.config import AOBaseConfig
 
     class Swapped(AOBaseConfig):
-        """Puts a new layer, made in memory, in a layer's place."""
+        """Replaces a layer by a new one made in memory."""
 
     @torchao.register_quantize_module_handler(Swapped)
     def swap(module: nn.Linear, _: Swapped) -> nn.Module:
@@ -304,7 +304,7 @@ def test_a_module_that_takes_anothers_place_is_brought_to_disk(tmp_path: Path) -
 
 
 def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_rest(folder: Path) -> None:
-    """What was quantized stays as it is."""
+    """Quantized weights stay as they are."""
     model, expected = offload.from_pretrained(folder), in_memory(folder)
     torchao.quantize_(expected, int8())
     seen: list[str] = []
@@ -330,7 +330,7 @@ def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_re
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_run_goes_on_in_another_process(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    """From the checkpoint: what was quantized is taken from the folder, and is not written again."""
+    """From the checkpoint: quantized weights are taken from the folder, and not written again."""
     expected = in_memory(folders[kind])
     torchao.quantize_(expected, int8())
     chosen = [name for name, module in expected.named_modules() if isinstance(module, nn.Linear)]
@@ -338,7 +338,7 @@ def test_a_run_goes_on_in_another_process(folders: dict[str, Path], tmp_path: Pa
     some = chosen[:3]
     offload.quantize_(first, int8(), lambda _, name: name in some)
     journal = json.loads((tmp_path / ".offload-journal").read_text())
-    journal["runs"][0]["finished"] = False  # as a kill leaves it
+    journal["runs"][0]["finished"] = False  # as after a kill
     (tmp_path / ".offload-journal").write_text(json.dumps(journal))
     del first
     gc.collect()  # torchao's layers refer to themselves
@@ -368,7 +368,7 @@ def test_a_run_that_is_finished_is_taken_up(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_process_that_is_killed_goes_on_where_it_was(private_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each call that changes files; the model is then the one that was not killed."""
+    """At each call that changes files; the result is the same as without kills."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = private_place
     torch.manual_seed(0)
@@ -392,7 +392,7 @@ def test_a_process_that_is_killed_goes_on_where_it_was(private_place: Path, monk
             found = model.get_parameter(name)
             assert identical(parameter.detach(), found.materialize()), (name, call)
         for layer in model:
-            vars(layer).pop("extra_repr", None)  # torchao's, by which a layer refers to itself
+            vars(layer).pop("extra_repr", None)  # torchao's, through which a layer refers to itself
 
     died_at = killed_at_each(begin, lambda model: offload.quantize_(model, int8()), check)
 
@@ -406,7 +406,7 @@ def test_without_a_folder_a_run_is_not_resumed(folder: Path) -> None:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
-    """Here a group that does not divide the columns."""
+    """Here, a group size that does not divide the columns."""
     config = torchao.IntxWeightOnlyConfig(torch.int4, granularity=torchao.PerGroup(32))
     model = offload.disk_offload(nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(50, 8)))
     if by_name:
@@ -458,7 +458,7 @@ def test_a_class_that_is_not_known_is_named_and_the_old_value_stands(monkeypatch
 
 
 def test_other_threads_see_nothing_of_it() -> None:
-    """A parameter that another thread sets while this one quantizes is that thread's own; afterwards, and here too."""
+    """A parameter that another thread sets meanwhile is left alone; the same here afterwards."""
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
     other = offload.disk_offload(nn.Linear(8, 8))
     plain = nn.Parameter(torch.ones(8, 8))
@@ -477,7 +477,7 @@ def test_other_threads_see_nothing_of_it() -> None:
 
 
 def test_files_hold_the_quantized_value_alone(tmp_path: Path) -> None:
-    """At once: a quarter of the bytes of a float32 weight, and its scales."""
+    """Immediately: a quarter of the bytes of a float32 weight, and its scales."""
     model = offload.disk_offload(nn.Sequential(nn.Linear(1024, 1024, bias=False)), tmp_path)
 
     offload.quantize_(model, int8())
@@ -538,7 +538,7 @@ print(json.dumps([quantizing, saving]))
 
 
 def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
-    """What torchao computes with for one of 8 MiB, four times that in 32 bits, and what was freed and not given back;
+    """torchao's temporaries for an 8 MiB weight, four times that in 32 bits, and unreturned freed memory; but
     not the results of all 24, of 4 MiB each.
     """
     quantizing, saving = json.loads(run_script(SCRIPT, tmp_path).splitlines()[-1])

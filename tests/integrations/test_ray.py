@@ -1,4 +1,4 @@
-"""The page about Ray runs, where Ray is installed; it is no package of the tests, since it is large."""
+"""The page about Ray runs if Ray is installed; the tests don't require it, as it is large."""
 
 from __future__ import annotations
 

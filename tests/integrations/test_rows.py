@@ -1,4 +1,4 @@
-"""Files and tables of others become rows of a cache, bit for bit, a batch at a time."""
+"""Files and tables of other formats become rows of a cache, bit for bit, one batch at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N = 17
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several batches even of little."""
+    """Several batches even for little data."""
     monkeypatch.setattr("offload.cache.incoming._BATCH", 200)
     monkeypatch.setattr("offload.integrations.arrow._BATCH", 200)
 
@@ -135,7 +135,7 @@ def table() -> Any:
 
 
 def matches(expected: Any, found: dict[str, Any]) -> None:
-    """Every column of a table is in the batch, what is null told apart."""
+    """Every column of a table is in the batch, with nulls marked."""
     for name in expected.column_names:
         for row, value in enumerate(expected[name].to_pylist()):
             there = f"{name}.present" not in found or bool(found[f"{name}.present"][row])
@@ -254,7 +254,7 @@ def test_what_can_t_be_kept_of_hdf5_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["file", "stream"])
 @pytest.mark.parametrize("columns", [None, ["l"], ["s"]])
 def test_places_outside_of_an_arrow_file_are_an_error(tmp_path: Path, form: str, columns: list[str] | None) -> None:
-    """pyarrow itself follows them, and the process ends."""
+    """pyarrow itself follows them, which kills the process."""
     pa = pytest.importorskip("pyarrow")
     table = pa.table({"l": [list(range(7777)), []], "s": ["x" * 7777, ""]})
     writer = pa.ipc.new_file if form == "file" else pa.ipc.new_stream

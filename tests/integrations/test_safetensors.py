@@ -1,4 +1,4 @@
-"""safetensors and huggingface_hub save and load models on disk with functions of their own."""
+"""safetensors and huggingface_hub save and load models on disk with their own functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.processes import run_script
 
 
 class Tied(nn.Module):
-    """Two layers of one weight, and a norm with statistics."""
+    """Two layers that share a weight, and a norm with statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def net(seed: int) -> Tied:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Another model's values than those that are loaded into it."""
+    """Values of another model than the one that they are loaded into."""
     (tmp_path / "checkpoint").mkdir()
     save_model(net(1), tmp_path / "checkpoint" / "model.safetensors")
     return tmp_path / "checkpoint"
@@ -49,7 +49,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def on_disk(checkpoint: Path) -> Tied:
-    """Over its checkpoint, buffers too."""
+    """Over its checkpoint, including buffers."""
     with offload.init_empty_weights():
         empty = Tied().eval()
     return offload.load_checkpoint_and_dispatch(empty, checkpoint, offload_buffers=True)
@@ -72,7 +72,7 @@ def by_hub_from_a_state_dict(model: nn.Module, folder: Path) -> None:
 
 
 def parts(folder: Path) -> dict[str, tuple[Any, bytes]]:
-    """Every file as its header, or all of it, and its data; the library writes metadata in any order."""
+    """Every file as its header, or all of it, and its data; the library writes metadata in random order."""
     found = {}
     for name, (_, data) in contents(folder).items():
         end = 8 + int.from_bytes(data[:8], "little") if name.endswith(".safetensors") else len(data)
@@ -87,7 +87,7 @@ SAVERS = [by_safetensors, by_hub, by_hub_in_shards, by_hub_from_a_state_dict]
 def test_what_they_save_of_a_model_on_disk_is_what_they_save_in_memory(
     on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[[nn.Module, Path], Any]
 ) -> None:
-    """Byte for byte. Tied weights once, under the same name."""
+    """Byte for byte. Tied weights are saved once, under the same name."""
     before = contents(checkpoint)
     for name in ("plain", "disk"):
         (tmp_path / name).mkdir()
@@ -115,7 +115,7 @@ def load_by_hub(model: nn.Module, folder: Path) -> None:
 def test_what_they_load_goes_to_files_of_the_models_own(
     on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[..., Any], load: Callable[..., Any]
 ) -> None:
-    """Neither the checkpoint that the model referred to nor the one that is loaded is written to."""
+    """Neither the checkpoint that the model referred to nor the loaded one is written to."""
     (tmp_path / "new").mkdir()
     save(net(2), tmp_path / "new")
     before = contents(checkpoint), contents(tmp_path / "new")
@@ -171,7 +171,7 @@ MEASURED = """
 
 @pytest.mark.parametrize("what", ["save_model", "save_torch_model", "load_model"])
 def test_they_do_it_in_little_memory(tmp_path: Path, what: str) -> None:
-    """A model of 250 MB, in 8 values."""
+    """A model of 250 MB, with 8 values."""
     values = {f"{layer}.weight": torch.full((2800, 2800), layer + 0.5) for layer in range(8)}
     save_file(values, tmp_path / "source")
     save_file({"0.weight": torch.ones(8, 8)}, tmp_path / "source.small")

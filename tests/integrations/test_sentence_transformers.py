@@ -38,7 +38,7 @@ def all_on_disk(model: Any) -> bool:
 
 
 def test_the_encoder_on_disk_gives_the_embeddings_of_the_one_in_memory(folder: Path) -> None:
-    """The checkpoint is referenced where the package has it, and not written to."""
+    """The checkpoint is referenced in the package's folder, and not written to."""
     before = contents(folder)
     batch = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
     plain = AutoModel.from_pretrained(folder)
@@ -52,7 +52,7 @@ def test_the_encoder_on_disk_gives_the_embeddings_of_the_one_in_memory(folder: P
 
 
 def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: Path) -> None:
-    """The whole object given to `disk_offload`; its files are aligned as fresh tensors are, so its twin is a copy."""
+    """The whole object is passed to `disk_offload`; its files are aligned like fresh tensors, so its twin is a copy."""
     twin = library.SentenceTransformer(str(folder), device="cpu")
     for parameter in twin.parameters():
         parameter.data = parameter.data.clone()
@@ -65,7 +65,7 @@ def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: P
 
 
 def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, folder: Path) -> None:
-    """Inside the library's own object, whose tokenizer, pooling and normalization stay."""
+    """Inside the library's own object, which keeps its tokenizer, pooling and normalization."""
     expected = embeddings(plain)
 
     plain[0].model = offload.from_pretrained(folder, model_class=AutoModel)
@@ -75,7 +75,7 @@ def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, fol
 
 
 def test_one_that_is_on_disk_is_saved_and_loaded_again(plain: Any, tmp_path: Path) -> None:
-    """In memory, with the values that it had."""
+    """In memory, with the same values."""
     expected = dict(plain.state_dict())
 
     offload.disk_offload(plain).save_pretrained(str(tmp_path))

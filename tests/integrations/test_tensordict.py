@@ -1,4 +1,4 @@
-"""tensordict: its folders open here in place, ours open there, and offloaded tensors are leaves like any others."""
+"""tensordict: its folders open here in place, ours open there, and offloaded tensors work as leaves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sample:
 
 @tensorclass
 class Other:
-    """A tensorclass that no folder holds."""
+    """A tensorclass that is in no folder."""
 
     hidden: torch.Tensor
 
@@ -80,13 +80,13 @@ DTYPES = [
 
 
 def bits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor with made-up bytes."""
+    """A tensor with arbitrary bits."""
     count = torch.Size(shape).numel() * dtype.itemsize
     return (torch.arange(count) * 37 % (2 if dtype == torch.bool else 63)).to(torch.uint8).view(dtype).reshape(shape)
 
 
 def rich() -> TensorDict:
-    """One of everything that both sides know."""
+    """One of everything that both sides support."""
     rows = TensorDict(
         {
             **{str(dtype).removeprefix("torch."): bits(3, 2, dtype=dtype) for dtype in DTYPES},
@@ -145,7 +145,7 @@ def assert_equal(expected: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def leaves(td: object) -> list[torch.Tensor]:
-    """The tensors of a collection; of a lazy stack, those of its layers."""
+    """The tensors in a collection; for a lazy stack, those of its layers."""
     if isinstance(td, LazyStackedTensorDict):
         return [leaf for layer in td.tensordicts for leaf in leaves(layer)]
     if not is_tensor_collection(td):
@@ -153,7 +153,7 @@ def leaves(td: object) -> list[torch.Tensor]:
     return [leaf for key in td.keys() for leaf in leaves(td.get(key))]  # noqa: SIM118
 
 
-# A folder of tensordict's, opened here
+# A folder written by tensordict, opened here
 
 
 def test_a_folder_of_tensordicts_opens_as_what_tensordict_gives(tmp_path):
@@ -281,7 +281,7 @@ def test_a_class_that_a_folder_names_is_not_imported(tmp_path):
 
 
 class Boom:
-    """Its pickle leaves a trace when it is opened."""
+    """Unpickling it has a visible effect."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -529,7 +529,7 @@ def test_a_folder_is_replaced_also_where_folders_can_not_be_exchanged(tmp_path, 
 
 
 def numbered(number: int) -> dict[str, object]:
-    """Data of which no two parts of two numbers fit."""
+    """Data for which parts of two numbers never match."""
     values = torch.full((number + 1,), float(number))
     return {"a": values, "number": NonTensorData(number), "z": torch.tensor(number)}
 
@@ -585,7 +585,7 @@ def test_a_folder_is_whole_after_each_kill(quick_folder):
         assert_numbered(found)
         number, left = found["number"], left + len(os.listdir(folder)) - 1
 
-    assert left > 0  # else none was killed while it wrote
+    assert left > 0  # otherwise none was killed while writing
     save_memmap(numbered(number + 1), folder / "a")
     assert ["a"] == os.listdir(folder)
 
@@ -668,7 +668,7 @@ def test_a_folder_of_zeros_is_there_to_be_filled(tmp_path):
 
 
 def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
-    """40 MiB of values, whole and as a part of a file; less than 12 MiB of anonymous memory."""
+    """40 MiB of values, whole and as part of a file, with less than 12 MiB of anonymous memory."""
     nbytes = run_script(
         """
         import sys, torch
@@ -704,7 +704,7 @@ def plain() -> TensorDict:
 
 
 MASK = torch.tensor([True, False, True, False])
-STAY = {  # gives offloaded leaves, and reads nothing
+STAY = {  # offloaded leaves, without reading
     "int": lambda td: td[1],
     "negative": lambda td: td[-1],
     "slice": lambda td: td[1:3],
@@ -735,7 +735,7 @@ STAY = {  # gives offloaded leaves, and reads nothing
     "state_dict": lambda td: TensorDict({key: td.state_dict()[key] for key in ("x", "n")}),
     "share_memory_": lambda td: td.share_memory_(),
 }
-COME = {  # gives plain leaves
+COME = {  # plain leaves
     "mask": lambda td: td[MASK],
     "list": lambda td: td[[0, 2]],
     "tensor": lambda td: td[torch.tensor([1, 1, 3])],
@@ -815,7 +815,7 @@ def test_compiled_code_takes_offloaded_leaves(backend):
     assert torch.equal((plain() * 2)["x"] + plain()["deep", "y"].sum(), compiled(offloaded(plain())))
 
 
-SAVES = {  # as tensordict's page on saving shows them
+SAVES = {  # as on tensordict's page about saving
     "memmap": lambda td, path: TensorDict.load_memmap((td.memmap(path), path)[1]),
     "memmap_": lambda td, path: TensorDict.load_memmap((td.memmap_(path), path)[1]),
     "threads": lambda td, path: TensorDict.load_memmap((td.memmap(path, num_threads=4), path)[1]),

@@ -1,4 +1,4 @@
-"""TensorDicts and their folders: as rows of a cache, sparse, written through, and with calls that fail."""
+"""TensorDicts and their folders: as rows of a cache, sparse, written through, and with failing calls."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_other_processes_write_through_too(tmp_path: Path) -> None:
 
 
 def test_what_a_folder_holds_comes_back_as_it_was(tmp_path: Path) -> None:
-    """The batch sizes and names of each level, tensorclasses and data that are no tensors."""
+    """The batch sizes and names at each level, tensorclasses and non-tensor data."""
     td = TensorDict(
         {
             "x": torch.ones(4, 3),
@@ -286,7 +286,7 @@ def test_a_call_that_fails_is_told_and_nothing_is_half_done(quick_folder: str, a
         assert error is None or isinstance(error, OffloadError), str(failure)
         assert error is None or (isinstance(error, OSError) and error.errno == failure.code), str(failure)
         left = [path.name for path in folder.parent.iterdir()] if folder.parent.exists() else []
-        assert error is None or set(left) <= {"data"}, (str(failure), left)  # else removing the old one failed
+        assert error is None or set(left) <= {"data"}, (str(failure), left)  # otherwise removing the old one failed
         if folder.exists() and act != "like":
             values = load_memmap(folder)["a"].tolist()
             assert values in (rows()["a"].tolist(), (rows()["a"] + 1).tolist()), str(failure)

@@ -1,4 +1,4 @@
-"""What torch does with a whole model: parametrizations, pruning, averages, vectors, distributed checkpoints."""
+"""What torch does with whole models: parametrizations, pruning, averaging, vectors, distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def train(model: nn.Module, steps: int = 2, after: Callable[[nn.Module], None] = lambda model: None) -> torch.Tensor:
-    """What the model gives after some steps."""
+    """The model's results after a few steps."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def train(model: nn.Module, steps: int = 2, after: Callable[[nn.Module], None] =
 
 
 def plain_form(result: Any) -> Any:
-    """A result as plain values that can be compared: modules as their states."""
+    """A result as plain values for comparison: modules as their states."""
     if isinstance(result, nn.Module):
         result = dict(result.state_dict())
     if isinstance(result, dict):
@@ -75,7 +75,7 @@ def on_disk_names(model: nn.Module) -> set[str]:
 EVERY = {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
 
 
-# Weights made of others
+# Weights computed from others
 
 
 PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
@@ -89,7 +89,7 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class Doubled(nn.Module):
-    """A parametrization that can be undone."""
+    """An invertible parametrization."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
@@ -100,7 +100,7 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("change", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS)
 def test_a_parametrized_weight_trains_and_becomes_one_again(change: Callable[[nn.Module], Any]) -> None:
-    """Registered on a layer on disk, trained, removed; the other layers stay on disk all along."""
+    """Registered on a layer on disk, trained, removed; the other layers stay on disk throughout."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
         change(model[0])
@@ -115,7 +115,7 @@ def test_a_parametrized_weight_trains_and_becomes_one_again(change: Callable[[nn
 
 
 def test_the_older_weight_norm_trains_and_is_removed() -> None:
-    """By hooks, not by parametrization; models of speech still use it."""
+    """With hooks, not parametrization; speech models still use it."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
         with pytest.warns(FutureWarning):
@@ -186,7 +186,7 @@ def test_an_exponential_average_is_kept_on_disk(with_buffers: bool) -> None:
 
 
 def test_a_plain_average_and_its_batch_norm() -> None:
-    """Stochastic weight averaging; the statistics are computed anew."""
+    """Stochastic weight averaging; the statistics are recomputed."""
 
     def act(model: nn.Sequential) -> list[Any]:
         average = AveragedModel(model)
@@ -198,7 +198,7 @@ def test_a_plain_average_and_its_batch_norm() -> None:
 
 
 def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
-    """Without its gradients, as torch copies parameters."""
+    """Without gradients, as torch copies parameters."""
 
     def act(model: nn.Sequential) -> list[Any]:
         train(model, 1)
@@ -212,7 +212,7 @@ def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
 
 
 def test_weights_set_aside_and_put_back() -> None:
-    """Through `.data`, as averages are swapped in for an evaluation."""
+    """Through `.data`, as averaged weights are swapped in for evaluation."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
         model.eval()
@@ -230,7 +230,7 @@ def test_weights_set_aside_and_put_back() -> None:
     assert not torch.equal(doubled, again)
 
 
-# All parameters as one, or in place of others
+# All parameters as one, or replaced for a call
 
 
 def test_parameters_as_a_vector_and_back() -> None:
@@ -248,7 +248,7 @@ def test_parameters_as_a_vector_and_back() -> None:
 
 
 def test_a_functional_call_in_place_of_weights_on_disk() -> None:
-    """Given values are used for the call, and the files keep theirs."""
+    """The given values are used for the call, and the files keep theirs."""
 
     def act(model: nn.Sequential) -> torch.Tensor:
         model.eval()
@@ -278,7 +278,7 @@ def test_models_on_disk_are_stacked_to_an_ensemble() -> None:
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_a_plain_state_is_loaded_into_a_model_on_disk(assign: bool) -> None:
-    """Copied into the files; with `assign` the given tensors take their place, as torch says."""
+    """Copied into the files; with `assign` the given tensors are used, as in torch."""
 
     def act(model: nn.Sequential) -> list[Any]:
         keys = model.load_state_dict(network(seed=5).state_dict(), assign=assign)
@@ -337,7 +337,7 @@ def test_a_distributed_state_dict_is_taken_and_set() -> None:
     assert on_disk_names(model) == EVERY
 
 
-# Steps of all at once
+# Steps over all parameters at once
 
 
 def lbfgs(model: nn.Sequential) -> None:
@@ -367,7 +367,7 @@ def clipped(model: nn.Sequential) -> list[Any]:
 
 @pytest.mark.parametrize("step", [lbfgs, muon, clipped])
 def test_steps_over_all_parameters_write_through(step: Callable[[nn.Sequential], Any]) -> None:
-    """Optimizers that take parameters apart, or together, in a way of their own."""
+    """Optimizers that split or combine parameters in their own way."""
     model, _ = assert_as_in_memory(step)
 
     assert on_disk_names(model) == EVERY

@@ -1,4 +1,4 @@
-"""torch_to_nnef: its exporter takes our models by the ways that the page shows."""
+"""torch_to_nnef: its exporter accepts our models in the ways shown on the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = ROOT / "tutorials" / "how-to" / "from-torch-to-nnef.md"
 
 
 class Tied(nn.Module):
-    """An embedding whose matrix is that of the last layer too, with a buffer between."""
+    """An embedding tied to the last layer, with a buffer in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ MODELS = {
 
 
 def of_page(name):
-    """A function that the page defines."""
+    """A function defined on the page."""
     names: dict = {}
     for fence in fences(PAGE.read_text(encoding="utf-8")):
         if f"def {name}(" in fence.text:
@@ -55,7 +55,7 @@ def exported(model, x, path):
 
 
 def values_of(files):
-    """The values among the files; torch_to_nnef gives a tied one either of its names."""
+    """The values among the files; torch_to_nnef uses either name for a tied one."""
     names = {"head.weight.dat": "embedding.weight.dat"}
     return {names.get(name, name): data for name, data in files.items() if name.endswith(".dat")}
 

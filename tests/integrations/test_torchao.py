@@ -1,4 +1,4 @@
-"""Weights that torchao quantized are stored as they are, compute as in memory, and come back."""
+"""Weights quantized by torchao are stored as they are, compute as in memory, and are restored."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def weight(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def quantized(config: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A weight, (64, 256), as torchao quantizes it."""
+    """A weight, (64, 256), quantized by torchao."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(256, 64, bias=False)
     layer.weight = nn.Parameter(weight(dtype))
-    torch.manual_seed(0)  # codebooks begin at random
+    torch.manual_seed(0)  # codebooks start at random
     quantize_(layer, WEIGHT_ONLY[config]())
     return layer.weight
 
@@ -72,7 +72,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def every_class_is_known_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that another test registered helps."""
+    """Registrations by other tests don't help."""
     monkeypatch.setattr(subclasses, "_REGISTERED", {})
 
 
@@ -90,7 +90,7 @@ def test_all_that_a_quantized_weight_can_do_it_does_from_disk(config: str, dtype
 @BOTH_DTYPES
 @EVERY_CONFIG
 def test_a_quantized_weight_stays_what_it_is(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
-    """As `materialize` gives it, copied, detached, moved, as the new value of a plain weight, and opened again."""
+    """Materialized, copied, detached, moved, as the new value of a plain weight, and opened again."""
     value = quantized(config, dtype)
     expected = value.detach()
     stored = OffloadedTensor.from_original_tensor(value, "w", tmp_path)
@@ -109,7 +109,7 @@ def test_a_quantized_weight_stays_what_it_is(tmp_path: Path, config: str, dtype:
 
 
 def test_every_quantized_weight_is_opened_by_another_process(tmp_path: Path) -> None:
-    """Which has seen neither torchao nor a name of its classes before; from a folder as a whole, bit for bit."""
+    """One that has not imported torchao; from a folder as a whole, bit for bit."""
     for config in WEIGHT_ONLY:
         OffloadedTensor.from_original_tensor(quantized(config), config, tmp_path)
 
@@ -126,7 +126,7 @@ def test_every_quantized_weight_is_opened_by_another_process(tmp_path: Path) -> 
 
 
 def test_a_module_says_what_its_weights_are() -> None:
-    """torchao's own words for a layer go through."""
+    """torchao's own description of a layer is shown."""
     from torchao.quantization import quantize_
 
     layer = nn.Sequential(nn.Linear(256, 64))
@@ -138,7 +138,7 @@ def test_a_module_says_what_its_weights_are() -> None:
 
 
 def test_a_view_of_what_was_plain_is_stale_when_it_is_quantized() -> None:
-    """It never gives the whole value for the part; one of the whole goes on."""
+    """It never returns the whole value in place of the part; a view of the whole goes on working."""
     stored = OffloadedTensor.from_original_tensor(weight(), "w")
     row, turned, whole = stored[3], stored.t(), stored.detach()
     value = quantized("int8").detach()
@@ -157,7 +157,7 @@ def test_a_view_of_what_was_plain_is_stale_when_it_is_quantized() -> None:
     ("package", "name"), [(package, name) for package, names in subclasses._KNOWN.items() for name in names]
 )
 def test_the_names_on_the_allow_list_are_those_of_classes(package: str, name: str) -> None:
-    """In the versions that are installed here."""
+    """In the installed versions."""
     found = subclasses._known(f"{package}:{name}")
 
     assert name == found.__qualname__

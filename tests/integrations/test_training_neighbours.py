@@ -1,4 +1,4 @@
-"""Trainers of neighbours over a model, its optimizer's state and its activations on disk."""
+"""Other libraries' trainers with a model, optimizer state and activations on disk."""
 
 from __future__ import annotations
 

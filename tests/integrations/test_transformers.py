@@ -66,7 +66,7 @@ def test_a_generation_config_comes_along(llama_folder: Path, tmp_path: Path) -> 
 def test_a_checkpoint_of_torch_save_is_loaded_in_place(
     llama_folder: Path, in_memory: Any, tokens: torch.Tensor, tmp_path: Path, max_shard_size: str
 ) -> None:
-    """Tied weights stand in it twice."""
+    """It contains tied weights twice."""
     from huggingface_hub import save_torch_state_dict
 
     shutil.copy(llama_folder / "config.json", tmp_path)
@@ -103,7 +103,7 @@ def test_a_device_map_keeps_some_modules_in_memory(llama_folder: Path, in_memory
 
 
 def test_no_device_map_loads_into_memory(llama_folder: Path, in_memory: Any, tokens: torch.Tensor) -> None:
-    """As `None`, their default, means to transformers and accelerate."""
+    """As for transformers and accelerate, whose default is `None`."""
     found = offload.from_pretrained(llama_folder, device_map=None)
     filled = offload.load_checkpoint_and_dispatch(LlamaForCausalLM(in_memory.config), llama_folder, device_map=None)
 
@@ -167,7 +167,7 @@ def test_saving_and_loading_again_gives_the_same_values(llama_folder: Path, tmp_
 def test_a_model_is_not_saved_over_the_files_that_it_refers_to(
     size: str, llama_folder: Path, tmp_path: Path, tokens: torch.Tensor
 ) -> None:
-    """Nor is what transformers would remove first; nor by a copy of it, with values of its own."""
+    """Nor files that transformers would remove first; nor by a copy of it with its own values."""
     shutil.copytree(llama_folder, tmp_path / "llama")
     model = offload.from_pretrained(tmp_path / "llama")
     before, expected = contents(tmp_path / "llama"), model(tokens).logits
@@ -213,7 +213,7 @@ def test_a_model_without_a_name_saves_itself(llama_folder: Path, tmp_path: Path)
 
 
 def test_a_model_and_its_files_go_with_its_last_name(llama_folder: Path) -> None:
-    """Nothing in it refers to it: no garbage has to be collected."""
+    """Nothing in it refers to it: no garbage collection is needed."""
     for make in (lambda model: model, copy.deepcopy):
         model = make(offload.from_pretrained(llama_folder, dtype=torch.float16))
         with torch.no_grad():
@@ -247,7 +247,7 @@ def test_a_copy_without_a_name_saves_itself(llama_folder: Path, tmp_path: Path) 
 
 
 def test_a_model_that_was_changed_and_has_gone_is_saved_as_it_was_last(llama_folder: Path, tmp_path: Path) -> None:
-    """Also what was replaced in its attributes, and not in its modules alone."""
+    """Including what was replaced in its attributes, not only in its modules."""
     model = offload.from_pretrained(llama_folder)
     model.lm_head = torch.nn.Linear(2, 2, bias=False)
     model.config = copy.deepcopy(model.config)
@@ -315,7 +315,7 @@ def test_a_missing_shard_is_named(llama_folder: Path, tmp_path: Path) -> None:
 def test_a_name_on_the_hub_is_found_in_the_local_cache(
     llama_folder: Path, tmp_path: Path, tokens: torch.Tensor
 ) -> None:
-    """Without a network, in the layout in which huggingface_hub keeps what it has fetched."""
+    """Without a network, in the layout of huggingface_hub's cache."""
     import shutil
 
     stored = tmp_path / "models--someone--a-llama"
@@ -351,7 +351,7 @@ def test_an_option_that_would_be_left_out_is_told(llama_folder: Path, name: str)
 def test_nothing_is_converted_in_threads_and_the_environment_is_as_it_was_once_all_loadings_ended(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
-    """One loading begins within another, as in two threads, and fails."""
+    """One load begins during another, as in two threads, and fails."""
     name, converting, converted = "HF_DEACTIVATE_ASYNC_LOAD", core_model_loading._materialize_copy, []
     monkeypatch.delenv(name, raising=False)
     if before is not None:
@@ -374,7 +374,7 @@ def test_nothing_is_converted_in_threads_and_the_environment_is_as_it_was_once_a
 
 
 class Failing(LlamaForCausalLM):
-    """Raises while it is filled, and not while it is made empty."""
+    """Raises when it is filled, but not when it is created empty."""
 
     def tie_weights(self, *args: Any, **options: Any) -> Any:
         if any(not value.is_meta for value in self.parameters()):
