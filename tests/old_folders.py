@@ -1,7 +1,7 @@
-"""Folders of every kind, as a release made them: what is in them, and how they are made and held against it.
+"""Folders of every kind as written by a release: their contents, how to create them, and how to check them.
 
-`python -m tests.old_folders FOLDER` makes them with the present code, one archive a kind. What a release has made stays
-in `tests/data/<release>` for good.
+`python -m tests.old_folders FOLDER` creates them with the current code, one archive per kind. A release's stay in
+`tests/data/<release>` for good.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _loaded(folder: Path) -> nn.Module:
 
 
 def _make_mapped(folder: Path) -> None:
-    """A run over values that was interrupted after two of them."""
+    """A run over values, interrupted after two of them."""
     (folder / "model").mkdir()
     save_file(_layers().state_dict(), folder / "model" / "model.safetensors")
     os.utime(folder / "model" / "model.safetensors", (1_700_000_000, 1_700_000_000))
@@ -154,7 +154,7 @@ def _check_checkpoint(folder: Path) -> None:
     for name, value in _layers().state_dict().items():
         assert_same(value, found[name])
     del found
-    offload.save_checkpoint(_layers(), folder)  # one that offload wrote is replaced
+    offload.save_checkpoint(_layers(), folder)  # replaces one written by offload
     assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors"]
 
 
@@ -251,7 +251,7 @@ def _check_tree(folder: Path) -> None:
     assert_same(_numbers(2, 2), found["shared"])
     assert found[7][:2] == ["text", b"bytes"]
     assert_same(_numbers(1).to(torch.float16), found[7][2]["deep"])
-    offload.save_tree({"other": 1}, folder)  # a tree that offload wrote is replaced
+    offload.save_tree({"other": 1}, folder)  # replaces one written by offload
     assert offload.load_tree(folder) == {"other": 1}
 
 
@@ -319,7 +319,7 @@ def _check_memmap(folder: Path) -> None:
     assert_same(_numbers(3, 2), found["x"])
     assert_same(BITS.reshape(3, 8), found["deep", "y"])
     assert found["text"] == "note"
-    save_memmap(_tensordict(), folder)  # one that offload wrote is replaced
+    save_memmap(_tensordict(), folder)  # replaces one written by offload
 
 
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {

@@ -1,8 +1,8 @@
-"""What the op census asks of values on disk beside what `offload.testing` asks: views stay there, files hold them.
+"""Checks of the op census for values on disk, beyond `offload.testing`: views stay there, files hold them.
 
 Always true:
 - each argument that can be stored is offloaded: as a whole value, as a part of a larger one, or lazily conjugated
-- the plain tensors it is held against have the same strides, and the same alignment to 64 bytes
+- the plain tensors it is compared with have the same strides, and the same alignment to 64 bytes
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def offloaded(x: Any) -> Any:
 
 
 def dense(x: Any) -> Any:
-    """A copy with strides of its own; what is no plain tensor, itself."""
+    """A copy with its own strides; anything but a plain tensor is returned as it is."""
     return x.detach().clone().requires_grad_(x.requires_grad) if is_plain(x) else x
 
 
@@ -37,7 +37,7 @@ def as_whole(x: torch.Tensor) -> tuple[torch.Tensor, OffloadedTensor]:
 
 
 def as_part(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second row of a value with two."""
+    """The second row of a two-row value."""
     rows = torch.stack([torch.zeros_like(x), x.detach()])
     if rows[1].stride() != x.stride():
         return as_whole(x)
@@ -50,12 +50,12 @@ def as_conjugate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def storages(tree: Any) -> set[int]:
-    """Where the storages of plain tensors start."""
+    """The storage addresses of plain tensors."""
     return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if is_plain(leaf)} - {0}
 
 
 def assert_on_disk_if_view(expected: Any, actual: Any, arguments: Any) -> None:
-    """A result is offloaded if the plain one shares memory with an argument, else it is plain."""
+    """A result is offloaded if the plain one shares memory with an argument, and plain otherwise."""
     shared = storages(arguments)
     for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
         if is_plain(one) and one.numel():
@@ -64,7 +64,7 @@ def assert_on_disk_if_view(expected: Any, actual: Any, arguments: Any) -> None:
 
 
 def assert_untouched(results: Any, arguments: Any) -> None:
-    """No plain result shares memory with a file: writing to it would write to the file."""
+    """No plain result shares memory with a file, as writing to it would write to the file."""
     files = [leaf.untyped_storage() for leaf in tree_leaves(arguments) if isinstance(leaf, OffloadedTensor)]
     ranges = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in files if storage.nbytes()]
     for leaf in tree_leaves(results):
@@ -74,7 +74,7 @@ def assert_untouched(results: Any, arguments: Any) -> None:
 
 
 def assert_stored(tree: Any) -> None:
-    """What the tensors say is what their files hold."""
+    """The tensors agree with their files."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, OffloadedTensor) and leaf.numel():
             text = leaf.offload_path.read_bytes()
@@ -90,7 +90,7 @@ def see_results(expected: Any, actual: Any, plain_arguments: Any, arguments: Any
 
 
 def close(kind: Kind, expected: Any, actual: Any) -> None:
-    """Equal but for some roundings of the largest number among them; a gradient that is not there is zero."""
+    """Equal up to a few roundings of the largest number; a missing gradient counts as zero."""
     largest = max((one.detach().abs().nan_to_num(0, 0).max().item() for one in expected if _rounds(one)), default=0)
     for one, other in zip(expected, actual, strict=True):
         if one is None and other is None:

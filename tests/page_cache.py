@@ -1,6 +1,6 @@
-"""Files in memory: whether this machine lets go of them when asked to, and a cache whose rows are there.
+"""The page cache in tests: whether this machine can drop files from it, and a cache whose rows are in it.
 
-In memory-backed folders there is nothing to let go.
+Memory-backed folders have nothing to drop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ needs_page_cache = pytest.mark.skipif(
 
 
 def made_hot(cache: TensorCache) -> None:
-    """Read all rows of a cache until it gives them with little else done; skips where the system can't tell."""
+    """Read all rows of a cache until it uses the short path; skips if the system can't tell what is cached."""
     path = next(iter(cache.folder.glob("*.safetensors")))
     with path.open("rb", buffering=0) as file:
         try:
@@ -47,7 +47,7 @@ def made_hot(cache: TensorCache) -> None:
         except (AttributeError, OSError) as error:
             pytest.skip(f"whether rows are in memory can't be told here: {error}")
     rows = torch.arange(len(cache))
-    for _ in range(20):  # the system may take pages away meanwhile
+    for _ in range(20):  # the system may evict pages meanwhile
         cache[rows]
         if cache._store.read_hot(rows, None) is not None:
             return

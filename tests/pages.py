@@ -1,10 +1,10 @@
-"""Run a Markdown page: `python -m tests.pages PAGE [SETUP]`, in the folder that its files are to go to.
+"""Run a Markdown page: `python -m tests.pages PAGE [SETUP]`, in the folder for its files.
 
 Always true:
-- every python fence runs, top to bottom in one namespace, or the line before it says why not
-- a text fence right after a python fence is what that fence prints, to the letter
-- what goes wrong is told with the line of the page
-- nothing is asked of another machine
+- every python fence runs, top to bottom in one namespace, unless the line before it says why not
+- a text fence right after a python fence is the exact output of that fence
+- errors are reported with the line in the page
+- no connections to other machines are made
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROMPT = ">>>"
 
 
 class PageError(Exception):
-    """A page that cannot be run as it is written, or that does something else than it says."""
+    """A page that can't be run as written, or whose output is different."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Fence:
     """A block of code on a page.
 
     Attributes:
-        line: where it opens; the first is 1.
-        language: the word after the marks; empty if there is none.
-        text: what it holds, without the indent of the block.
+        line: of its opening marks; the first is 1.
+        language: the word after the marks; empty if none.
+        text: its content, without the indentation of the block.
         excuse: why it is not run; None if it is.
-        follows: nothing but blank lines lies between it and the fence before.
+        follows: only blank lines are between it and the previous fence.
     """
 
     line: int
@@ -57,7 +57,7 @@ def fences(page: str) -> Iterator[Fence]:
     """The fences of a page.
 
     Raises:
-        PageError: one of them is not closed, has no known language, or is excused without a reason.
+        PageError: one of them is not closed, has an unknown language, or is excused without a reason.
     """
     lines = page.splitlines()
     place, between = 0, ["the page begins"]
@@ -102,12 +102,12 @@ def run(page: Path, setup: str = "") -> None:
 
     Args:
         page: the Markdown file.
-        setup: code that runs before, in the namespace of the page.
+        setup: code to run first, in the namespace of the page.
 
     Raises:
-        PageError: a fence raises, or prints something else than the page says.
+        PageError: a fence raises, or its output differs from the page.
     """
-    module = sys.modules["__main__"] = ModuleType("__main__")  # so that what the page defines can be pickled
+    module = sys.modules["__main__"] = ModuleType("__main__")  # so that definitions on the page can be pickled
     exec(setup, module.__dict__)
     printed = Printed()
     last: Fence | None = None
@@ -125,7 +125,7 @@ def _run(fence: Fence, page: Path, module: ModuleType) -> None:
     if fence.text.lstrip().startswith(_PROMPT):
         _run_prompts(fence, page, module)
         return
-    lines_before = "\n" * fence.line  # so that a traceback has the lines of the page
+    lines_before = "\n" * fence.line  # so that tracebacks have the line numbers of the page
     try:
         exec(compile(lines_before + fence.text, str(page), "exec"), module.__dict__)
     except BaseException as error:
@@ -133,7 +133,7 @@ def _run(fence: Fence, page: Path, module: ModuleType) -> None:
 
 
 def _run_prompts(fence: Fence, page: Path, module: ModuleType) -> None:
-    """Each example gives what stands below it."""
+    """Each prompt's output is what follows it."""
     test = doctest.DocTestParser().get_doctest(fence.text, module.__dict__, page.name, str(page), fence.line)
     told: list[str] = []
     if doctest.DocTestRunner(verbose=False).run(test, out=told.append, clear_globs=False).failed:
@@ -142,7 +142,7 @@ def _run_prompts(fence: Fence, page: Path, module: ModuleType) -> None:
 
 
 class Printed:
-    """Standard output from now on, of this process and of those that it starts, in a file."""
+    """Standard output from now on, of this process and its children, in a file."""
 
     def __init__(self) -> None:
         with tempfile.TemporaryFile() as file:
@@ -151,14 +151,14 @@ class Printed:
         self._seen = 0
 
     def since_last(self) -> str:
-        """What was printed since this was last asked."""
+        """The output since the last call."""
         sys.stdout.flush()
         start, self._seen = self._seen, os.lseek(1, 0, os.SEEK_CUR)
         return os.pread(1, self._seen - start, start).decode()
 
 
 def _stay_here(event: str, arguments: tuple[object, ...]) -> None:
-    """An audit hook: connections go to this machine only."""
+    """An audit hook that allows connections to this machine only."""
     if (
         event == "socket.connect"
         and isinstance(address := arguments[1], tuple)

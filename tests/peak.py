@@ -1,7 +1,7 @@
-"""The most anonymous memory that something takes, looked at from a thread of its own.
+"""The peak anonymous memory of a block, sampled in a thread.
 
 Always true:
-- a look every two milliseconds: what comes and goes between two of them is not seen
+- one sample every two milliseconds: shorter peaks are missed
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from offload.memory import anonymous_bytes
 
 
 class Peak:
-    """`with Peak() as peak: ...`, then `peak.nbytes` over what there was."""
+    """`with Peak() as peak: ...`, then `peak.nbytes` above the level before."""
 
     def __enter__(self) -> Peak:
         self.before = self.most = anonymous_bytes()

@@ -1,8 +1,8 @@
-"""Processes of their own for tests: with limits, killed, or forked.
+"""Separate processes for tests: limited, killed, or forked.
 
 Always true:
-- a script that fails fails the test, with what it printed
-- a forked child never comes back into the test: it ends with `os._exit`
+- a script that fails fails the test, with its output
+- a forked child never returns into the test: it ends with `os._exit`
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def run_script(
     env: dict[str, str] | None = None,
     limit: float = 120,
 ) -> str:
-    """What a Python script prints.
+    """The output of a Python script.
 
     Args:
-        code: the script, which may be indented.
+        code: the script; may be indented.
         args: become `sys.argv[1:]`.
-        shell: runs before it in the same shell, as `ulimit -n 256`.
-        expected: the exit code; minus the signal of a killed one.
-        env: is added to the environment.
-        limit: seconds after which it is killed, and the test fails.
+        shell: runs before it in the same shell, for example `ulimit -n 256`.
+        expected: the exit code, or minus the signal that killed it.
+        env: added to the environment.
+        limit: seconds until it is killed, and the test fails.
     """
     python = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
     command = ["sh", "-c", f'{shell} && exec "$@"', "sh", *python] if shell else python
@@ -48,7 +48,7 @@ def run_script(
 
 
 def forked(act: Callable[[], object]) -> int:
-    """The number of a forked child that does `act`, and leaves with 0, or 1 if that failed, without any cleaning up."""
+    """The pid of a forked child that runs `act`, and exits with 0, or 1 if that failed, without any cleanup."""
     pid = os.fork()
     if pid:
         return pid
@@ -61,17 +61,17 @@ def forked(act: Callable[[], object]) -> int:
 
 
 def ended(pid: int) -> int:
-    """The exit code of a child, once it has ended; minus the signal of a killed one."""
+    """The exit code of a child once it has ended, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def kill(pid: int) -> None:
-    """Kill a child, which must not have ended by itself."""
+    """Kill a child, which must not have ended on its own."""
     os.kill(pid, signal.SIGKILL)
     code = ended(pid)
     assert code == -signal.SIGKILL, f"it ended with {code} before it was killed: see above"
 
 
 def in_fork(act: Callable[[], object]) -> bool:
-    """Whether `act` ends well in a forked child."""
+    """Whether `act` succeeds in a forked child."""
     return ended(forked(act)) == 0

@@ -1,6 +1,6 @@
-"""Every public call that touches tensors or files, small, with what must hold after it has been cut short.
+"""Every public call that touches tensors or files, small, with what must hold after it was cut short.
 
-For tests that do something to all of them: interrupt them, or look at what they leave behind.
+For tests that apply something to all of them: interrupting them, or checking what they leave behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload import OffloadedTensor, TensorCache
 from offload.errors import CacheError, MissingRowsError
 
 OLD, NEW = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) * 2 + 1
-LARGE = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256)  # beyond what always stays in memory
+LARGE = torch.arange(1 << 16, dtype=torch.float32).reshape(256, 256)  # larger than what always stays in memory
 _numbers = itertools.count()
 
 
@@ -35,10 +35,10 @@ class Call:
     """A public call.
 
     Attributes:
-        prepare: gives what `act` takes, over a new folder.
+        prepare: returns the argument of `act`, in a new folder.
         act: the call.
-        check: asserts what holds of what was prepared, whether `act` ended or not; tries it again.
-        changes: the global state that it is there to change.
+        check: asserts what must hold whether `act` succeeded or not; tries it again.
+        changes: the global state that it is meant to change.
     """
 
     prepare: Callable[[Path], Any]
@@ -48,7 +48,7 @@ class Call:
 
 
 def old_or_new(weight: torch.Tensor) -> None:
-    """A further op gives what it gives on the plain tensor, which is the old value or the new one."""
+    """A further op gives the same as on the plain tensor, with the old value or the new one."""
     value = weight.materialize() if isinstance(weight, OffloadedTensor) else weight
     assert torch.equal(OLD, value) or torch.equal(NEW, value), value
     assert torch.equal(value.sum() + 1, weight.sum() + 1)
@@ -195,7 +195,7 @@ def _was_saved(given: tuple[nn.Module, Path]) -> None:
     _, folder = given
     saved = offload.load_file(next((folder / "saved").glob("*.safetensors")))
     old_or_new(saved["0.weight"])
-    del saved  # what is over a file keeps it from being replaced
+    del saved  # a live tensor over the file would keep it from being replaced
     _save(given)
     assert torch.equal(NEW, offload.load_file(folder / "saved" / "model.safetensors")["0.weight"])
 
@@ -229,7 +229,7 @@ def _cache(folder: Path) -> TensorCache:
 
 
 def _rows(cache: TensorCache) -> None:
-    """Each row is old, new, or missing; and can be written again."""
+    """Each row is old, new, or missing; and can be rewritten."""
     with TensorCache.open(cache.folder, mode="r") as reader:
         for row in range(3):
             try:
@@ -326,7 +326,7 @@ def _offloading(weight: torch.Tensor) -> None:
     assert offload.is_offloaded(big)
 
 
-# Reading ahead
+# Read-ahead
 
 
 def _large(folder: Path) -> list[OffloadedTensor]:
@@ -379,5 +379,5 @@ CALLS: dict[str, Call] = {
 
 
 def new_folder(root: Path) -> Path:
-    """One that is not there yet."""
+    """A folder that does not exist yet."""
     return root / str(next(_numbers))

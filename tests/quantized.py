@@ -1,6 +1,6 @@
-"""Quantized weights: the configurations of torchao that quantize weights alone and run on this CPU, and comparison.
+"""Quantized weights: torchao's weight-only configurations that run on this CPU, and comparing the results.
 
-These need weights of which the columns are a multiple of 256, and the elements of 16384.
+These need weights whose columns are a multiple of 256, and whose elements are a multiple of 16384.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PROTOTYPES = "torchao.prototype.quantization"
 
 
 def _config(path: str, **options: Any) -> Callable[[], Any]:
-    """A function that makes a configuration; values that are functions are called."""
+    """A function that creates a configuration; values that are functions are called."""
     module, _, name = path.rpartition(".")
 
     def made() -> Any:
@@ -37,9 +37,9 @@ def _intx(bits: int, **options: Any) -> Callable[[], Any]:
 _GROUP = _granularity("PerGroup", 32)
 _INT8, _FLOAT8 = "torchao.quantization.Int8WeightOnlyConfig", "torchao.quantization.Float8WeightOnlyConfig"
 
-_ALONE = {"set_inductor_config": False}  # true changes how all of torch multiplies
+_ALONE = {"set_inductor_config": False}  # True changes how all of torch multiplies
 
-# Of classes that torchao's safetensors form, and so transformers, has a word for.
+# Of classes supported by torchao's safetensors format, and so by transformers.
 IN_TORCHAOS_FORM: dict[str, Callable[[], Any]] = {
     "int8": _config(_INT8, **_ALONE),
     "int8-group": _config(_INT8, granularity=_GROUP, **_ALONE),
@@ -69,7 +69,7 @@ WEIGHT_ONLY = IN_TORCHAOS_FORM | OF_ITS_OWN
 
 
 def identical(expected: object, found: object) -> bool:
-    """Whether two values are of the same classes, inside too, and equal bit for bit; for others, whether equal."""
+    """Whether two values have the same classes, inside too, and are bit-identical; other objects are compared."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return expected == found
     if type(expected) is not type(found) or expected.dtype != found.dtype or expected.shape != found.shape:
@@ -86,7 +86,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(act: Callable[[Any], Any], value: torch.Tensor) -> object:
-    """What comes of it: the result, detached, or the class of the error."""
+    """The result, detached, or the class of the error."""
     try:
         result = act(value)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Amounts of memory mean the same wherever they are given."""
+"""Amounts of memory mean the same everywhere."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def made(min_bytes):
 
 
 def saved(min_bytes):
-    """Whether what an op saves for backward is to go to disk."""
+    """Whether tensors saved by an op for backward would go to disk."""
     with offload.training.offload_activations(min_bytes=min_bytes):
         result = torch.ones(1000, requires_grad=True).exp()
     return result.grad_fn._raw_saved_result.data.content is not None
@@ -109,7 +109,7 @@ def kept(min_bytes):
 @pytest.mark.parametrize("way", [made, saved, kept])
 @pytest.mark.parametrize(("amount", "is_on_disk"), [(1, True), ("1KiB", True), (0.5, False), ("1GiB", False)])
 def test_the_least_size_is_the_same_amount_in_all_that_take_one(way, amount, is_on_disk):
-    """Half of the memory is more than some kilobytes."""
+    """Half of the memory is more than a few kilobytes."""
     assert way(amount) is is_on_disk
 
 

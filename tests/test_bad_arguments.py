@@ -1,4 +1,4 @@
-"""Bad input never gets a bare error: each argument of the public surface is given what it can't take."""
+"""Bad input never raises a bare error: each argument of the public API gets values that it can't use."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ X = {"x": (torch.float32, ())}
 
 
 def with_cache(act: Callable[[TensorCache], Any]) -> None:
-    """`act` of a cache that is there, of three kinds of columns."""
+    """`act` on an existing cache with three kinds of columns."""
     for mode in ("r", "r+"):
         with TensorCache.open("cache", mode) as cache, contextlib.suppress(OffloadError):
             act(cache)
@@ -148,7 +148,7 @@ MAKES = {
 }
 
 
-# What a user calls, by argument.
+# Public calls, by argument.
 CALLS: dict[str, Callable[[Any], Any]] = {
     "OffloadedTensor(tensor)": lambda bad: OffloadedTensor(bad, requires_grad=True),
     "from_original_tensor(tensor)": lambda bad: OffloadedTensor.from_original_tensor(bad, "w"),
@@ -397,7 +397,7 @@ NEEDS |= dict.fromkeys(("from_pretrained", "plan", "kv_cache"), "transformers")
 NEEDS |= dict.fromkeys(("load_memmap", "save_memmap", "memmap_like"), "tensordict")
 
 
-# What is called, or gone through, tells of itself.
+# Errors of callables and iterables name them.
 ITS_OWN = {
     ("load_checkpoint_and_dispatch(no_split_module_classes)", "scalar"),
     ("load_tree(types)", "scalar"),
@@ -412,7 +412,7 @@ ITS_OWN = {
 
 @pytest.fixture
 def place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with some of all."""
+    """A working directory with some of everything."""
     monkeypatch.chdir(quick_folder)
     Path("file").write_bytes(b"mine")
     Path("folder").mkdir()
@@ -431,7 +431,7 @@ def place(quick_folder: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def tidied(place: Path) -> Iterator[None]:
-    """What the block makes goes."""
+    """Removes what the block creates."""
     before = set(os.listdir(place))
     yield
     for name in {*(set(os.listdir(place)) - before), *(f"folder/{name}" for name in os.listdir("folder"))}:

@@ -1,4 +1,4 @@
-"""The benchmarks at toy size: that they measure what they say, and leave nothing out. Never how fast."""
+"""The benchmarks at toy size: they measure what they say, and leave nothing out. Never how fast."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LACKING = (
     "O_DIRECT",
     "stay cached",
     "no room",
-)  # what another machine may not have
+)  # may be missing on another machine
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def _require_whole(figure):
     missing = figure["missing"]
     if figure["case"].startswith(
         ("forms", "routed", "batches, experts", "larger, experts")
-    ):  # which not every peer can load
+    ):  # not every peer can load these
         missing = {arm: reason for arm, reason in missing.items() if arm == OURS}
     assert all(any(lack in reason for lack in LACKING) for reason in missing.values()), (figure["case"], missing)
     assert OURS in figure["values"] or figure["missing"]

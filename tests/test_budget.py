@@ -1,4 +1,4 @@
-"""Budgets, on real files: what stays, what is dropped, and that values are right whatever is."""
+"""Budgets with real files: what stays, what is dropped, and that values are always right."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_model_that_fits_is_read_once(checkpoint):
 
 @needs_page_cache
 def test_a_write_is_seen_whatever_is_dropped(checkpoint, tmp_path):
-    """In place, and whole; before, between and after dropping."""
+    """In place, and as a whole; before, between and after dropping."""
     w = OffloadedTensor.from_original_tensor(torch.zeros(512, 512), "w", tmp_path)
     expected = torch.zeros(512, 512)
     with offload.set_max_memory(0), torch.no_grad():
@@ -137,7 +137,7 @@ def test_evicted_values_leave_memory_and_come_back(checkpoint):
         assert full - empty >= LAYERS * MIB * 0.95
         before = counts().bytes_read
         assert torch.equal(expected, model(x))
-        assert counts().bytes_read > before  # they were brought in, and not left to the mapping
+        assert counts().bytes_read > before  # they were read in, and not left to the mapping
 
 
 @needs_page_cache
@@ -227,7 +227,7 @@ def test_the_summary_tells_what_is_where(checkpoint):
 
 @needs_page_cache
 def test_a_forward_reads_only_the_experts_that_it_is_routed_to(tmp_path):
-    """Parts of one stored value are brought in, and dropped, by themselves."""
+    """Parts of one stored value are read in and dropped separately."""
     path = tmp_path / "experts.safetensors"
     save_file({"experts": torch.randn(16, 512, 512)}, path)
     fd = os.open(path, os.O_RDONLY)
@@ -274,7 +274,7 @@ def test_ops_that_pick_rows_do_not_bring_the_table_in(tmp_path, pick):
 
 @needs_page_cache
 def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
-    """Right results in all of them, while their values come and go."""
+    """Right results in all of them, while their values are read in and dropped."""
     x = torch.randn(3, 512)
     expected = in_memory(checkpoint)(x)
     models = [on_disk(checkpoint) for _ in range(8)]
@@ -294,7 +294,7 @@ def test_threads_with_models_of_their_own_share_a_budget(checkpoint):
 
 @needs_page_cache
 def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
-    """Backward reads in the other order, and what it needs may have been dropped."""
+    """Backward reads in reverse order, and what it needs may have been dropped."""
     x = torch.randn(3, 512)
     plain, model = in_memory(checkpoint), on_disk(checkpoint, max_memory="2MiB", read_ahead="2MiB")
     for _ in range(3):
@@ -308,17 +308,17 @@ def test_gradients_under_a_budget_equal_those_in_memory(checkpoint):
 
 @pytest.mark.parametrize("act", [offload.budget.keep_resident, offload.budget.evict])
 def test_a_name_is_not_taken_for_a_module(act):
-    """It would be left out without a word."""
+    """It would be ignored silently."""
     with pytest.raises(TypeError, match=r"'layers\.0' is neither a tensor nor a module"):
         act(nn.Linear(2, 2, bias=False), None, ["layers.0"])
 
 
-# Books by ranges of files
+# Tracking ranges of files
 
 
 @pytest.fixture
 def cold(tmp_path, monkeypatch):
-    """Makes a value that is in no memory, as a tensor over its file; the summary is of such values alone."""
+    """Creates a value that is not in memory, as a tensor over its file; the summary only covers such values."""
     pool = Pool()
     monkeypatch.setattr(Pool, "all", lambda: [pool])
 
@@ -337,7 +337,7 @@ def cold(tmp_path, monkeypatch):
 
 
 def counted(read):
-    """What the summary says after a read: bytes from the disk for it, of values, and resident."""
+    """The summary's figures after a read: bytes read from the disk, total bytes, and resident bytes."""
     before = counts().bytes_read
     read()
     summary = offload.memory_summary()
@@ -371,9 +371,9 @@ def test_a_part_that_is_there_is_not_counted_as_read_again(cold):
 @pytest.mark.parametrize(
     ("shape", "cut", "gives"),
     [
-        ((2048, 1024), lambda w: w[:, 256:512], 8 * MIB),  # what lies between is read along
+        ((2048, 1024), lambda w: w[:, 256:512], 8 * MIB),  # gaps are read along
         ((2048, 1024), lambda w: w[:, :32], 8 * MIB),
-        ((4, 16, 64, 1024), lambda w: w[:, 3], MIB),  # and what lies far apart is not
+        ((4, 16, 64, 1024), lambda w: w[:, 3], MIB),  # and distant pieces are not
         ((32, 64, 1024), lambda w: w[::4], 2 * MIB),
         ((16, 4, 64, 1024), lambda w: w[::8, ::2], MIB),
     ],

@@ -1,4 +1,4 @@
-"""A process that is killed while it writes leaves the old value or the new one, whole."""
+"""A process killed while writing leaves the old value or the new one, complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_value_is_whole_after_each_of_200_kills_at_random_moments(tmp_path):
     assert 200 == found["kills"]
     assert found["updates"] >= 50
     assert found["reads"] >= 50
-    assert found["left"] > 0  # else none was killed while it wrote
+    assert found["left"] > 0  # otherwise none was killed while writing
     assert 0 == found["left after use"]
     assert sorted([f"w{size}.safetensors" for size in sizes] + ["later.safetensors"]) == found["files"]
 

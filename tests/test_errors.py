@@ -1,4 +1,4 @@
-"""What `offload` raises on purpose is an `OffloadError`, and says its words without quotes around them."""
+"""Every error raised by `offload` is an `OffloadError`, and its text has no quotes around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload import errors
 from offload.errors import OffloadError
 from tests.test_house import MODULES, dotted
 
-# What else is raised, by module and how it begins, and why that is right.
+# Other raised errors, by module and beginning, and why they are right.
 OTHERS = {
     ("offload", "raise ImportError"): "on another system nothing of ours is there to be caught",
     ("offload.batches.lift", "raise Stopped"): "unwinds a call of ours that is not needed any more; `_run` catches it",
@@ -54,13 +54,13 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Raised:
-    """A `raise` of the package: where, as text, and the handlers of the `try` blocks around it in its function."""
+    """A `raise` in the package: where, as text, and the handlers of enclosing `try` blocks in its function."""
 
     module: str
     line: int
     node: ast.Raise
     handlers: tuple[ast.ExceptHandler, ...]
-    caught: frozenset[str]  # the names that the `except ... as name` around it have
+    caught: frozenset[str]  # the names in enclosing `except ... as name`
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}: {ast.unparse(self.node)[:100]}"
@@ -83,7 +83,7 @@ def raised_in(path: Path, module: str = "") -> Iterator[Raised]:
 
 
 def class_of(name: str, module: str) -> type | None:
-    """The class that a name of a module means: its own, one of ours, or a builtin."""
+    """The class that a name in a module refers to: its own, one of ours, or a builtin."""
     value = getattr(errors, name, None) or getattr(builtins, name, None)
     if value is None:
         value = import_module(module)
@@ -93,7 +93,7 @@ def class_of(name: str, module: str) -> type | None:
 
 
 def kind_of(raised: Raised) -> type | None:
-    """The class of what is raised; None where that can't be told. A function's is the one that it says it returns."""
+    """The class of the raised error; None if unknown. For a function call, its return annotation."""
     said = raised.node.exc
     name = ast.unparse(said.func if isinstance(said, ast.Call) else said)
     kind = class_of(name, raised.module)
@@ -109,7 +109,7 @@ def kind_of(raised: Raised) -> type | None:
 
 
 def is_caught(raised: Raised, kind: type) -> bool:
-    """Whether the same function catches it, to say more."""
+    """Whether the same function catches it, to add information."""
     caught: list[ast.expr] = []
     for handler in raised.handlers:
         caught += handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type] if handler.type else []
@@ -119,7 +119,7 @@ def is_caught(raised: Raised, kind: type) -> bool:
 
 def is_ours(raised: Raised) -> bool:
     if isinstance(raised.node.exc, ast.Name) and raised.node.exc.id in raised.caught:
-        return True  # somebody else's, which is passed on
+        return True  # another library's error, passed on
     kind = kind_of(raised)
     return kind is not None and (issubclass(kind, OffloadError) or is_caught(raised, kind))
 

@@ -1,4 +1,4 @@
-"""What makes calls fail in other tests does so where it says, and nowhere else."""
+"""The fault injection of other tests makes exactly the right calls fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a full disk nothing that is half loaded claims to be whole, and values that can't be replaced stay."""
+"""On a full disk nothing half-loaded claims to be complete, and values that can't be replaced are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tests.processes import ROOT
 
-# Runs in a mount namespace of its own, with a small tmpfs at sys.argv[1].
+# Runs in its own mount namespace, with a small tmpfs at sys.argv[1].
 SCRIPT = """
     import errno, json, os, subprocess, sys, torch, offload
     from offload.errors import MetaTensorError, WriteError
@@ -117,7 +117,7 @@ VALUES = """
 
 
 def test_a_run_stops_on_a_full_disk_and_goes_on_with_room_and_a_read_only_one_is_told(tmp_path: Path) -> None:
-    """Three values of 256 KiB on a disk of 1200 KiB; the second is to be four times as large."""
+    """Three values of 256 KiB on a disk of 1200 KiB; the second one becomes four times as large."""
     small = tmp_path / "small"
     small.mkdir()
     if shutil.which("unshare") is None or in_namespace(small, "true").returncode:

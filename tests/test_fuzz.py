@@ -1,4 +1,4 @@
-"""Damaged files of every kind are read rightly or refused in words, and a reader that does otherwise is found."""
+"""Damaged files of every kind are read correctly or refused with a proper error, and wrong readers are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public calls leave what a process shares alone: random numbers, modes, signals, folders, descriptors."""
+"""Public calls leave shared process state alone: random numbers, modes, signals, folders, descriptors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def umask() -> int:
 
 
 def state() -> dict[str, Any]:
-    """What a process shares, by name."""
+    """Shared process state, by name."""
     return {
         "random": random.getstate(),
         "numpy": repr(np.random.get_state()),
@@ -59,7 +59,7 @@ def state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_leaves_the_process_as_it_was(name, tmp_path):
-    """But for what it is there to change; and the second time, as imports may set something once."""
+    """Except for what it is meant to change; on the second call, as imports may set something once."""
     call = CALLS[name]
     call.act(call.prepare(new_folder(tmp_path)))
     given = call.prepare(new_folder(tmp_path))
@@ -73,7 +73,7 @@ def test_a_call_leaves_the_process_as_it_was(name, tmp_path):
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="open descriptors can't be listed here")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_leaves_no_descriptor_open(name, tmp_path):
-    """When all that it gave is gone; the threads that read and write may be at work for a moment longer."""
+    """Once all its results are gone; reader and writer threads may be busy a moment longer."""
     call = CALLS[name]
 
     def act() -> int:
@@ -83,4 +83,4 @@ def test_a_call_leaves_no_descriptor_open(name, tmp_path):
     act()
     before = act()
 
-    assert any(act() <= before for _ in range(50))  # what leaks one each time never comes back to it
+    assert any(act() <= before for _ in range(50))  # a leak of one per call never returns to the old level

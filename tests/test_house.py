@@ -1,4 +1,4 @@
-"""The house of `offload`: who may import whom, what every module says of itself, and which names are public."""
+"""The structure of `offload`: which module may import which, module docstrings, and public names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes import ROOT, run_script
 PACKAGE = ROOT / "offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# A wing as a whole, or a module that stands by itself, on its floor. Imports go down, or stay inside a wing.
+# Each subpackage, or top-level module, with its floor. Imports go down, or stay inside a subpackage.
 FLOORS = {
     "errors": -2,
     "torch_api": -1,
@@ -53,7 +53,7 @@ NEIGHBOURS = {
     "transformers",
 }
 
-# Beside `integrations` and `cli`, who may import which neighbours; also inside functions only.
+# Which third-party libraries modules outside `integrations` and `cli` may import, and only inside functions.
 GUESTS = {
     "models.companions": {"transformers"},
     "models.device_map": {"accelerate"},
@@ -122,9 +122,9 @@ KNOWN = {dotted(path) for path in MODULES}
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """What a file imports, by full name, and whether it does so when it is imported itself.
+    """The full names that a file imports, and whether that happens when it is imported itself.
 
-    What stands under `if TYPE_CHECKING` is not imported when the file is.
+    Imports under `if TYPE_CHECKING` don't happen then.
     """
 
     def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
@@ -152,7 +152,7 @@ def own_imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def cycle_in(graph: dict[str, set[str]]) -> list[str] | None:
-    """Some modules that import each other in a ring; None if there are none."""
+    """Some modules that import each other in a cycle; None if there are none."""
     done: set[str] = set()
 
     def walk(module: str, way: list[str]) -> list[str] | None:
@@ -212,14 +212,14 @@ def test_a_neighbour_is_imported_inside_functions_and_only_where_it_may_be(path)
 
 
 def without_encoding(path: Path) -> Iterator[int]:
-    """The lines where text is read or written in the encoding of the locale, which is another one elsewhere."""
+    """The lines where text is read or written in the locale's encoding, which differs between machines."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and "encoding" not in {word.arg for word in node.keywords} and is_of_text(node):
             yield node.lineno
 
 
 def is_of_text(call: ast.Call) -> bool:
-    """Whether a call reads or writes text. The argument of another `open` is no mode, as in `TensorFile.open(path)`."""
+    """Whether a call reads or writes text. Another `open`'s argument is not a mode, as in `TensorFile.open(path)`."""
     if {word.arg for word in call.keywords} & {"text", "universal_newlines"}:
         return True
     is_method = isinstance(call.func, ast.Attribute)
@@ -270,7 +270,7 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
 
 
-LONG = {  # a class is not cut in two for a limit of lines, and its docstrings are the reference
+LONG = {  # a class is not split for a line limit, and its docstrings are the reference
     "offload.cache.table": 760,
     "offload.storage.handle": 720,
     "offload.tensor.wrapper": 885,
@@ -284,7 +284,7 @@ def test_a_module_has_at_most_some_700_lines(path):
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room(dotted(path)) != "tensor"], ids=dotted)
 def test_a_tensor_is_asked_by_functions_of_its_wing(path):
-    """`is_offloaded(x)`, `handle_of(x)`, `target_of(x)`: the class writes them out where an op waits for the answer."""
+    """`is_offloaded(x)`, `handle_of(x)`, `target_of(x)`: only the class inlines them, where ops are waiting."""
     tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     calls = [ast.unparse(node) for node in tree if isinstance(node, ast.Call | ast.Compare)]
     kept = [node for node in tree if isinstance(node, ast.Attribute) and node.attr in ("_handle", "_target", "_range")]
@@ -335,7 +335,7 @@ def test_the_public_names_are_these():
 
 
 def test_the_public_names_of_the_modules_are_these():
-    """Each module comes along with `import offload`, and is in the table of its top."""
+    """Each module is imported by `import offload`, and is in the table in its docstring."""
     found = {module: sorted(getattr(offload, module).__all__) for module in IN_MODULES}
 
     assert IN_MODULES == found
@@ -402,7 +402,7 @@ def test_pickles_are_read_by_the_unpickler_of_weights_only_or_as_notes_and_in_on
         ("offload.torch_api", "Unpickler"),
         ("offload.torch_api", "torch._weights_only_unpickler.Unpickler"),
         ("offload.storage.pickled", "Unpickler"),
-        ("offload.storage.pickled", "pickle._Unpickler"),  # it is given a `find_class` that finds notes alone
+        ("offload.storage.pickled", "pickle._Unpickler"),  # gets a `find_class` that only finds notes
     } == uses
     assert torch.serialization._weights_only_unpickler.Unpickler is pickled.Unpickler
 

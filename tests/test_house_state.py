@@ -1,4 +1,4 @@
-"""What the house keeps to itself: names with an underscore, imports by string, rooms that are there, state."""
+"""Encapsulation: private names, imports by string, existing modules, global state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.test_house import FLOORS, KNOWN, MODULES, PACKAGE, dotted, room
 
 TREES = {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
 
-# Names with an underscore of others than the own wing: module, name, and whose it is.
+# Private names of others: module, name, and whose it is.
 OF_OTHERS = {
     ("offload.cache.incoming", "_fields"): "a named tuple's",
     ("offload.cli.main", "_SubParsersAction"): "argparse's",
@@ -34,13 +34,13 @@ OF_OTHERS = {
     ("offload.tree.structure", "_fields"): "a named tuple's",
 }
 
-# What makes a value that does not change.
+# Calls that create immutable values.
 CONSTANTS = (
     "Kind", "Path", "TypeVar", "attrgetter", "bytes", "float", "frozenset", "getattr", "logging.getLogger", "np.array",
     "object", "range", "re.compile", "struct.Struct", "torch.device", "b'offload rows'.ljust", "dedent",
 )  # fmt: skip
 
-# State of the process, and why it is not an argument.
+# Global state, and why it is not an argument.
 STATE = {
     "offload.batches.lift._HERE": "what a thread is in the middle of",
     "offload.cache.columns._start": "a pure function, remembered",
@@ -113,7 +113,7 @@ def wing_of(module: str) -> str:
 
 
 def defined_in(tree: ast.AST) -> Iterator[str]:
-    """Names that a module makes: functions, classes, variables, attributes, slots."""
+    """Names that a module defines: functions, classes, variables, attributes, slots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -124,7 +124,7 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
 
 
 def reached_into(tree: ast.AST) -> Iterator[str]:
-    """Names with one underscore of other objects than the own one; those of ops are public."""
+    """Private names of other objects; those of ops are public."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
             whose = ast.unparse(node.value)
@@ -157,14 +157,14 @@ def test_the_finder_finds_names_with_an_underscore():
 
 
 def named_in_strings(tree: ast.AST) -> set[str]:
-    """Modules of the package that are named in strings, docstrings aside."""
+    """Modules of the package that are named in strings, except docstrings."""
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in texts)
     return {node.value for node in strings if isinstance(node.value, str)} & KNOWN
 
 
 def test_nobody_names_a_module_of_a_higher_floor_in_a_string():
-    """As `importlib.import_module` and `sys.modules` take it: an import that goes up, and is not seen."""
+    """For `importlib.import_module` or `sys.modules`: an import that goes up unnoticed."""
     found = {
         (module, name)
         for module, tree in TREES.items()
@@ -172,7 +172,7 @@ def test_nobody_names_a_module_of_a_higher_floor_in_a_string():
         if room(module) and room(name) and room(name) != room(module) and FLOORS[room(name)] >= FLOORS[room(module)]
     }
 
-    assert {("offload.torch_api", "offload.testing")} == found  # a feature, in the words of an error
+    assert {("offload.torch_api", "offload.testing")} == found  # the name of a feature, in an error
 
 
 def test_the_finder_finds_modules_in_strings():
@@ -182,7 +182,7 @@ def test_the_finder_finds_modules_in_strings():
 
 
 def ghosts(package: Path) -> Iterator[str]:
-    """Folders without a module, and names in tables that are of none."""
+    """Folders without a module, and table entries without one."""
     for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
         if folder.name != "__pycache__" and not (folder / "__init__.py").exists():
             yield folder.name
@@ -247,15 +247,15 @@ def test_the_finder_finds_state():
     assert ["A", "B", "C", "f", "H"] == list(state_in(tree))
 
 
-# Where the type is not said, on the floors that the most stands on: module and name.
+# Arguments and variables of any type, on the lowest floors: module and name.
 ANYTHING = {
-    "offload.prefetch.staging": {"copied", "here", "self._module"},  # torch.cuda, torch.xpu...: modules alike
-    "offload.storage.header": {"name", "shape", "spec", "stride"},  # JSON that is not checked yet
+    "offload.prefetch.staging": {"copied", "here", "self._module"},  # torch.cuda, torch.xpu... have the same interface
+    "offload.storage.header": {"name", "shape", "spec", "stride"},  # JSON that has not been checked yet
     "offload.storage.layout": {"numbers", "shape", "stride"},  # the same
     "offload.storage.locks": {"lock"},
-    "offload.storage.modes": {"_enter", "_exit"},  # of guards in C
+    "offload.storage.modes": {"_enter", "_exit"},  # C guards
     "offload.storage.nodes": {"data", "value"},  # plain data, of any kind
-    "offload.storage.pickled": {  # what a pickle says
+    "offload.storage.pickled": {  # the contents of a pickle
         *("args", "arguments", "function", "saved", "saved_id", "state", "value"),
     },
     "offload.storage.state_file": {"found"},  # JSON

@@ -1,6 +1,6 @@
-"""A call of the system that fails costs nothing but itself: the error says what, and the same line works the next time.
+"""A failing system call has no other effect: the error names it, and the same line works the next time.
 
-Each act is done once for each call that it makes and each error that this call may end with; see `tests.acts`.
+Each act is repeated for each call that it makes and each error possible for that call; see `tests.acts`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def stored(folder, value=ONES, name="w"):
 
 
 def old_or_new(*values):
-    """A check that the file and the tensor have one of `values`, the same."""
+    """A check that the file and the tensor have one of `values`, the same one."""
 
     def check(weight):
         found = weight.materialize()
@@ -89,7 +89,7 @@ def referenced(folder):
 
 
 def own_or_in_place(weight):
-    """Who writes to a checkpoint's value has a copy of it: the checkpoint stays as it is."""
+    """A write to a checkpoint's value goes to a copy: the checkpoint is unchanged."""
     assert weight.tolist() in ([1.0] * 5, [2.0] * 5)
     assert torch.equal(ONES, load_file(weight.offload_dir.parent / "model.safetensors")["w"])
 
@@ -121,7 +121,7 @@ ACTS = {
 
 
 def network():
-    """Two layers of known values, and a buffer."""
+    """Two layers with known values, and a buffer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -208,7 +208,7 @@ def trained(folder):
 def train_more(folder):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
-    for parameter in model.parameters():  # autograd of a build for CUDA does not run in a forked child
+    for parameter in model.parameters():  # autograd of a CUDA build does not run in a forked child
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     offload.training.save_training(model, folder, optimizer, step=2)
@@ -260,7 +260,7 @@ READS |= {
     "dispatch a pickle",
     "write in place",
     "load_training",
-}  # or writes by mappings
+}  # or write through mappings
 READS |= {"update to another shape"}  # which a tensor of another process does not follow
 
 
@@ -271,7 +271,7 @@ def test_an_error_of_the_system_is_told_and_costs_nothing_else(name, private_pla
 
 @pytest.mark.parametrize("name", [*ACTS, *MODELS])
 def test_an_error_that_lasts_is_told_and_when_it_has_gone_all_is_well(name, private_place):
-    """A full disk, and too many files, do not go while what was begun is taken back."""
+    """A full disk, or too many open files, can persist while the act is undone."""
     codes = faults.CODES if os.environ.get("OFFLOAD_FAULTS") == "all" else [errno.ENOSPC, errno.EMFILE]
 
     meets_each_fault({**ACTS, **MODELS}[name], private_place, codes, lasting=True)

@@ -1,4 +1,4 @@
-"""What works with values on disk, and writes them beside its work: each of its calls of the system fails once."""
+"""Code that works with values on disk, and writes them while working: each of its system calls fails once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def backward(folder):
             settled()
         y.backward()
     finally:
-        settled()  # an error ends this while the writer, which goes on, has a file open
+        settled()  # an error ends this while the writer, which continues, has a file open
     return w.grad.tolist()
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any place of a public call leaves torch as it was, and every value old or new."""
+"""Ctrl-C at any point of a public call leaves torch unchanged, and every value old or new."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.interrupts import Place, interrupted
 from tests.public_calls import CALLS, new_folder
 
-# A place is tried in the first call that comes by it: every sixth of them, and with OFFLOAD_INTERRUPTS=all every one.
+# A place is tried in the first call that reaches it: every sixth one, or with OFFLOAD_INTERRUPTS=all every one.
 _STEP = 1 if os.environ.get("OFFLOAD_INTERRUPTS") == "all" else 6
 _TRIED: set[Place] = set()
 

@@ -1,4 +1,4 @@
-"""What earlier releases wrote opens, reads equal, and is gone on with."""
+"""Files of earlier releases can be opened, read equal, and continued."""
 
 from __future__ import annotations
 

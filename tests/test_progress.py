@@ -1,4 +1,4 @@
-"""Progress bars: they hold nobody up."""
+"""Progress bars don't block anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.processes import run_script
 
 
 def test_a_child_that_is_killed_with_the_lock_of_bars_holds_up_nobody():
-    """tqdm's own lock would be held for ever: it is shared with forked children."""
+    """tqdm's own lock would be held forever: it is shared with forked children."""
     script = """
         import os, signal
         from offload.progress import Bar, progress, progress_in_bytes

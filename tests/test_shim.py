@@ -1,4 +1,4 @@
-"""Calls of the system that no Python code makes by name fail too, below all of Python: an error, and no signal."""
+"""System calls that fail below all of Python: an error, and no signal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from tests.page_cache import needs_page_cache
 from tests.processes import run_script
 
-HWPOISON = 133  # which Python has no name for
+HWPOISON = 133  # Python has no name for it
 
-# The next call of the function that is armed fails, with the errno that was asked for; those after it do not.
+# The next call of the armed function fails with the requested errno; later ones do not.
 SHIM = r"""
     #define _GNU_SOURCE
     #include <dlfcn.h>
@@ -112,13 +112,13 @@ SCRIPT = """
 EXPECTED = [
     ["mmap", errno.ENOMEM, 1, f"ReadError {errno.ENOMEM}", True],
     ["mmap", errno.ENODEV, 1, f"ReadError {errno.ENODEV}", True],
-    ["madvise", errno.EFAULT, 1, f"ReadError {errno.EIO}", True],  # what the kernel says where a read would be a SIGBUS
+    ["madvise", errno.EFAULT, 1, f"ReadError {errno.EIO}", True],  # the kernel's error where a read would be a SIGBUS
     ["madvise", errno.EIO, 1, f"ReadError {errno.EIO}", True],
     ["madvise", HWPOISON, 1, f"ReadError {HWPOISON}", True],
     ["madvise", errno.EINTR, 1, True, True],
     ["fsync", errno.EIO, 1, f"WriteError {errno.EIO}", True],
     ["fsync", errno.ENOSPC, 1, f"WriteError {errno.ENOSPC}", True],
-    ["sendfile", errno.EIO, 1, True, True],  # what the kernel does not copy goes through memory
+    ["sendfile", errno.EIO, 1, True, True],  # what the kernel can't copy goes through memory
     ["sendfile", errno.EINTR, 1, True, True],
 ]
 
@@ -139,5 +139,5 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_page_cache
 def test_what_libc_refuses_is_an_error_or_is_done_in_another_way(shim, tmp_path):
-    """Which function, with which errno, how often that struck, what came of it, and what comes the next time."""
+    """Which function, with which errno, how often it failed, what happened, and what the next call gives."""
     assert EXPECTED == json.loads(run_script(SCRIPT, tmp_path, env={"LD_PRELOAD": str(shim)}))

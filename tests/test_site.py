@@ -1,4 +1,4 @@
-"""The documentation site: complete, whole, and without the network."""
+"""The documentation site: complete, consistent, and usable offline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sourc
 
 
 class Page(HTMLParser):
-    """What a page links to, loads, and can be linked at."""
+    """A page's links, resources, and anchors."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _actions(command: object) -> Iterator[object]:
 
 
 class Served(http.server.ThreadingHTTPServer):
-    """The site, on this machine; and what a page of it was sent to find out."""
+    """The site on a local server; and what its pages report back."""
 
     def __init__(self, site: Path) -> None:
         self.site = site
@@ -139,7 +139,7 @@ class Served(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """A picture at /wait comes when something was posted: a browser that prints a page waits for its pictures."""
+    """Serves a picture at /wait once something was posted: a browser that prints a page waits for its pictures."""
 
     server: Served
 
@@ -170,8 +170,8 @@ def served(site: Path) -> Iterator[Served]:
 
 
 def in_a_browser(served: Served, places: list[str], width: int, gives: str) -> list[Any]:
-    """For each page, what a JavaScript expression of its `document` gives once it is true; null after some seconds."""
-    # Frames in a page of the same site: a window of a headless Chromium may not be as narrow as a phone.
+    """For each page, the value of a JavaScript expression of its `document` once it is true; null after a timeout."""
+    # In frames on a page of the same site: a headless Chromium window can't be as narrow as a phone.
     (served.site / "frames.htm").write_text(
         f"""<body><script>
         const found = [], wait = ms => new Promise(done => setTimeout(done, ms));
@@ -210,7 +210,7 @@ TOO_WIDE = """JSON.stringify([...document.querySelectorAll("pre > code, .md-type
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_of_a_page_is_cut(served: Served, pages: dict[Path, Page], width: int) -> None:
-    """No block of code, heading, chart or page is wider than its place: on a phone, and on a small screen."""
+    """No code block, heading, chart or page is wider than its container: on a phone, and on a small screen."""
     places = sorted(f"{path.parent.relative_to(served.site)}/".removeprefix("./") for path in pages)
 
     found = in_a_browser(served, places, width, TOO_WIDE)

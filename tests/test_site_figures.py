@@ -1,4 +1,4 @@
-"""Figures in the README's table are those of the result files."""
+"""Figures in the README's table match the result files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.peers import IN_MEMORY, OURS
 from bench.picture import RESULTS
 from tests.processes import ROOT
 
-# What the table calls it: the file, and the case in it.
+# For each row of the table: the file, and the case in it.
 ROWS = {
     "bytes written by loading": ("2026-11-21-loading.json", "generate: bytes written by loading"),
     "warm, time per token": ("2026-11-21-loading.json", "generate: a token"),
@@ -38,7 +38,7 @@ UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "MB": 1e6, "GB": 1e9}
 
 
 def table() -> dict[str, list[str]]:
-    """The cells of the README's table, by the name of the row."""
+    """The cells of the README's table, by row name."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What was measured")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     return {row[0]: row[1:] for row in rows[2:]}
@@ -51,7 +51,7 @@ def figure(name: str) -> dict:
 
 
 def are_one(said: str, measured: float) -> bool:
-    """Whether a figure with a unit is a number, to the digits that it has."""
+    """Whether a figure with a unit equals a number, to its precision."""
     digits, unit = re.fullmatch(r"([\d.]+) ?(\w*)", said).groups()
     last = 10.0 ** -len(digits.partition(".")[2])
     return abs(measured / UNITS[unit] - float(digits)) <= last / 2 * 1.001

@@ -1,4 +1,4 @@
-"""The picture of the README: what `python -m bench.picture` draws from the result files."""
+"""The picture in the README is what `python -m bench.picture` draws from the result files."""
 
 from __future__ import annotations
 

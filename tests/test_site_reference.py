@@ -1,4 +1,4 @@
-"""What the reference is made of: the docstring of each public name says what it gives, and shows it."""
+"""The reference: the docstring of each public name says what it returns, and has an example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = [
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """What users type, and what it is; a module's own names in its place."""
+    """The public names and their objects; a module is replaced by its own names."""
     for module in MODULES:
         for name in module.__all__:
             value = getattr(module, name)

@@ -1,4 +1,4 @@
-"""What `offload.testing` gives: comparisons that tell, a checkpoint, a census that finds what is wrong."""
+"""`offload.testing`: comparisons with useful messages, a checkpoint, and a census that finds errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_tiny_checkpoint_is_the_same_each_time_and_leaves_the_generator_alone(
 
 
 class Wrapped(torch.Tensor):
-    """A plain tensor in another, which may compute wrongly, or fail."""
+    """A plain tensor wrapped in another, which may compute wrongly, or fail."""
 
     inner: torch.Tensor
     wrong = "mul"
@@ -153,7 +153,7 @@ def make(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_census_finds_the_ops_that_are_wrong() -> None:
-    """Those that fail and those that give another value, by check; the others are compared."""
+    """Ops that fail or give another value, by check; the others are compared."""
     trials = list(census(make, lambda x: x.inner, ops=["add", "sub", "mul"], checks=["forward"]))
 
     assert {"add": type(None), "sub": NotImplementedError, "mul": AssertionError} == {

@@ -1,4 +1,4 @@
-"""One door to what is private in torch: nothing passes by it, and what torch takes away is said in words."""
+"""All private names of torch are in one module, and names that torch removes are reported properly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.torch_api import TESTED
 from tests.processes import ROOT, run_script
 from tests.test_house import MODULES, dotted
 
-THEIR_OPS = "torch.testing._internal.common_methods_invocations"  # imported when it is asked for
+THEIR_OPS = "torch.testing._internal.common_methods_invocations"  # imported on use
 DOOR = ROOT / "offload" / "torch_api.py"
 ELSEWHERE = [path for path in MODULES if path != DOOR]
 
@@ -29,7 +29,7 @@ def is_private(name: str) -> bool:
 
 
 def of_objects() -> set[str]:
-    """The private attributes of what torch gives out: tensors, modules, storages, ops, modes, optimizers."""
+    """The private attributes of torch's objects: tensors, modules, storages, ops, modes, optimizers."""
     parameter = nn.Parameter(torch.ones(1))
     things = (
         *(parameter, nn.Module(), torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.optim.SGD([parameter])),
@@ -40,7 +40,7 @@ def of_objects() -> set[str]:
 
 
 def chain(node: ast.AST) -> list[str]:
-    """`["torch", "nn", "Module"]` for `torch.nn.Module`; nothing for what begins with anything but a name."""
+    """`["torch", "nn", "Module"]` for `torch.nn.Module`; empty if it does not begin with a name."""
     if isinstance(node, ast.Name):
         return [node.id]
     above = chain(node.value) if isinstance(node, ast.Attribute) else []
@@ -51,7 +51,7 @@ def private_names(tree: ast.AST, own: set[str], of_torch: set[str]) -> Iterator[
     """The private names of torch in a module: in imports, in what begins with `torch`, and of objects.
 
     Args:
-        own: names that the package has given itself.
+        own: names defined by the package.
         of_torch: those of torch's objects.
     """
     for node in ast.walk(tree):
@@ -139,7 +139,7 @@ def test_every_name_in_the_door_has_a_user():
 
 
 def _at_the_top(text: str) -> ast.Module:
-    """What a module defines, without what is inside its functions and classes."""
+    """What a module defines, except inside its functions and classes."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -156,7 +156,7 @@ def test_the_releases_that_pyproject_allows_are_those_that_are_tested():
     assert f"torch>=2.{oldest},{left_out}<2.{newest + 1}" == torch_range
 
 
-# What becomes of a name that torch takes away
+# Names that torch removes
 
 REMOVE = """
     import importlib, os, sys, types
@@ -198,7 +198,7 @@ REMOVE = """
 
 
 def names_in_the_door() -> set[str]:
-    """Every private name in the door, from `torch` on."""
+    """Every private name in `torch_api`, starting from `torch`."""
     tree = ast.parse(DOOR.read_text(encoding="utf-8"))
     found = {
         f"{node.module}.{alias.name}"
@@ -212,7 +212,7 @@ def names_in_the_door() -> set[str]:
         if names and names[0] in roots and "ops" not in names:
             found.add(".".join([roots[names[0]], *names[1:]]).removesuffix(".__code__"))
     found = {name for name in found if any(map(is_private, name.split("."))) and ".__" not in name}
-    later = {name for name in found if "sparse_tensors_to_validate" in name}  # one of these, by the release
+    later = {name for name in found if "sparse_tensors_to_validate" in name}  # one of these, depending on the release
     found -= {name for name in found if any(other.startswith(f"{name}.") for other in found)} | later
     return found | {
         *(f"torch.Tensor.{name}" for name in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")),

@@ -1,4 +1,4 @@
-"""Traps that tensors over files fell into before: the number is that of DESIGN 7. (18 to 23 are in `tests/storage`.)"""
+"""Known traps for tensors over files, numbered as in DESIGN 7. (18 to 23 are in `tests/storage`.)"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plain() -> torch.Tensor:
 
 
 def test_01_the_wrapper_has_strides_storage_and_target(plain: torch.Tensor) -> None:
-    """Channels-last convolution picks the plain one's kernel; `as_strided` sees the whole storage."""
+    """Channels-last convolution uses the same kernel as for plain ones; `as_strided` sees the whole storage."""
     kernel = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     result, expected = F.conv2d(image, offloaded(kernel)), F.conv2d(image, kernel)
@@ -50,7 +50,7 @@ def test_01_the_wrapper_has_strides_storage_and_target(plain: torch.Tensor) -> N
 
 
 def test_02_detach_and_alias_give_the_class(plain: torch.Tensor) -> None:
-    """So `nn.Parameter(w)` works, and a parameter is one through copies and pickles."""
+    """So `nn.Parameter(w)` works, and a parameter stays one through copies and pickles."""
     import copy
 
     w = nn.Parameter(offloaded(plain))
@@ -106,7 +106,7 @@ def test_03_only_the_process_that_made_a_file_removes_it(plain: torch.Tensor) ->
 
 
 def test_03_there_is_no_reference_cycle(plain: torch.Tensor) -> None:
-    """With the collector off the file goes at once, also after ops, views, a graph and a backward."""
+    """With the collector off, the file goes at once, even after ops, views, a graph and a backward."""
     gc.collect()
     gc.disable()
     try:
@@ -163,7 +163,7 @@ def test_05_autograd_saves_the_view_on_disk(plain: torch.Tensor) -> None:
 
 
 def test_06_a_mutating_op_gives_its_argument(plain: torch.Tensor) -> None:
-    """By the schema's aliases, at the aten level too, in a tuple too."""
+    """According to the schema's aliases, at the aten level too, in a tuple too."""
     w, values, indices = (
         offloaded(plain),
         offloaded(torch.empty(6), "v"),
@@ -181,7 +181,7 @@ def test_06_a_mutating_op_gives_its_argument(plain: torch.Tensor) -> None:
     "change", [lambda w: w.update_values(torch.ones(6, 8)), lambda w: torch.ones(6, 8, out=w), lambda w: w.t_()]
 )
 def test_07_version_counters_move(change: Any, plain: torch.Tensor) -> None:
-    """Of the tensor and of its views, also where the dispatcher does not see to it."""
+    """For the tensor and its views, even where the dispatcher does not do it."""
     w = offloaded(plain)
     view = w.view(48)
     before = view._version
@@ -208,7 +208,7 @@ def test_07_version_counters_move(change: Any, plain: torch.Tensor) -> None:
     ],
 )
 def test_08_size_and_stride_that_change_inside_an_op_are_seen(change: Any, plain: torch.Tensor) -> None:
-    """The wrapper's metadata follow, and the value with them."""
+    """The wrapper's metadata follows, and so does its value."""
     w = offloaded(plain.clone())
     change(w)
     change(plain)
@@ -219,7 +219,7 @@ def test_08_size_and_stride_that_change_inside_an_op_are_seen(change: Any, plain
 
 
 def test_09_assigning_data_reaches_the_file(plain: torch.Tensor) -> None:
-    """Through it `module.half()` works, and the module stays on disk."""
+    """That makes `module.half()` work, and the module stays on disk."""
     module = nn.Linear(8, 6, bias=False)
     module.weight = nn.Parameter(offloaded(plain))
     module.half()
@@ -232,7 +232,7 @@ def test_09_assigning_data_reaches_the_file(plain: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("op", [torch.linalg.matrix_rank, torch.linalg.cond, torch.linalg.pinv, torch.linalg.det])
 def test_10_composite_ops_write_out(op: Any) -> None:
-    """`matrix_rank` and others take another branch for subclasses and never wrote `out`."""
+    """`matrix_rank` and others take another branch for subclasses, and never wrote `out`."""
     matrix = torch.randn(4, 4)
     expected = op(matrix)
     out = offloaded(torch.zeros_like(expected), "out")
@@ -254,7 +254,7 @@ def test_11_lazy_conjugation_and_negation_are_understood(op: Any) -> None:
 
 @pytest.mark.parametrize("op", [torch.ops.aten.pinverse, torch.ops.aten.linalg_pinv, torch.ops.aten.fft_hfft])
 def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op: Any) -> None:
-    """In inference mode these come to Python dispatch whole, and conjugate inside."""
+    """In inference mode these arrive whole in Python dispatch, and conjugate inside."""
     matrix = torch.randn(5, 3, dtype=torch.complex64)
 
     with torch.inference_mode():
@@ -262,7 +262,7 @@ def test_11_lazy_conjugation_is_understood_inside_a_composite_op(op: Any) -> Non
 
 
 def test_12_tensor_split_by_an_offloaded_tensor(plain: torch.Tensor) -> None:
-    """It reads the indices in memory, under every dispatcher."""
+    """It reads the indices from memory, below every dispatcher."""
     where = torch.tensor([1, 4])
     pieces = torch.tensor_split(offloaded(plain), offloaded(where, "where"))
 
@@ -272,7 +272,7 @@ def test_12_tensor_split_by_an_offloaded_tensor(plain: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin"])
 def test_12_sparse_mm_with_reduce(reduce: str) -> None:
-    """It reads the dense factor in memory, under every dispatcher; its gradient too."""
+    """It reads the dense factor from memory, below every dispatcher; so does its gradient."""
     sparse, dense = torch.randn(5, 6).relu().to_sparse_csr(), torch.randn(6, 3)
     w, p = offloaded(dense).requires_grad_(), dense.clone().requires_grad_()
 
@@ -335,7 +335,7 @@ def test_12_collectives_take_offloaded_tensors_in_lists(gloo: Any) -> None:
 
 
 def test_12_what_a_collective_receives_never_goes_to_a_checkpoint(gloo: Any, tmp_path: Path) -> None:
-    """The schemas do not say what is written: the tensor is copied to its own file all the same."""
+    """The schemas don't say what is written: the tensor is copied to its own file anyway."""
     path = tmp_path / "checkpoint.safetensors"
     safetensors.torch.save_file({"w": torch.zeros(3)}, path)
     before = path.read_bytes()
@@ -352,7 +352,7 @@ def test_12_what_a_collective_receives_never_goes_to_a_checkpoint(gloo: Any, tmp
 
 
 def test_13_every_value_has_a_pointer_of_its_own(plain: torch.Tensor) -> None:
-    """Views share a storage and have their offset in it; other values have others; it stays for the handle's life."""
+    """Views share a storage and have their offset in it; other values have other pointers; it lives with the handle."""
     w, other = offloaded(plain), offloaded(plain, "other")
     pointer = w.untyped_storage().data_ptr()
     w.sum()
@@ -377,7 +377,7 @@ def test_13_transformers_and_safetensors_see_ties(plain: torch.Tensor) -> None:
 
 
 def test_14_a_default_device_changes_no_values(plain: torch.Tensor) -> None:
-    """`with torch.device("meta")` is about new tensors."""
+    """`with torch.device("meta")` affects new tensors only."""
     with torch.device("meta"):
         w = offloaded(plain)
         results = [w.sin(), F.linear(torch.ones(2, 8, device="cpu"), w), w.materialize(), w[0].add_(0).materialize()]
@@ -389,7 +389,7 @@ def test_14_a_default_device_changes_no_values(plain: torch.Tensor) -> None:
 
 
 def test_14_under_a_fake_mode_results_are_fake_and_views_are_not(plain: torch.Tensor) -> None:
-    """The value is mapped outside of the mode; a view made there is good afterwards."""
+    """The value is mapped outside of the mode; a view created there is valid afterwards."""
     w = offloaded(plain)
     with FakeTensorMode(allow_non_fake_inputs=True):
         result, view, numbers = w.t().sin(), w.t(), (w[0].tolist(), w[1].numpy().tolist(), repr(w[0]))
@@ -402,7 +402,7 @@ def test_14_under_a_fake_mode_results_are_fake_and_views_are_not(plain: torch.Te
 
 
 def test_14_other_modes_see_the_op(plain: torch.Tensor) -> None:
-    """A counter of operations counts those of a plain tensor."""
+    """An operation counter counts the same as for a plain tensor."""
     counts = []
     for weight in (plain, offloaded(plain)):
         with FlopCounterMode(display=False) as counter:
@@ -413,7 +413,7 @@ def test_14_other_modes_see_the_op(plain: torch.Tensor) -> None:
 
 
 def test_14_inference_mode_gives_normal_views_of_normal_tensors(plain: torch.Tensor) -> None:
-    """Which train afterwards; results are inference tensors, as with a plain one."""
+    """They can be trained afterwards; results are inference tensors, as with a plain one."""
     w, p = offloaded(plain).requires_grad_(), plain.clone().requires_grad_()
     with torch.inference_mode():
         view, result = w.t(), w.sin()
@@ -427,7 +427,7 @@ def test_14_inference_mode_gives_normal_views_of_normal_tensors(plain: torch.Ten
 
 
 def test_15_a_wrapper_flattens_to_its_mapping(plain: torch.Tensor) -> None:
-    """And is made again from it: compile and export go this way (`test_compile`)."""
+    """And is rebuilt from it: compile and export use this (`test_compile`)."""
     w = offloaded(plain)
     names, context = w.__tensor_flatten__()
     inner = {name: getattr(w, name) for name in names}
@@ -441,7 +441,7 @@ def test_15_a_wrapper_flattens_to_its_mapping(plain: torch.Tensor) -> None:
 
 
 def test_16_torch_save_reduces_to_the_plain_tensor(plain: torch.Tensor) -> None:
-    """A process pickle is another thing (`test_processes`)."""
+    """Pickling for a process is different (`test_processes`)."""
     file = io.BytesIO()
     torch.save(nn.Parameter(offloaded(plain)), file)
     file.seek(0)
@@ -451,12 +451,12 @@ def test_16_torch_save_reduces_to_the_plain_tensor(plain: torch.Tensor) -> None:
     assert_equal(plain, loaded.detach())
 
 
-# 17: values of another subclass
+# 17: values of other subclasses
 
 
 @pytest.fixture(scope="module")
 def int8() -> torch.Tensor:
-    """A quantized weight of torchao's, (16, 32)."""
+    """A quantized torchao weight, (16, 32)."""
     return _quantized(0)
 
 
@@ -494,7 +494,7 @@ def test_17_gradients_flow_past_a_quantized_weight(int8: torch.Tensor) -> None:
 
 
 def test_17_a_quantized_weight_comes_back_as_its_class(int8: torch.Tensor) -> None:
-    """By `materialize`, in memory of its own; and from its file."""
+    """With `materialize`, in its own memory; and from its file."""
     w = offloaded(int8, "q")
     back = w.materialize()
     again = OffloadedTensor.from_file(w.offload_path)
@@ -507,7 +507,7 @@ def test_17_a_quantized_weight_comes_back_as_its_class(int8: torch.Tensor) -> No
 
 
 def test_17_update_values_takes_another_quantized_weight(int8: torch.Tensor) -> None:
-    """Aliases see it; a plain value follows with the same ease."""
+    """Aliases see it; a plain value may follow, too."""
     w = offloaded(int8)
     alias, other = w.detach(), _quantized(1)
     w.update_values(other)
@@ -521,7 +521,7 @@ def test_17_update_values_takes_another_quantized_weight(int8: torch.Tensor) -> 
 
 
 def test_17_inplace_functions_replace_the_value(int8: torch.Tensor) -> None:
-    """`copy_` gives the tensor itself, and the version moves."""
+    """`copy_` returns the tensor itself, and the version increases."""
     w, other = offloaded(int8), _quantized(1)
     before = w._version
 
@@ -545,7 +545,7 @@ def test_17_metadata_and_moves_ask_the_tensor(int8: torch.Tensor) -> None:
 
 
 def test_17_results_do_not_share_memory_with_the_file(int8: torch.Tensor) -> None:
-    """A slice of a quantized weight is a value of its class; changing it leaves the file."""
+    """A slice of a quantized weight is a separate value of its class; changing it leaves the file alone."""
     w = offloaded(int8)
     part = w[:4]
     part.qdata.zero_()
@@ -555,7 +555,7 @@ def test_17_results_do_not_share_memory_with_the_file(int8: torch.Tensor) -> Non
 
 
 def test_17_quantized_weights_have_pointers_of_their_own(int8: torch.Tensor) -> None:
-    """Zero for all would mean that all are tied."""
+    """Zero for all would mean that they are all tied."""
     w, other = offloaded(int8), offloaded(int8, "other")
 
     assert 0 != w.data_ptr() != other.data_ptr() != 0
@@ -563,7 +563,7 @@ def test_17_quantized_weights_have_pointers_of_their_own(int8: torch.Tensor) -> 
 
 
 def test_17_a_quantized_module_runs_from_disk(tmp_path: Path) -> None:
-    """Its parameters offloaded one by one; copies and saved states too."""
+    """With its parameters offloaded one by one; so do copies and saved states."""
     import copy
 
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -583,7 +583,7 @@ def test_17_a_quantized_module_runs_from_disk(tmp_path: Path) -> None:
 
 
 def test_17_an_unknown_subclass_is_refused_when_it_is_stored() -> None:
-    """With what to call if it is trusted."""
+    """And the error says what to call if it is trusted."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     with pytest.raises(UnknownSubclassError, match="register_subclass"):
@@ -591,7 +591,7 @@ def test_17_an_unknown_subclass_is_refused_when_it_is_stored() -> None:
 
 
 def test_17_a_registered_subclass_computes_and_trains() -> None:
-    """Autograd follows a trainable value of another class."""
+    """Autograd tracks a trainable value of another class."""
     code = """
         import contextlib, io, torch, offload
         from torch.testing._internal.two_tensor import TwoTensor
@@ -632,7 +632,7 @@ def test_24_our_files_are_aligned(tmp_path: Path, plain: torch.Tensor) -> None:
 
 
 def test_25_reading_leaves_no_copies_in_memory() -> None:
-    """Ops on 64 MB of weights of under 32 MB each, used again and again."""
+    """Ops on 64 MB of weights, each under 32 MB, used again and again."""
     code = """
         import torch, torch.nn.functional as F
         from offload import OffloadedTensor
@@ -653,7 +653,7 @@ def test_25_reading_leaves_no_copies_in_memory() -> None:
 
 
 def test_26_a_graph_keeps_no_materialized_weights() -> None:
-    """Eight layers of 8 MB, trained through with no `no_grad`: anonymous memory grows by less than one of them."""
+    """Eight layers of 8 MB, trained without `no_grad`: anonymous memory grows by less than one of them."""
     code = """
         import torch, torch.nn.functional as F
         from offload import OffloadedTensor
@@ -676,7 +676,7 @@ def test_26_a_graph_keeps_no_materialized_weights() -> None:
 
 
 def test_27_meta_tensors_do_not_mix_in(plain: torch.Tensor) -> None:
-    """A meta tensor is not stored, and makes no value."""
+    """A meta tensor is not stored, and has no value."""
     w = offloaded(plain)
     with pytest.raises(UnsupportedOpError, match="'w' is on the meta device"):
         w.update_values(torch.empty(6, 8, device="meta"))
@@ -688,7 +688,7 @@ def test_27_meta_tensors_do_not_mix_in(plain: torch.Tensor) -> None:
 
 
 def test_28_the_in_memory_model_is_a_mapping_too(tmp_path: Path) -> None:
-    """What offload is compared with: safetensors' own loader maps, and gives the same bits."""
+    """The baseline for offload: safetensors' own loader maps, and gives the same bits."""
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.randn(64, 64)}, path)
     mapped = safetensors.torch.load_file(path)["w"]
@@ -697,7 +697,7 @@ def test_28_the_in_memory_model_is_a_mapping_too(tmp_path: Path) -> None:
     assert_equal(F.linear(x, mapped), F.linear(x, OffloadedTensor.from_file(path)))
 
 
-# What the oldest implementation gets wrong
+# Mistakes of the oldest implementation
 
 
 def test_old_tensors_inside_lists(plain: torch.Tensor) -> None:
@@ -720,7 +720,7 @@ def test_old_inplace_ops_do_not_vanish(plain: torch.Tensor) -> None:
 
 
 def test_old_clone_detach_and_data_are_three_things(plain: torch.Tensor) -> None:
-    """A copy, an alias without graph, and an alias without version."""
+    """A copy, an alias without a graph, and an alias without the version."""
     w = offloaded(plain).requires_grad_()
     cloned, detached, data = w.clone(), w.detach(), w.data
     detached.add_(1)
@@ -733,7 +733,7 @@ def test_old_clone_detach_and_data_are_three_things(plain: torch.Tensor) -> None
 
 
 def test_old_a_cast_leaves_the_original(plain: torch.Tensor) -> None:
-    """`.to(dtype)` is no assignment."""
+    """`.to(dtype)` is not an assignment."""
     w = offloaded(plain)
     w.to(torch.float16)
 
@@ -761,7 +761,7 @@ def test_old_hash_fits_eq(plain: torch.Tensor) -> None:
 
 
 def test_old_pickles_run_no_code(plain: torch.Tensor) -> None:
-    """What is written loads with `weights_only`, and names no class of offload's."""
+    """The result loads with `weights_only`, and names no class of offload."""
     file = io.BytesIO()
     torch.save({"w": offloaded(plain), "view": offloaded(plain)[0]}, file)
 

@@ -1,4 +1,4 @@
-"""The pages: what they show runs, and prints what they say. Also the examples in docstrings."""
+"""The code on the pages runs, and prints what they show. So do the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = sorted((ROOT / "tutorials").rglob("*.md"))
 WITH_EXAMPLES = [path for path in MODULES if ">>> " in path.read_text()]
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
-# The README speaks of a folder with a model.
+# The README refers to a folder with a model.
 README_SETUP = """
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
@@ -29,7 +29,7 @@ LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder := "model")
 
 
 def run_page(page: Path, folder: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
-    """A page run in a process of its own, whose files go to the folder."""
+    """Run a page in a separate process, with its files in the folder."""
     env = {**os.environ, **dict.fromkeys(OFFLINE, "1"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.pages", str(page), setup]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
@@ -37,7 +37,7 @@ def run_page(page: Path, folder: Path, setup: str = "") -> subprocess.CompletedP
 
 @pytest.fixture
 def told(tmp_path):
-    """What the runner says of a page with this text; empty if all is well."""
+    """The runner's complaint about a page with this text; empty if there is none."""
 
     def run(text: str) -> str:
         page = tmp_path / "page.md"

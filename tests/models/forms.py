@@ -1,10 +1,10 @@
-"""Tiny checkpoints of the forms in which models are published, and what plain transformers makes of each.
+"""Tiny checkpoints in the formats in which models are published, and what plain transformers loads from each.
 
 Always true:
-- a form is written by plain transformers or by the format's own package; where neither writes it on a CPU, by a few
-  lines from the format's definition, which the form's note says
-- `plain` loads in memory, without this package, and gives weights that are dequantized where the format allows it
-- norms and biases are not ones and zeros, so that a transformation of theirs that is left out shows
+- a format is written by plain transformers or by its own package; if neither can write it on a CPU, by a few lines from
+  the format's definition, as noted
+- `plain` loads in memory, without this package, and returns dequantized weights where the format allows it
+- norms and biases are not just ones and zeros, so that a missing transformation of them shows
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Entry = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Form:
-    """A form: how a tiny checkpoint of it is written, and how plain transformers loads that.
+    """A format: how to write a tiny checkpoint, and how plain transformers loads it.
 
     Attributes:
         write: fills an empty folder.
-        plain: loads the folder in memory, dequantized; what every weight's value is compared with.
-        note: who takes part in loading it, and what the pieces are.
-        options: for `from_pretrained` of the folder, beside the path: a GGUF file's name, a dtype.
-        run: loads the folder as transformers runs it by default, where that is not `plain`.
+        plain: loads the folder in memory, dequantized; the reference for every weight.
+        note: what is involved in loading it, and what the pieces are.
+        options: for `from_pretrained`, in addition to the path: a GGUF file's name, a dtype.
+        run: loads the folder the way transformers runs it by default, if that is not `plain`.
     """
 
     write: Callable[[Path], None]
@@ -49,14 +49,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a model says: the logits of the prompt, (1, 7, vocabulary), and four tokens, chosen greedily, (1, 11)."""
+    """A model's results: the logits of the prompt, (1, 7, vocabulary), and four tokens, chosen greedily, (1, 11)."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
 
 
 def outcome(model: Any) -> Outcome:
-    """What the model says to the prompt."""
+    """The model's results for the prompt."""
     with torch.no_grad(), without_compiling():
         logits = model(PROMPT).logits
         tokens = model.generate(PROMPT, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -65,7 +65,7 @@ def outcome(model: Any) -> Outcome:
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Functions that torch.compile decorates run as they are written: bitnet's are, and compiling takes seconds."""
+    """Runs functions decorated with torch.compile uncompiled: bitnet's are, and compiling takes seconds."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -160,7 +160,7 @@ MODELS["qwen3_5_moe_text"] = {
 
 
 def model_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:
-    """A causal language model of that type with random weights, the same at each call."""
+    """A causal language model of that type with random weights, always the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**_SIZES, **_HEADS, **_ENDS, "initializer_range": 0.08, **MODELS[model_type], **config}
@@ -174,18 +174,18 @@ def model_of(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any
 
 
 def written(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Callable[[Path], None]:
-    """A function that writes a model as transformers saves it: experts stored apart where it does so."""
+    """A function that writes a model the way transformers saves it, with experts stored separately if it does that."""
     return lambda folder: model_of(model_type, dtype, **config).save_pretrained(folder)
 
 
 def is_linear(name: str, value: torch.Tensor) -> bool:
-    """Whether a checkpoint's entry is the weight of a linear layer that publishers quantize."""
+    """Whether an entry is the weight of a linear layer that publishers quantize."""
     kept = ("embed_tokens", "lm_head", ".gate.weight", ".router.")
     return value.dim() == 2 and name.endswith(".weight") and not any(part in name for part in kept)
 
 
 def rewrite(folder: Path, entry: Entry, quantization: Mapping[str, Any] | None) -> None:
-    """What `entry` makes of each linear weight of a folder stands in its place; the configuration names the format."""
+    """Replaces each linear weight in a folder by the result of `entry`; the configuration names the format."""
     file = folder / "model.safetensors"
     entries: dict[str, torch.Tensor] = {}
     for name, value in load_file(file).items():
@@ -197,7 +197,7 @@ def rewrite(folder: Path, entry: Entry, quantization: Mapping[str, Any] | None) 
 
 
 def split(folder: Path) -> None:
-    """The folder's file becomes two, in which the entries alternate: the pieces of a value lie in both."""
+    """Splits the folder's file in two, with alternating entries, so that the pieces of a value are in both."""
     file = folder / "model.safetensors"
     entries = load_file(file)
     names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -215,7 +215,7 @@ def split(folder: Path) -> None:
 def _fp8(
     model_type: str, *, apart: bool = False, rename: str = "weight_scale_inv", as_bytes: bool = False, **config: Any
 ) -> Callable[[Path], None]:
-    """A function that writes linear weights in float8 with a scale for each block, by transformers' `Fp8Quantize`."""
+    """A function that writes linear weights in float8 with a scale per block, with transformers' `Fp8Quantize`."""
     sizes = {name: config.pop(name) for name in list(config) if name in _SIZES}
     static = config.get("activation_scheme") == "static"
 
@@ -249,7 +249,7 @@ def _fp8(
 
 
 def _padded(quantize: Any, name: str, value: torch.Tensor, block: Any) -> dict[str, torch.Tensor]:
-    """What `Fp8Quantize` gives for a weight, of which the last blocks may hang over: those are filled with zeros."""
+    """The result of `Fp8Quantize` for a weight whose last blocks may be incomplete: it is padded with zeros."""
     rows, columns = value.shape
     over = (0, 0, 0, 0) if block is None else (0, -columns % block[1], 0, -rows % block[0])
     pieces = dict(quantize.convert({name: nn.functional.pad(value, over)}))
@@ -257,7 +257,7 @@ def _padded(quantize: Any, name: str, value: torch.Tensor, block: Any) -> dict[s
 
 
 def _fp8_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
-    """A weight from its float8 values and one factor for each block, of which the last may hang over."""
+    """A weight from its float8 values and a factor per block; the last blocks may be incomplete."""
     weight, scale = pieces["weight"].float(), pieces["weight_scale_inv"].float()
     for dim, size in enumerate(config["weight_block_size"]):
         scale = scale.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
@@ -265,11 +265,11 @@ def _fp8_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 
 
 def decoded(decode: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], torch.Tensor], marker: str) -> Load:
-    """A function that loads what plain transformers does not on a CPU: decoded from its definition, then loaded.
+    """A function that loads what plain transformers can't load on a CPU: decoded by definition, then loaded.
 
     Args:
-        decode: gives a weight, from the pieces of a layer by their last names and the quantization's configuration.
-        marker: the last name of a piece that every quantized layer has.
+        decode: computes a weight from a layer's pieces, by the last part of their names, and the quantization settings.
+        marker: the last part of the name of a piece that every quantized layer has.
     """
 
     def load(folder: Path) -> nn.Module:
@@ -291,7 +291,7 @@ def decoded(decode: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], to
 
 
 def _fp4_experts(folder: Path) -> None:
-    """Experts in e2m1, two a byte, with an exponent for each 32 columns: as DeepSeek-V4 is published; random bits."""
+    """Experts in e2m1, two per byte, with an exponent per 32 columns, like the published DeepSeek-V4; random bits."""
     _fp8("qwen3_moe", scale_fmt="ue8m0", expert_dtype="fp4")(folder)
     generator = torch.Generator().manual_seed(0)
 
@@ -307,7 +307,7 @@ def _fp4_experts(folder: Path) -> None:
 
 
 def _mxfp4(folder: Path) -> None:
-    """The experts of gpt-oss, packed as it is published: (experts, rows, blocks, 16) bytes, an exponent a block."""
+    """The experts of gpt-oss, packed as published: (experts, rows, blocks, 16) bytes, and an exponent per block."""
     model = model_of("gpt_oss")
     entries = {name: value.detach().clone() for name, value in model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
@@ -327,13 +327,13 @@ def _mxfp4(folder: Path) -> None:
 def _compressed(
     scheme: str, form: str, model_type: str = "llama", config: Mapping[str, Any] | None = None, **weights: Any
 ) -> Callable[[Path], None]:
-    """A function that writes linear weights by a compressor of compressed-tensors.
+    """A function that writes linear weights with a compressor of compressed-tensors.
 
     Args:
         scheme: the name of one of the package's schemes.
         form: the name of the format.
-        config: of the model, what is not usual.
-        weights: what the scheme says otherwise of its weights.
+        config: overrides for the model.
+        weights: overrides for the scheme's weights.
     """
 
     def write(folder: Path) -> None:
@@ -363,7 +363,7 @@ def _compressed(
 
 
 def _qparams(value: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
-    """The scales and zero points of a weight: from the smallest and largest value of each group."""
+    """The scales and zero points of a weight, from the minimum and maximum of each group."""
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     rows, columns = value.shape
@@ -379,7 +379,7 @@ def _qparams(value: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
 
 
 def _compressed_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
-    """What the package's own compressor makes of a layer's pieces."""
+    """The result of the package's own compressor for a layer's pieces."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -391,7 +391,7 @@ def _compressed_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[st
 
 
 def _quantized(quantization: Callable[[], Any], model_type: str = "llama", **config: Any) -> Callable[[Path], None]:
-    """A function that writes what transformers saves of a model that it quantized while loading it."""
+    """A function that writes what transformers saves from a model quantized during loading."""
 
     def write(folder: Path) -> None:
         from tempfile import TemporaryDirectory
@@ -428,7 +428,7 @@ def _torchao(name: str, **options: Any) -> Callable[[], Any]:
 
 
 def _bitnet(linear_class: str, mode: str) -> Callable[[Path], None]:
-    """A function that writes ternary weights, four rows a byte; those of the mode "online" are made at each forward."""
+    """A function that writes ternary weights, four rows per byte; "online" ones are computed at each forward."""
 
     def write(folder: Path) -> None:
         from transformers.integrations.bitnet import pack_weights
@@ -448,27 +448,27 @@ def _bitnet(linear_class: str, mode: str) -> Callable[[Path], None]:
     return write
 
 
-# --- GPTQ and AWQ: integers of four bits --------------------------------------------------------------------------
+# --- GPTQ and AWQ: 4-bit integers ---------------------------------------------------------------------------------
 
 _GROUP = 32
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns stands at each place of a word, from the lowest bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns is at each position of a word, from the lowest bits
 
 
 def _packed(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Integers of four bits, eight to an int32 along a dimension."""
+    """4-bit integers, eight to an int32 along a dimension."""
     parts = values.unflatten(dim, (-1, 8)).to(torch.int64)
     words = sum(parts.select(dim + 1, source) << (4 * place) for place, source in enumerate(order))
     return torch.where(words > 2**31 - 1, words - 2**32, words).to(torch.int32)  # type: ignore[arg-type]
 
 
 def _unpacked(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """The integers of four bits that `_packed` packed."""
+    """The 4-bit integers that `_packed` packed."""
     places = [(words.to(torch.int64) >> (4 * order.index(source))) & 15 for source in range(8)]
     return torch.stack(places, dim + 1).flatten(dim, dim + 1)
 
 
 def _four_bits(value: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Integers (inputs, outputs), zero points and float16 scales (groups, outputs) of a weight (outputs, inputs)."""
+    """Integers (inputs, outputs), zero points and float16 scales (groups, outputs) for a weight (outputs, inputs)."""
     columns = value.float().T  # (inputs, outputs)
     parts = torch.stack([columns[groups == group] for group in range(int(groups.max()) + 1)])
     least, most = parts.amin(1).clamp(max=0), parts.amax(1).clamp(min=0)
@@ -479,9 +479,9 @@ def _four_bits(value: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _gptq(*, act_order: bool) -> Callable[[Path], None]:
-    """A function that writes qweight, qzeros (less one), scales and g_idx: the first version of the format.
+    """A function that writes qweight, qzeros (minus one), scales and g_idx: version 1 of the format.
 
-    Frantar et al. 2022, https://arxiv.org/abs/2210.17323; the layout is that of AutoGPTQ.
+    Frantar et al. 2022, https://arxiv.org/abs/2210.17323; in AutoGPTQ's layout.
     """
 
     def entry(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -509,9 +509,9 @@ def _gptq_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any
 
 
 def _awq(folder: Path) -> None:
-    """qweight and qzeros packed along the outputs, of which eight stand in AWQ's order; scales of float16.
+    """qweight and qzeros packed along the outputs, in groups of eight in AWQ's order; float16 scales.
 
-    Lin et al. 2023, https://arxiv.org/abs/2306.00978; the layout is that of its "gemm" version.
+    Lin et al. 2023, https://arxiv.org/abs/2306.00978; in its "gemm" layout.
     """
 
     def entry(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -539,14 +539,14 @@ def _awq_reference(pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 
 
 def _gguf(kind: str | Callable[[str], str], model_type: str = "llama", **config: Any) -> Callable[[Path], None]:
-    """A function that writes `model.gguf`, and nothing else."""
+    """A function that writes only `model.gguf`."""
     wide = {"hidden_size": 256, "head_dim": 64}  # blocks have up to 256 columns
     sizes = {**wide, **config}
     return lambda folder: write_gguf(model_of(model_type, torch.float32, **sizes), folder / "model.gguf", kind) and None
 
 
 def _mostly_q4_k(name: str) -> str:
-    """The kinds that a file named Q4_K_M mixes."""
+    """The kinds mixed in a file named Q4_K_M."""
     return "Q6_K" if any(part in name for part in ("down_proj", "v_proj", "lm_head")) else "Q4_K"
 
 
@@ -580,7 +580,7 @@ def _table() -> Iterator[tuple[str, Form]]:
 
 
 def _of_floats() -> Iterator[tuple[str, Form]]:
-    """Nothing is quantized: values are joined, cut, transposed or cast."""
+    """Unquantized: values are joined, split, transposed or cast."""
 
     def form(note: str, write: Callable[[Path], None], **options: Any) -> Form:
         return Form(write, loaded(**options), note, options)
@@ -599,7 +599,7 @@ def _of_floats() -> Iterator[tuple[str, Form]]:
 
 
 def _of_fp8() -> Iterator[tuple[str, Form]]:
-    """What DeepSeek and Qwen publish, and its variants; gpt-oss."""
+    """Formats of DeepSeek and Qwen, and variants; gpt-oss."""
 
     note = "Fp8Dequantize(weight, weight_scale_inv), then what the model joins"
 
@@ -616,15 +616,15 @@ def _of_fp8() -> Iterator[tuple[str, Form]]:
     yield "fp8-tensor-static", form(_fp8("llama", weight_block_size=None, activation_scheme="static"))
     yield "fp8-scale-name", form(_fp8("llama", rename="scale"))
     yield "fp8-fp4-experts", form(_fp4_experts)
-    # transformers 5.23 takes the block's size from the shapes, so it refuses 320 rows of 3 blocks, and so DeepSeek-V3's
-    # 576 of 5; 192 rows of 2 it decodes with blocks of 96.
+    # transformers 5.23 derives the block size from the shapes, so it refuses 320 rows in 3 blocks, and DeepSeek-V3's
+    # 576 in 5; 192 rows in 2 it decodes with blocks of 96.
     part = _fp8("llama", intermediate_size=320)
     yield "fp8-part-block", Form(part, decoded(_fp8_reference, "weight_scale_inv"), note, {})
     yield "mxfp4-gpt_oss", Form(_mxfp4, loaded(quantization=_mxfp4_dequantized), "Mxfp4Dequantize(blocks, scales)", {})
 
 
 def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
-    """What llm-compressor publishes."""
+    """Formats of llm-compressor."""
 
     note = "CompressedTensorsDequantize(every serialized name), then what the model joins"
 
@@ -634,7 +634,7 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
 
     group = {"group_size": 32}
     yield "ct-w4a16", form("W4A16", "pack-quantized", **group)
-    asym = _compressed("W4A16_ASYM", "pack-quantized", **group)  # packed zero points have no place in its own modules
+    asym = _compressed("W4A16_ASYM", "pack-quantized", **group)  # its own modules don't support packed zero points
     yield "ct-w4a16-asym", Form(asym, loaded(quantization=_decompressed), note, {})
     yield "ct-w4a16-channel", form("W4A16", "pack-quantized", group_size=None, strategy="channel")
     yield "ct-w4a16-qwen3_moe", form("W4A16", "pack-quantized", "qwen3_moe", **group)
@@ -645,7 +645,7 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
     yield "ct-fp8-block", form("FP8_BLOCK", "float-quantized", "llama", config={"num_key_value_heads": 4})
     yield "ct-w8a8", form("INT8", "int-quantized")
     yield "ct-nvfp4a16", form("NVFP4A16", "nvfp4-pack-quantized")
-    # transformers 5.23 refuses experts of W8A8, and forgets the global scale of those of NVFP4.
+    # transformers 5.23 refuses experts in W8A8, and ignores the global scale of those in NVFP4.
     by_package = decoded(_compressed_reference, "weight_scale")
     yield "ct-w8a8-qwen3_moe", Form(_compressed("INT8", "int-quantized", "qwen3_moe"), by_package, note, {})
     nvfp4 = _compressed("NVFP4A16", "nvfp4-pack-quantized", "qwen3_moe")
@@ -653,7 +653,7 @@ def _of_compressed_tensors() -> Iterator[tuple[str, Form]]:
 
 
 def _of_packages() -> Iterator[tuple[str, Form]]:
-    """Formats that are a package's own, and bitnet's, which is transformers'."""
+    """Formats of other packages, and bitnet's, which is transformers'."""
     for name, options in {
         "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -681,7 +681,7 @@ def _of_packages() -> Iterator[tuple[str, Form]]:
 
 
 def _of_gguf() -> Iterator[tuple[str, Form]]:
-    """Every kind that the gguf package decodes, in a Llama of a layer; and the shapes that are loaded otherwise."""
+    """Every kind that the gguf package decodes, in a one-layer Llama; and shapes that need special treatment."""
 
     def form(write: Callable[[Path], None], note: str, **options: Any) -> Form:
         given = {"gguf_file": "model.gguf", **options}
@@ -695,8 +695,8 @@ def _of_gguf() -> Iterator[tuple[str, Form]]:
     yield "gguf-q4_k_m-bfloat16", form(_gguf(_mostly_q4_k), old, dtype=torch.bfloat16)
     yield "gguf-tied", form(_gguf("Q8_0", tie_word_embeddings=True), old)
     yield "gguf-qwen2", form(_gguf("Q8_0", "qwen2"), old)
-    yield "gguf-qwen3", form(_gguf("Q8_0", "qwen3", head_dim=128), old)  # the width of heads is not read from a file
-    yield "gguf-qwen3_moe", form(_gguf("Q8_0", "qwen3_moe", moe_intermediate_size=768), old)  # nor is that of experts
+    yield "gguf-qwen3", form(_gguf("Q8_0", "qwen3", head_dim=128), old)  # the head size is not read from the file
+    yield "gguf-qwen3_moe", form(_gguf("Q8_0", "qwen3_moe", moe_intermediate_size=768), old)  # nor is the experts' size
     for kind in ("F16", "Q8_0", "Q4_K"):
         yield f"gguf-lfm2-{kind.lower()}", form(_gguf(kind, "lfm2"), new)
     yield "gguf-qwen3_5", form(_gguf("Q8_0", "qwen3_5_text"), new)

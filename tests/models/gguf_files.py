@@ -1,10 +1,10 @@
 """GGUF files of tiny models, written by the `gguf` package.
 
 Always true:
-- names, the order of the rows of queries and keys, and what is added to norms are llama.cpp's, so that loading has to
-  undo them
-- kinds that the package can quantize hold the model's weights; for the others it has a decoder alone, and their blocks
-  are random bits, of which the factors are small and finite
+- names, the row order of queries and keys, and the offsets of norms are llama.cpp's, so that loading has to undo
+  them
+- kinds that the package can quantize contain the model's weights; for the others it only has a decoder, and their
+  blocks are random bits with small, finite factors
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 QUANTIZABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
-# Bytes of a block at which factors of float16 stand, and how large they are to each other: values are then around zero.
-# NVFP4 has factors of a byte, IQ1_M has one in four pieces.
+# Offsets of float16 factors in a block, and their relative sizes: values are then around zero. NVFP4 has one-byte
+# factors, IQ1_M has one in four pieces.
 _FACTORS: dict[str, dict[int, float]] = {
     "Q2_K": {80: 1, 82: 1.5},
     "Q3_K": {108: 1},
@@ -39,9 +39,9 @@ def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str]) -> Path
     """A GGUF file of a model.
 
     Args:
-        model: a causal language model of transformers.
-        path: of the file.
-        kind: how matrices are stored, or a function that says it of a name; other tensors are F32.
+        model: a causal language model from transformers.
+        path: the file.
+        kind: of matrices, or a function of the name; other tensors are F32.
     """
     import gguf
 
@@ -74,7 +74,7 @@ def write_gguf(model: Any, path: Path, kind: str | Callable[[str], str]) -> Path
 
 
 def _blocks(array: np.ndarray, kind: str, generator: np.random.Generator) -> np.ndarray:
-    """The bytes of an array in a kind: of its values, or random where the package cannot quantize."""
+    """The bytes of an array in a kind: quantized, or random if the package can't quantize."""
     import gguf
 
     quantization = gguf.GGMLQuantizationType[kind]
@@ -89,10 +89,10 @@ def _blocks(array: np.ndarray, kind: str, generator: np.random.Generator) -> np.
 
 
 def _set_factors(blocks: np.ndarray, kind: str, factor: float) -> None:
-    """Every value of the blocks is proportional to the factor afterwards."""
+    """Scales every value in the blocks by the factor."""
     if kind == "NVFP4":
         blocks[:, :4] = 0x38 if factor == 1 else 0x08 * round(7 + np.log2(factor))  # e4m3 without a sign: 2^n
-    elif kind == "IQ1_M":  # the factor's four hexadecimal digits are the highest of four words of scales
+    elif kind == "IQ1_M":  # the factor's four hex digits are the highest ones of four words of scales
         words, bits = blocks[:, -8:].view(np.uint16), int(np.float16(factor).view(np.uint16))
         for place in range(4):
             words[:, place] = words[:, place] & 0x0FFF | (bits >> 4 * place & 15) << 12
@@ -101,7 +101,7 @@ def _set_factors(blocks: np.ndarray, kind: str, factor: float) -> None:
 
 
 def _describe(writer: Any, architecture: str, config: Any) -> None:
-    """The metadata that transformers builds a configuration and a tokenizer from."""
+    """The metadata from which transformers builds a configuration and a tokenizer."""
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -145,7 +145,7 @@ def _describe(writer: Any, architecture: str, config: Any) -> None:
 
 
 def _as_llama_cpp(architecture: str, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The model's names and values as llama.cpp's converter hands them to the writer."""
+    """The model's names and values as llama.cpp's converter passes them to the writer."""
     config = model.config
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -168,7 +168,7 @@ def _as_llama_cpp(architecture: str, model: Any) -> Iterator[tuple[str, torch.Te
 
 
 def _as_qwen35(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
-    """Norms plus one, convolutions of two dimensions, -exp of A_log, and the value heads of a key head far apart."""
+    """Norms plus one, two-dimensional convolutions, -exp of A_log, and the value heads of a key head far apart."""
     if name.endswith("norm.weight") and ".linear_attn." not in name:
         return value.float() + 1
     if name.endswith("conv1d.weight"):

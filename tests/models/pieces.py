@@ -1,4 +1,4 @@
-"""Packed pieces of weights: written to a file, and opened there; two results compared by their bits."""
+"""Packed pieces of weights, written to a file and opened there; comparing results by their bits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from offload.models.checkpoint import open_checkpoint
 
 
 def stored(folder: Path, pieces: Mapping[str, torch.Tensor]) -> Mapping[str, OffloadedTensor]:
-    """The tensors of a checkpoint that is made of these."""
+    """The tensors of a checkpoint with these pieces."""
     save_file({name: piece.contiguous() for name, piece in pieces.items()}, folder / "model.safetensors")
     return open_checkpoint(folder).tensors(None)
 
 
 def bits_of(value: torch.Tensor) -> torch.Tensor:
-    """The bits of floats, so that zeros have signs; all that are no numbers are one."""
+    """The bits of floats, so that zeros have signs; all NaNs are equal."""
     plain = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
     return plain.contiguous().view({2: torch.int16, 4: torch.int32}[value.itemsize])
 
 
 def random_bytes(*shape: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
-    """Numbers of any bits."""
+    """Random bit patterns."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
@@ -39,7 +39,7 @@ def random_scales(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1
 
 
 def losses_of_an_adapter(model: Any, prompt: torch.Tensor, steps: int = 3) -> list[float]:
-    """Of a LoRA of rank 4 over all linear layers, trained for some steps."""
+    """For a LoRA of rank 4 on all linear layers, trained for a few steps."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)

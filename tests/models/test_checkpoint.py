@@ -24,7 +24,7 @@ OUTSIDE_ELSEWHERE = ["..\\one.safetensors", "C:one.safetensors", "one\0.safetens
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Two shards and their index."""
+    """Two shards and an index."""
     save_file({"a": torch.arange(3.0)}, tmp_path / "one.safetensors")
     save_file({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / "two.safetensors")
     _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
@@ -79,7 +79,7 @@ def test_a_truncated_shard_is_named(sharded: Path) -> None:
 
 
 def test_a_shard_of_another_checkpoint_is_found_out(sharded: Path) -> None:
-    """The index names a tensor that the shard has not."""
+    """The index names a tensor that is not in the shard."""
     save_file({"z": torch.ones(1)}, sharded / "one.safetensors")
 
     with pytest.raises(CheckpointError, match=r"'a' is in one\.safetensors, and it is not"):
@@ -102,7 +102,7 @@ def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_index_may_be_the_map_alone_and_have_any_name(sharded: Path) -> None:
-    """As accelerate has it."""
+    """As with accelerate."""
     path = sharded / "weights.json"
     path.write_text(json.dumps({"a": "one.safetensors", "b": "two.safetensors"}))
 
@@ -158,12 +158,12 @@ def test_two_files_of_an_offload_folder_may_not_hold_one_name(tmp_path: Path) ->
         open_checkpoint(tmp_path)
 
 
-# What torch.save wrote
+# Files from torch.save
 
 
 @pytest.fixture
 def pickled(tmp_path: Path) -> Path:
-    """Two shards of torch.save and their index, and what a training leaves beside them."""
+    """Two shards from torch.save with an index, and other files that training leaves beside them."""
     torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model-00001-of-00002.bin")
     torch.save({"b": torch.ones(2, 2), "c": torch.zeros(1)}, tmp_path / "pytorch_model-00002-of-00002.bin")
     places = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}

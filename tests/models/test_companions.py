@@ -1,4 +1,4 @@
-"""What `save_checkpoint` writes beside the weights of a transformers model: the folder loads again."""
+"""The files that `save_checkpoint` writes beside a transformers model's weights: the folder can be loaded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RELOADED += ["torchao-int8", "bitnet-autobitlinear-offline", "gguf-q8_0"]
 
 @pytest.fixture
 def source(llama_folder: Path, tmp_path: Path) -> Path:
-    """A tiny Llama with a tokenizer's files, settings for generation, and files that are none of its own."""
+    """A tiny Llama with tokenizer files, a generation config, and unrelated files."""
     folder = Path(shutil.copytree(llama_folder, tmp_path / "source"))
     for name, text in {**TOKENIZER, "quantize_config.json": "{}", "README.txt": "no"}.items():
         (folder / name).write_text(text)
@@ -41,7 +41,7 @@ def source(llama_folder: Path, tmp_path: Path) -> Path:
 
 
 def written(folder: Path, form: str) -> Any:
-    """A model loaded from a new checkpoint of that form."""
+    """A model loaded from a new checkpoint in that format."""
     folder.mkdir()
     FORMS[form].write(folder)
     return offload.from_pretrained(folder, **FORMS[form].options)
@@ -56,7 +56,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# The folder loads again
+# Loading the folder again
 
 
 def test_a_model_is_loaded_again_with_its_tokenizer_and_settings(
@@ -182,7 +182,7 @@ def test_a_model_in_memory_has_a_tokenizer_if_its_folder_is_known(source: Path, 
 
 @pytest.fixture
 def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A model class of a module that is not in transformers."""
+    """A model class from a module outside of transformers."""
     package = tmp_path / "code/made_for_a_test"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -211,7 +211,7 @@ def test_code_of_a_model_goes_along_as_transformers_copies_it(own_code: Any, tmp
     assert (tmp_path / "theirs" / code).read_bytes() == (tmp_path / "saved" / code).read_bytes()
 
 
-# What stands there
+# Existing files
 
 
 def test_a_configuration_of_another_model_is_an_error_before_anything_is_written(source: Path, tmp_path: Path) -> None:

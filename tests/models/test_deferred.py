@@ -1,4 +1,4 @@
-"""Tensors that are still to be put together: whatever is recorded gives what torch gives on plain tensors."""
+"""Deferred tensors: recorded ops give the same results as torch on plain tensors."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_part_of_a_value_gets_a_file_of_its_own_at_its_first_write(
 def test_blocks_are_smaller_than_the_value(
     monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors, block: int
 ) -> None:
-    """Also where one row is more than a block, and where parts begin inside one."""
+    """Even if a row is larger than a block, or parts begin inside one."""
     monkeypatch.setattr("offload.tensor.recipes._WRITTEN", block)
 
     for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
@@ -212,7 +212,7 @@ def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, wait
 
 
 def test_what_is_widened_and_narrowed_again_stays_where_it_is(tmp_path: Path) -> None:
-    """A checkpoint of several dtypes goes through the widest of them."""
+    """A checkpoint with several dtypes is converted through the widest of them."""
     save_file({"w": torch.randn(3, 4).bfloat16()}, tmp_path / "w.safetensors")
     tensor = deferred(offload.load_file(tmp_path / "w.safetensors")["w"])
 
@@ -251,7 +251,7 @@ def test_a_cast_of_a_file_of_ours_replaces_it_in_its_own_folder(tmp_path: Path, 
 
 
 def test_a_recipe_over_two_files_names_both(tmp_path: Path) -> None:
-    """Who saves over one of them is told, a run notes the state of both, and the text names the one that is missing."""
+    """Saving over either is refused, a run records the state of both, and an error names the missing one."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         offload.save_checkpoint({"w": torch.ones(2, 3)}, folder)

@@ -1,4 +1,4 @@
-"""What is still to be put together may be written to: it is a file of its own from then on."""
+"""Deferred tensors may be written to: they then become files of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stored(checkpoint):
     return offload.load_file(checkpoint / "model.safetensors")
 
 
-# How a deferred tensor comes about, from two of a checkpoint; the same with plain ones.
+# Ways to make a deferred tensor from two tensors of a checkpoint, and the same from plain ones.
 WAYS = {
     "as it is": lambda w, v: w,
     "cast": lambda w, v: w.to(torch.float16),
@@ -181,7 +181,7 @@ def test_data_can_be_written_and_replaced(way, stored, numbers):
 
 @torch.no_grad()
 def test_what_is_cut_in_many_is_cut_once(stored, numbers, monkeypatch):
-    """A stack of experts: not once for each of them."""
+    """A stack of experts: not once per expert."""
     cut = []
     view_of = rules.view_of
     monkeypatch.setattr(rules, "view_of", lambda *args: cut.append(args) or view_of(*args))

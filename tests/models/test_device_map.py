@@ -31,7 +31,7 @@ GPU_1 = torch.device("cuda", 1)
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that says it has two: for planning, nothing is put there."""
+    """A machine that claims to have two: for planning only."""
 
     def existing(device: torch.device | str | int) -> torch.device:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -58,7 +58,7 @@ def test_a_word_names_a_place(word: str, place: Place) -> None:
 
 
 def test_disk_executes_on_the_cpu_where_a_build_for_cuda_finds_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's own wheels are: they name the accelerator that they are built for."""
+    """Like torch's own wheels, which name the accelerator they are built for."""
 
     def current(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
@@ -113,7 +113,7 @@ def test_an_unknown_word_is_named_with_its_module(word: object) -> None:
         ("cpuu", "cpu"),
         ("met", "meta"),
         ("gpu0", None),
-        ("cuda:99", None),  # torch knows such devices, and has none here
+        ("cuda:99", None),  # torch knows this device type, but there is none here
         ("hpu", None),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_module_runs_where_its_tensors_are() -> None:
         "layers.1": GPU_1,
         "layers.1.a": GPU_1,
         "head": CPU,
-    } == execution_devices(placed)  # and not "layers", which has both
+    } == execution_devices(placed)  # but not "layers", which has both
 
 
 def test_a_module_s_own_tensors_decide_where_those_below_it_differ() -> None:
@@ -207,7 +207,7 @@ def test_what_is_on_meta_runs_nowhere() -> None:
     assert {} == execution_devices({"a.w": Place(False, META)})
 
 
-# Names that are of nothing
+# Unknown names
 
 
 def test_names_that_the_model_has_not_are_told_with_what_is_near() -> None:

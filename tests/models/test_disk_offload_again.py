@@ -1,4 +1,4 @@
-"""A model that is on disk already goes to the folder that is named; one that another library holds is refused."""
+"""A model already on disk moves to a newly named folder; one held by another library is refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_budget_of_a_model_goes_along(tmp_path):
 
 
 class Copies(MutableMapping):
-    """Gives out copies, as a cache of values that are elsewhere does."""
+    """Returns copies, like a cache of values that are elsewhere."""
 
     def __init__(self, values):
         self.values_held = dict(values)
@@ -159,7 +159,7 @@ def test_a_model_that_compressed_tensors_holds_is_refused_until_it_lets_go(tmp_p
 
 
 def test_hooks_of_parameters_go_along():
-    """Those of an optimizer in backward, for one; their handles still remove them."""
+    """An optimizer's in backward, for example; their handles still remove them."""
     model, called = nn.Linear(2, 3), []
     before = model.weight.register_hook(lambda grad: called.append("grad"))
     model.weight.register_post_accumulate_grad_hook(lambda weight: called.append(weight is model.weight))
@@ -180,7 +180,7 @@ def test_hooks_of_parameters_go_along():
     ],
 )
 def test_nothing_on_disk_is_computed_on_the_meta_device(make):
-    """It would be no meta tensor, and ops on it would give nothing."""
+    """It would not be a meta tensor, and ops on it would give nothing."""
     with pytest.raises(DeviceError, match="nothing is computed on 'meta': use one of cpu"):
         make()
 

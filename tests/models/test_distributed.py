@@ -1,4 +1,4 @@
-"""Folders that torch.distributed.checkpoint wrote are opened in place, as one checkpoint."""
+"""Folders written by torch.distributed.checkpoint are opened in place, as one checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATE = {
 }
 WRITERS = 3
 
-# What three processes write: rows, columns and squares, unevenly, and a value that all of them have.
+# Written by three processes: rows, columns and squares, of uneven sizes, and a replicated value.
 WRITE = """
     import sys, os, torch, torch.multiprocessing as mp, torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -78,14 +78,14 @@ WRITE = """
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of one writer, with entries of bytes before the tensors, which then lie at any byte."""
+    """A folder with one writer, with byte entries before the tensors, which are therefore unaligned."""
     dcp.save({**STATE, "step": 3, "rate": 0.5}, checkpoint_id=tmp_path / "saved", no_dist=True)
     return tmp_path / "saved"
 
 
 @pytest.fixture(scope="module", params=[3, 4])
 def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of several writers, and what they wrote as a whole beside it."""
+    """A folder with several writers, and the whole values."""
     place = tmp_path_factory.mktemp("sharded")
     run_script(WRITE, place / "saved", place / "store", place / "whole.pt", request.param)
     return place
@@ -96,7 +96,7 @@ def same(expected: torch.Tensor, actual: Any) -> bool:
 
 
 def metadata(folder: Path, change: Callable[[Any], None]) -> None:
-    """Write the metadata of a folder anew, with a change."""
+    """Rewrite a folder's metadata with a change."""
     path = folder / ".metadata"
     found = pickle.loads(path.read_bytes())
     change(found)
@@ -104,7 +104,7 @@ def metadata(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def test_values_are_referenced_where_they_lie(folder: Path) -> None:
-    """All but one of complex128, which no kernel reads at any byte."""
+    """All except complex128, which no kernel reads unaligned."""
     before = contents(folder)
 
     found = offload.load_file(folder)
@@ -162,7 +162,7 @@ def _assert(fact: bool) -> None:
 
 
 def test_another_process_gets_the_reference(sharded: Path, tmp_path: Path) -> None:
-    """Of a value of several writers, and of one with a single one."""
+    """For a value with several writers, and for one with a single writer."""
     found = offload.load_file(sharded / "saved")
     sent = ForkingPickler.dumps([found["rows"], found["same"]])
     (tmp_path / "sent").write_bytes(sent)
@@ -183,7 +183,7 @@ def test_another_process_gets_the_reference(sharded: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("nest", [("model",), ("app", "model"), ("state_dict",), ()])
 def test_a_model_is_filled_wherever_it_is_nested(nest: tuple[str, ...], tmp_path: Path) -> None:
-    """As of what torch.save wrote: its names are those in the model's own state dict."""
+    """As with torch.save: its names are those in the model's own state dict."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     state: Any = plain.state_dict()
@@ -231,7 +231,7 @@ def test_it_is_inspected_verified_and_converted(
     assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
-# What is wrong
+# Errors
 
 
 def test_a_missing_file_is_named(sharded: Path, tmp_path: Path) -> None:

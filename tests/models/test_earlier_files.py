@@ -1,4 +1,4 @@
-"""A file that an earlier tensor left is replaced where somebody says so, and by whoever works on a whole folder."""
+"""A file left by an earlier tensor is replaced on request, and by functions that own a whole folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIVEN = {"from_original_tensor": 7.0, "empty": 0.0, "zeros": 0.0, "ones": 1.0, "
 
 @pytest.fixture
 def folder(tmp_path):
-    """With files that earlier tensors left: `w`, and `w.s`."""
+    """With files left by earlier tensors: `w`, and `w.s`."""
     for name in ("w", "w.s"):
         OffloadedTensor.from_original_tensor(torch.full((2,), 3.0), name, tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Every form of checkpoint runs from disk as plain transformers runs it in memory, and nothing is written for that."""
+"""Every checkpoint format runs from disk as plain transformers runs it in memory, without writing anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL = 1024  # bytes up to which a value may be in memory
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_path: Path, private_place: Path) -> None:
-    """Logits and four tokens are equal to the bit; weights are on disk before and after; no folder has a file."""
+    """Logits and four tokens are bit-identical; weights are on disk before and after; no folder has a file."""
     form, source, own = FORMS[name], tmp_path / "source", tmp_path / "own"
     source.mkdir()
     own.mkdir()
@@ -50,7 +50,7 @@ def test_a_form_runs_from_disk_as_in_memory_and_writes_nothing(name: str, tmp_pa
 def test_what_is_not_packed_has_the_dtype_and_bits_that_transformers_gives_it(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In a model of bfloat16: some forms keep what is stored, others cast it. If a dtype is asked for, all is cast."""
+    """In a bfloat16 model: some formats keep the stored dtype, others cast it. A requested dtype applies to all."""
     form, file = FORMS[name], tmp_path / "model.safetensors"
     form.write(tmp_path)
     with safe_open(file, "pt") as opened:
@@ -77,7 +77,7 @@ def test_what_is_not_packed_has_the_dtype_and_bits_that_transformers_gives_it(
 def test_an_adapter_trains_over_a_form_as_over_the_dequantized_model(
     name: str, tmp_path: Path, private_place: Path
 ) -> None:
-    """The losses of three steps are equal to the bit; the weights stay on disk, and as they are."""
+    """The losses of three steps are bit-identical; the weights stay on disk, unchanged."""
     form = FORMS[name]
     form.write(tmp_path)
     before = contents(tmp_path)
@@ -94,6 +94,6 @@ def test_an_adapter_trains_over_a_form_as_over_the_dequantized_model(
 
 
 def _in_memory(model: nn.Module) -> list[str]:
-    """Parameters and buffers that are in memory, and are not small."""
+    """Parameters and buffers in memory, except small ones."""
     named = (*model.named_parameters(), *model.named_buffers())
     return [name for name, value in named if not offload.is_offloaded(value) and value.nbytes > _SMALL]

@@ -1,4 +1,4 @@
-"""bitsandbytes: weights are to the bit what its own functions make of them; what does not fit is refused."""
+"""bitsandbytes: weights are bit-identical to its own functions'; inconsistent pieces are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EIGHT_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8b
 def packed(
     rows: int, columns: int, kind: str = "nf4", dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> tuple[Pieces, torch.Tensor]:
-    """The pieces of a weight, named as in a checkpoint, and what the package makes of them."""
+    """The pieces of a weight, named as in a checkpoint, and the package's result for them."""
     from bitsandbytes.functional import dequantize_4bit
 
     pieces, state = pieces_of(rows, columns, kind, dtype, **options)
@@ -63,7 +63,7 @@ def dense_of(folder: Path, pieces: Mapping[str, torch.Tensor], config: Mapping[s
 def test_numbers_of_4_bits_are_what_the_package_makes_of_them(
     rows: int, columns: int, block: int, kind: str, nested: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Scales that are packed themselves too; rows are decoded alone."""
+    """Also with packed scales; rows are decoded separately."""
     pieces, expected = packed(rows, columns, kind, dtype, blocksize=block, compress_statistics=nested)
 
     found = dense_of(tmp_path, pieces)
@@ -77,7 +77,7 @@ def test_numbers_of_4_bits_are_what_the_package_makes_of_them(
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 33), (300, 50), (4, 100), (3, 1001)])
 def test_blocks_run_on_into_the_next_row(rows: int, columns: int, nested: bool, tmp_path: Path) -> None:
-    """By the definition: with AVX-512 the package mixes up scales here, where columns are not whole blocks."""
+    """By definition: with AVX-512 the package mixes up scales if rows are not whole blocks."""
     pieces, _ = pieces_of(rows, columns, compress_statistics=nested)
     numbers, halves = pieces["layer.weight.quant_map"], pieces["layer.weight"].flatten()
     scales = pieces["layer.weight.absmax"].float()
@@ -96,7 +96,7 @@ def test_blocks_run_on_into_the_next_row(rows: int, columns: int, nested: bool, 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
 def test_numbers_may_be_stored_as_another_dtype(storage: torch.dtype, tmp_path: Path) -> None:
-    """So are those that were trained with FSDP."""
+    """As in models trained with FSDP."""
     pieces, expected = packed(96, 256, quant_storage=storage)
 
     found = dense_of(tmp_path, pieces)
@@ -135,7 +135,7 @@ def test_what_is_not_packed_stays_as_it_is(tmp_path: Path) -> None:
     assert {"layer.weight", *others} == set(found)
 
 
-# --- what is refused ---
+# --- Errors ---
 
 STATE = "layer.weight.quant_state.bitsandbytes__nf4"
 
@@ -220,18 +220,18 @@ def test_a_configuration_of_other_bits_is_refused(tmp_path: Path) -> None:
         dense_of(tmp_path / "eight", of_8_bits(), FOUR_BITS)
 
 
-# --- whole models ---
+# --- Whole models ---
 
 
 @pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-double", "bnb-int8"])
 def test_an_adapter_is_trained_over_packed_weights_as_over_dense_ones(
     name: str, tmp_path: Path, private_place: Path
 ) -> None:
-    """Losses are equal to the bit, weights stay on disk, and nothing is written."""
+    """Losses are bit-identical, weights stay on disk, and nothing is written."""
     FORMS[name].write(tmp_path)
     model = offload.from_pretrained(tmp_path)
     dense = FORMS[name].plain(tmp_path)
-    dense.is_loaded_in_4bit = dense.is_loaded_in_8bit = False  # transformers 5.23 leaves it; its layers are plain
+    dense.is_loaded_in_4bit = dense.is_loaded_in_8bit = False  # left over in transformers 5.23; its layers are plain
 
     assert losses_of_an_adapter(dense, PROMPT) == losses_of_an_adapter(model, PROMPT)
     assert all(offload.is_offloaded(v) for n, v in model.named_parameters() if "lora" not in n and v.nbytes > 1024)
@@ -239,7 +239,7 @@ def test_an_adapter_is_trained_over_packed_weights_as_over_dense_ones(
 
 
 def test_a_class_of_the_packages_own_is_made_of_a_layer_in_memory() -> None:
-    """torch asks nobody when it makes one of a tensor on disk, and refuses."""
+    """torch itself refuses, without a hook, to create one from a tensor on disk."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     layer = offload.disk_offload(torch.nn.Linear(64, 64, bias=False))
     with pytest.raises(RuntimeError, match="already associated to a python object of type OffloadedTensor"):

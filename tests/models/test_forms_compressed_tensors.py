@@ -1,4 +1,4 @@
-"""compressed-tensors: weights are to the bit what its own compressors make of them; what does not fit is refused."""
+"""compressed-tensors: weights are bit-identical to its own compressors'; inconsistent pieces are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.models.pieces import (
 
 Pieces = dict[str, torch.Tensor]
 
-ROWS, COLUMNS = 44, 96  # rows: no whole number of words of zero points
+ROWS, COLUMNS = 44, 96  # the rows don't fill whole words of zero points
 
 
 def config_of(form: str | None, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def scale_shape(strategy: str, size: int | None, rows: int, columns: int) -> tup
 
 
 def words(bits: int, strategy: str, dtype: torch.dtype, *, symmetric: bool, columns: int = COLUMNS) -> tuple[Any, Any]:
-    """Pieces of the format pack-quantized, of random bits, and their configuration."""
+    """Random pieces in the format pack-quantized, and their configuration."""
     size = 32 if strategy == "group" else None
     scales = scale_shape(strategy, size, ROWS, columns)
     pieces = {
@@ -71,7 +71,7 @@ def words(bits: int, strategy: str, dtype: torch.dtype, *, symmetric: bool, colu
 def test_packed_integers_are_what_the_package_makes_of_them(
     bits: int, strategy: str, symmetric: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Bits of all kinds, with words that two numbers share."""
+    """All widths, including those where numbers cross word boundaries."""
     pieces, config = words(bits, strategy, dtype, symmetric=symmetric)
     expected = by_package(pieces, config)
 
@@ -85,7 +85,7 @@ def test_packed_integers_are_what_the_package_makes_of_them(
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_columns_need_not_fill_the_last_word(bits: int, tmp_path: Path) -> None:
-    """Of a scale for each row; the shape is told by a piece."""
+    """With a scale per row; a piece gives the shape."""
     pieces, config = words(bits, "channel", torch.bfloat16, symmetric=True, columns=50)
 
     found = dense_of(tmp_path, pieces, config)
@@ -95,7 +95,7 @@ def test_columns_need_not_fill_the_last_word(bits: int, tmp_path: Path) -> None:
 
 
 def of_bytes(form: str, dtype: torch.dtype, strategy: str, scale_dtype: torch.dtype, **more: Any) -> tuple[Any, Any]:
-    """Pieces of a format that has a byte for each number, and their configuration."""
+    """Pieces of a one-byte format, and their configuration."""
     size, block = more.pop("group_size", None), more.pop("block_structure", None)
     shape = scale_shape(strategy, size, ROWS, COLUMNS)
     if block is not None:
@@ -123,7 +123,7 @@ OF_BYTES: dict[str, Callable[[], tuple[Pieces, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", OF_BYTES)
 def test_numbers_of_a_byte_are_what_the_package_makes_of_them(name: str, tmp_path: Path) -> None:
-    """All bytes, those too that are no numbers."""
+    """All bytes, including NaNs."""
     pieces, config = OF_BYTES[name]()
     expected = by_package(pieces, config)
 
@@ -149,7 +149,7 @@ def test_zero_points_of_bytes_are_taken_away_first(dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize("form", ["nvfp4-pack-quantized", "mxfp4-pack-quantized"])
 @pytest.mark.parametrize("whole", [(1,), ()])
 def test_halves_of_bytes_are_what_the_package_makes_of_them(form: str, whole: tuple[int, ...], tmp_path: Path) -> None:
-    """A scale of all that has no dimension leaves the scales in bfloat16, as torch promotes dtypes."""
+    """A 0-d global scale leaves the scales in bfloat16, by torch's type promotion."""
     pieces = {"weight_packed": random_bytes(ROWS, COLUMNS // 2)}
     if form == "nvfp4-pack-quantized":
         size, strategy = 16, "tensor_group"
@@ -192,7 +192,7 @@ def test_a_decoded_weight_goes_through_pickle(tmp_path: Path) -> None:
 def test_a_layer_is_of_the_group_that_names_it_most_closely(
     layer: str, targets: list[list[str]], bits: int, tmp_path: Path
 ) -> None:
-    """Its name before an expression before a class; of those that none names, the first."""
+    """A name takes precedence over an expression, and that over a class; for unmatched layers, the first group."""
     pieces, config = words(bits, "group", torch.bfloat16, symmetric=True)
     expected = by_package(pieces, config)
     groups = [
@@ -210,7 +210,7 @@ def test_a_layer_is_of_the_group_that_names_it_most_closely(
 
 
 def test_what_is_not_packed_stays_as_it_is(tmp_path: Path) -> None:
-    """A norm, a bias, a weight that the configuration ignores; scales of activations and of a cache are no weights."""
+    """A norm, a bias, a weight that the configuration ignores; scales of activations or of a cache are not weights."""
     pieces, config = words(4, "group", torch.bfloat16, symmetric=True)
     others = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4), "layer.bias": torch.ones(ROWS)}
     noted = {"layer.input_scale": torch.ones(1), "layer.input_global_scale": torch.ones(1)}
@@ -222,7 +222,7 @@ def test_what_is_not_packed_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_scale_for_each_row_of_experts_is_multiplied_in_float32(tmp_path: Path) -> None:
-    """As transformers does, which rounds a dense layer's in the dtype of the scale."""
+    """As in transformers, which rounds a dense layer's in the dtype of the scale."""
     pieces, config = of_bytes("float-quantized", E4M3, "channel", torch.bfloat16)
 
     found = dense_of(tmp_path, pieces, config, "model.layers.0.mlp.experts.11.up_proj")
@@ -232,7 +232,7 @@ def test_a_scale_for_each_row_of_experts_is_multiplied_in_float32(tmp_path: Path
     assert torch.equal(bits_of(expected), bits_of(offload.materialize(found)))
 
 
-# --- what is refused ---
+# --- Errors ---
 
 
 def without(*names: str) -> Callable[[Pieces, dict[str, Any]], None]:
@@ -311,7 +311,7 @@ def test_a_scale_of_all_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_missing_scale_is_refused_at_load(tmp_path: Path) -> None:
-    """Not at the first forward."""
+    """Not only at the first forward."""
     from safetensors.torch import load_file, save_file
 
     FORMS["ct-w4a16"].write(tmp_path)
@@ -324,11 +324,11 @@ def test_a_model_with_a_missing_scale_is_refused_at_load(tmp_path: Path) -> None
         offload.from_pretrained(tmp_path)
 
 
-# --- whole models ---
+# --- Whole models ---
 
 
 def test_an_adapter_is_trained_over_packed_weights_as_over_dense_ones(tmp_path: Path, private_place: Path) -> None:
-    """Losses are equal to the bit, weights stay on disk, and nothing is written."""
+    """Losses are bit-identical, weights stay on disk, and nothing is written."""
     FORMS["ct-w4a16"].write(tmp_path)
     model = offload.from_pretrained(tmp_path)
 

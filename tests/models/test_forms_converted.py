@@ -1,4 +1,4 @@
-"""`convert --dequantize`: a folder that plain transformers loads as it loads the quantized one dequantized."""
+"""`convert --dequantize`: plain transformers loads the result as it loads the quantized checkpoint dequantized."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`
 
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_transformers_loads_what_was_dequantized(name: str, tmp_path: Path, private_place: Path) -> None:
-    """Logits and tokens are those of the dequantized model, to the bit; the source stays as it is."""
+    """Logits and tokens are bit-identical to the dequantized model's; the source is unchanged."""
     form, source, target = FORMS[name], tmp_path / "source", tmp_path / "target"
     source.mkdir()
     form.write(source)

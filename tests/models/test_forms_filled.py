@@ -1,4 +1,4 @@
-"""A quantized checkpoint, under the names of an empty transformers model, fills that as `from_pretrained` does."""
+"""An empty transformers model filled from a quantized checkpoint is the same as from `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def empty_model(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", [*FP8, *TORCHAO])
 def test_an_empty_model_is_filled_with_what_is_packed(name: str, tmp_path: Path) -> None:
-    """Its outcome is that of plain transformers; every weight stays where it is packed."""
+    """Its results are plain transformers'; every weight stays packed in place."""
     form = FORMS[name]
     form.write(tmp_path)
 
@@ -49,7 +49,7 @@ def test_an_empty_model_is_filled_with_what_is_packed(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", GGUF)
 def test_an_empty_model_is_filled_from_a_gguf_file(name: str, tmp_path: Path) -> None:
-    """Its names are those of llama.cpp; the model has the dtype that it was made with."""
+    """With llama.cpp's names; the model keeps its own dtype."""
     form = FORMS[name]
     form.write(tmp_path)
     plain = form.plain(tmp_path)
@@ -102,7 +102,7 @@ def test_a_file_gives_the_pieces_as_they_are_packed(tmp_path: Path) -> None:
 
 
 def test_modules_of_another_kind_than_the_weights_need_are_not_filled(tmp_path: Path) -> None:
-    """BitNet's quantize activations; an empty model that is made of the configuration has usual ones."""
+    """BitNet's modules quantize activations; an empty model created from the configuration has the usual ones."""
     FORMS["bitnet-bitlinear-offline"].write(tmp_path)
 
     with pytest.raises(CheckpointError, match=r"quantized by bitnet.*use offload\.from_pretrained"):

@@ -1,4 +1,4 @@
-"""Packed models of some 100 MB, run under a budget that holds half of them: what is in memory afterwards."""
+"""Packed models of about 100 MB, run under a budget for half of them: what is in memory afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.processes import run_script
 
 Pieces = dict[str, torch.Tensor]
 
-# Arguments: a small model, which imports what is needed; a large one; the budget.
+# Arguments: a small model, for imports; a large one; the budget.
 THREE_FORWARDS = """
     import json, sys, torch, offload
     from offload.memory import anonymous_bytes
@@ -51,7 +51,7 @@ def w4a16(name: str, rows: int, columns: int) -> Pieces:
 
 
 def nf4(name: str, rows: int, columns: int) -> Pieces:
-    """With scales that are packed too."""
+    """With packed scales."""
     blocks = rows * columns // 64
     state = {
         "quant_type": "nf4",
@@ -106,7 +106,7 @@ def empty_model(model_type: str, dtype: torch.dtype, **sizes: Any) -> Any:
 
 
 def packed(entry: Callable[[str, int, int], Pieces], quantization: Mapping[str, Any], model_type: str = "llama") -> Any:
-    """A function that writes a model of these sizes, whose linear weights are what `entry` says; experts apart."""
+    """A function that writes a model of these sizes, with linear weights from `entry`; experts are separate."""
 
     def write(folder: Path, **sizes: Any) -> Path:
         model = empty_model(model_type, torch.bfloat16, **sizes)
@@ -140,7 +140,7 @@ def _experts(entry: Callable[[str, int, int], Pieces], name: str, value: torch.T
 
 
 def gguf(folder: Path, **sizes: Any) -> Path:
-    """A file of Q4_K, whose blocks are random."""
+    """A file of Q4_K with random blocks."""
     model = empty_model("llama", torch.float32, **sizes)
     for module in model.modules():
         for name, value in list(module.named_parameters(recurse=False)):
@@ -162,7 +162,7 @@ def gguf(folder: Path, **sizes: Any) -> Path:
 def test_a_packed_model_past_the_budget_takes_no_more_than_it(
     write: Callable[..., Path], sizes: dict[str, int], layers: int, tmp_path: Path
 ) -> None:
-    """100 MB packed or more, two to eight times that dense; budget 64 MiB. Nothing is written."""
+    """At least 100 MB packed, two to eight times that dense; budget 64 MiB. Nothing is written."""
     small_sizes = {**sizes, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2}
     small = write(tmp_path / "small", **{**small_sizes, "num_key_value_heads": 2, "num_hidden_layers": 1})
     large = write(tmp_path / "large", **sizes, num_hidden_layers=layers)
@@ -175,4 +175,4 @@ def test_a_packed_model_past_the_budget_takes_no_more_than_it(
     assert said["on_disk"]
     assert said["written"] < 1 << 16
     assert said["loaded"] < 8 << 20
-    assert said["run"] < 80 << 20  # what values are made in, and 16 MiB for all else
+    assert said["run"] < 80 << 20  # memory for computed values, and 16 MiB for everything else

@@ -1,4 +1,4 @@
-"""Weights of torchao's classes are rebuilt over their inner tensors in the checkpoint, which is all that is on disk."""
+"""Weights of torchao's classes are rebuilt over their inner tensors in the checkpoint, the only copy on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def first_weight(model: Any) -> Any:
 
 
 def rewritten(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """Some tensors of the file are others, or missing."""
+    """Changes or removes some tensors in the file."""
     file = folder / "model.safetensors"
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
@@ -125,7 +125,7 @@ def test_there_is_nothing_to_store_of_what_is_referenced(name: str, tmp_path: Pa
 
 @EVERY_FORM
 def test_another_process_gets_the_reference(name: str, tmp_path: Path) -> None:
-    """What travels is small, and gives the same value there; the checkpoint is not copied."""
+    """The reference is small, and gives the same value there; the checkpoint is not copied."""
     source = written(name, tmp_path / "source")
     weight = first_weight(offload.from_pretrained(source)).detach()
     travels = bytes(ForkingPickler.dumps(weight))

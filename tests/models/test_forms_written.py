@@ -1,4 +1,4 @@
-"""The tiny checkpoints of every form: plain transformers loads them, and says the same each time."""
+"""The tiny checkpoints of every format: plain transformers loads them, always with the same results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GGUF = {"gguf_file": "model.gguf"}
 
 @pytest.mark.parametrize("name", FORMS)
 def test_plain_transformers_says_the_same_at_each_loading(name: str, tmp_path: Path) -> None:
-    """Logits are finite, of a usual size, and equal to the bit at the next loading; so are four tokens."""
+    """Logits are finite, of normal size, and bit-identical after loading again; so are four tokens."""
     FORMS[name].write(tmp_path)
     once, again = (outcome(FORMS[name].plain(tmp_path)) for _ in range(2))
 
@@ -30,7 +30,7 @@ def test_plain_transformers_says_the_same_at_each_loading(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.run])
 def test_what_runs_by_default_is_close_to_the_dequantized_model(name: str, tmp_path: Path) -> None:
-    """Another kernel, or activations that are quantized too, and so not the same bits."""
+    """With other kernels, or quantized activations, and therefore different bits."""
     FORMS[name].write(tmp_path)
     run = FORMS[name].run
     assert run is not None
@@ -44,7 +44,7 @@ def test_what_runs_by_default_is_close_to_the_dequantized_model(name: str, tmp_p
     "name", ["fp8-deepseek_v3", "fp8-part-block", "gptq-act-order", "awq", "ct-nvfp4a16-qwen3_moe"]
 )
 def test_a_checkpoint_that_we_decode_or_that_publishers_share_holds_the_model(name: str, tmp_path: Path) -> None:
-    """Each weight is as near to that of the model that was written as its bits allow."""
+    """Each weight is as close to the original as its bits allow."""
     FORMS[name].write(tmp_path)
     found = FORMS[name].plain(tmp_path)
     sizes = {"intermediate_size": 320} if name == "fp8-part-block" else {}
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_we_decode_or_that_publishers_share_holds_the_model(na
     ],
 )
 def test_a_gguf_file_of_floats_holds_the_model(model_type: str, sizes: dict[str, object], tmp_path: Path) -> None:
-    """Transformers undoes what the writer did: names, the order of rows, norms plus one."""
+    """transformers undoes what the writer did: names, row order, norms plus one."""
     written = model_of(model_type, torch.float32, **sizes)
     write_gguf(written, tmp_path / "model.gguf", "F32")
 
@@ -80,7 +80,7 @@ def test_a_gguf_file_of_floats_holds_the_model(model_type: str, sizes: dict[str,
 
 
 def test_a_gguf_file_has_a_tokenizer(tmp_path: Path) -> None:
-    """Its last tokens are merged from two."""
+    """Its last tokens are merges of two."""
     from transformers import AutoTokenizer
 
     write_gguf(model_of("llama"), tmp_path / "model.gguf", "F32")

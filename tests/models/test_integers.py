@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: each weight is scale x (integer - zero point), whatever the bits, and parts are parts of that."""
+"""GPTQ and AWQ: each weight is scale x (integer - zero point), for any bits, and parts match the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUTPUTS, INPUTS, SIZE = 48, 96, 32
 
 
 def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Integers packed from the lowest bits of a word on."""
+    """Integers packed from the lowest bits of a word."""
     each = 32 // bits
     parts = values.unflatten(dim, (-1, each)).to(torch.int64)
     words = sum(parts.select(dim + 1, place) << (bits * place) for place in range(each))
@@ -37,7 +37,7 @@ def _opened(folder: Path, pieces: dict[str, torch.Tensor], config: dict[str, Any
 def _gptq(
     folder: Path, bits: int = 4, *, version: str = "gptq", mixed: bool = False, dtype: torch.dtype = torch.float16
 ) -> tuple[torch.Tensor, OffloadedTensor]:
-    """A weight, and the same from its packed file."""
+    """A weight, and the one decoded from its packed file."""
     generator = torch.Generator().manual_seed(bits)
     groups = torch.arange(INPUTS) // SIZE
     if mixed:
@@ -127,7 +127,7 @@ def test_a_part_is_that_of_the_whole(form: Any, cut: Any, tmp_path: Path) -> Non
 def test_pieces_that_do_not_fit_are_told_at_load(
     form: str, change: dict[str, torch.Tensor | None], config: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """What is missing, has another shape than the others, or than the configuration says."""
+    """A piece is missing, or its shape contradicts the others or the configuration."""
     import json
 
     FORMS[form].write(tmp_path)
@@ -148,7 +148,7 @@ def test_pieces_that_do_not_fit_are_told_at_load(
 
 @pytest.mark.parametrize("method", ["aqlm", "auto-round", "eetq", "hqq", "quanto", "quark", "spqr", "vptq", "modelopt"])
 def test_a_form_that_is_not_decoded_is_refused_by_name(method: str, tmp_path: Path) -> None:
-    """Before anything is loaded, so that nothing fails in the forward."""
+    """Before anything is loaded, so that forward does not fail."""
     import json
 
     FORMS["llama"].write(tmp_path)
@@ -163,7 +163,7 @@ def test_a_form_that_is_not_decoded_is_refused_by_name(method: str, tmp_path: Pa
 
 
 def test_rows_that_share_a_scale_each(tmp_path: Path) -> None:
-    """As FBGEMM has it."""
+    """As in FBGEMM."""
     weight, scales = torch.randn(6, 8).to(torch.float8_e4m3fn), torch.rand(6, 1)
     save_file({"w.weight": weight, "w.weight_scale": scales}, tmp_path / "w.safetensors")
     dense = unpacked(offload.load_file(tmp_path / "w.safetensors"), {"quant_method": "fbgemm_fp8"})

@@ -23,7 +23,7 @@ from tests.processes import run_script
 
 
 class Net(nn.Module):
-    """Two linears that share a weight, a norm with running statistics, a computed buffer."""
+    """Two linear layers that share a weight, a norm with running statistics, and a computed buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def net() -> Net:
 
 @pytest.fixture
 def checkpoint(net: Net, tmp_path: Path) -> Path:
-    """As transformers saves tied weights: once."""
+    """With tied weights saved once, as in transformers."""
     state = {name: tensor for name, tensor in net.state_dict().items() if name != "last.weight"}
     save_file(state, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
@@ -58,7 +58,7 @@ def checkpoint(net: Net, tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["pytorch_model.bin", "pytorch_model.bin.index.json", "legacy.pt", "trainer.ckpt"])
 def pickled(net: Net, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The same of torch.save: one file, shards, the old form, and beside the state of a training."""
+    """The same from torch.save: one file, shards, the legacy form, and beside training state."""
     path, state = tmp_path / request.param, net.state_dict()
     if path.suffix == ".json":
         shards = {name: f"{number % 2}.bin" for number, name in enumerate(state)}
@@ -116,7 +116,7 @@ def test_in_what_torch_save_wrote_another_dtype_is_converted_when_it_is_read(
     )
 
     assert torch.equal(net.first.weight.half(), loaded.first.weight.materialize())
-    if pickled.name != "legacy.pt":  # there values begin at any byte, also where no tensor can be over them
+    if pickled.name != "legacy.pt":  # its values are unaligned, even where they can't be mapped
         assert not (tmp_path / "half" / "first.weight.safetensors").exists()
     with torch.no_grad():
         loaded.first.weight.zero_()
@@ -154,7 +154,7 @@ def test_tied_weights_stay_one_parameter(checkpoint: Path) -> None:
 
 
 def test_a_buffer_that_is_also_kept_under_a_name_of_its_own_is_replaced_under_both(checkpoint: Path) -> None:
-    """That name is not persistent, and no checkpoint has it."""
+    """That name is not persistent, and is not in any checkpoint."""
     model = empty_net()
     model.register_buffer("mean", model.norm.running_mean, persistent=False)
 
@@ -165,7 +165,7 @@ def test_a_buffer_that_is_also_kept_under_a_name_of_its_own_is_replaced_under_bo
 
 
 def test_values_of_one_shape_share_no_metadata(checkpoint: Path) -> None:
-    """What stands for their layout is made once for all of them."""
+    """The meta tensor for their layout is created once for all of them."""
     loaded = offload.load_file(checkpoint)
     first, other = loaded["first.bias"], loaded["norm.bias"]
 
@@ -177,7 +177,7 @@ def test_values_of_one_shape_share_no_metadata(checkpoint: Path) -> None:
 
 
 def test_a_list_of_layers_may_have_empty_places(tmp_path: Path) -> None:
-    """As informer's, where the last layer has no convolution."""
+    """As in informer, where the last layer has no convolution."""
     save_file({"0.0.weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
     with offload.init_empty_weights():
         model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1, bias=False), None]))
@@ -284,7 +284,7 @@ def test_strict_names_what_is_unexpected_and_both_shapes_of_what_does_not_fit(ch
 
 
 def test_nothing_may_stay_without_data(checkpoint: Path, tmp_path: Path) -> None:
-    """torch lets `cpu @ meta` through and returns uninitialised memory."""
+    """torch accepts `cpu @ meta` and returns uninitialized memory."""
     state = load_in_memory(checkpoint)
     del state["first.bias"]
     save_file(state, tmp_path / "less.safetensors")
@@ -397,7 +397,7 @@ def test_load_file_gives_what_safetensors_gives_but_on_disk(checkpoint: Path) ->
 
 
 def test_running_statistics_in_a_checkpoint_are_updated_in_a_file_of_their_own(net: Net, checkpoint: Path) -> None:
-    """The schema of batch norm does not say that it writes them: nothing may go to a private mapping alone."""
+    """The schema of batch norm does not declare these writes: none may be left in a private mapping."""
     before = checkpoint.read_bytes()
     loaded = offload.load_checkpoint_and_dispatch(empty_net(), checkpoint, offload_buffers=True)
     x = torch.randn(8, 8)
@@ -429,7 +429,7 @@ def test_a_dtype_may_be_named_and_one_that_would_lose_the_weights_is_an_error(lo
 
 
 class Tied(nn.Module):
-    """An embedding, tied to the head."""
+    """An embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +455,7 @@ def _a_weak_reference(model: Tied) -> Any:
 
 @pytest.mark.parametrize("held", [_nobody, _a_graph, _a_weak_reference])
 def test_whoever_holds_a_parameter_follows_it_to_disk(held: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A part is offloaded: what is tied to it, lists and optimizers with their states go with it, as does its grad."""
+    """A part is offloaded: tied weights, lists and optimizer state follow, and so does its grad."""
     torch.manual_seed(0)
     models = [Tied(), Tied()]
     models[1].load_state_dict(models[0].state_dict())
@@ -491,7 +491,7 @@ def test_a_parameter_that_nobody_else_holds_stays_the_same_object() -> None:
 
 
 def test_the_log_says_what_is_a_recipe_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A line for each value, and one for the model."""
+    """A line per value, and one for the model."""
     save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2, dtype=torch.float16)}, tmp_path / "model.safetensors")
     model = nn.Linear(3, 2, device="meta", dtype=torch.float16)
 

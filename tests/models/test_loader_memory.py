@@ -1,4 +1,4 @@
-"""Loading a checkpoint that is large: what it takes, and what it writes."""
+"""Memory and disk writes when loading a large checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checkpoint_of_zeros(path: Path, layers: int, width: int) -> Path:
 
 
 def hollow_checkpoint(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str, itemsize: int) -> Path:
-    """Zeros of these shapes; most of the file is a hole."""
+    """Zeros with these shapes; most of the file is a hole."""
     entries, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * itemsize
@@ -63,9 +63,9 @@ def hollow_checkpoint(path: Path, shapes: Mapping[str, Sequence[int]], dtype: st
 
 
 def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writing(tmp_path: Path) -> None:
-    """2 GiB on disk; under 32 MB of anonymous memory, also after every weight was used.
+    """2 GiB on disk, with less than 32 MB of anonymous memory, even after using every weight.
 
-    The system may count a page of its own as written: that of the inode, when it notes that the file was accessed.
+    The system may count one page of its own as written: the inode's, when it updates the access time.
     """
     large = checkpoint_of_zeros(tmp_path / "large.safetensors", LAYERS, WIDTH)
     small = checkpoint_of_zeros(tmp_path / "small.safetensors", 1, 8)
@@ -125,7 +125,7 @@ PICKLED = """
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """256 MB in 16 weights and 4 shards of torch.save."""
+    """256 MB in 16 weights and 4 shards from torch.save."""
     folder = tmp_path_factory.mktemp("shards")
     places = {}
     for shard in range(4):
@@ -137,7 +137,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(shards: Path, tmp_path: Path) -> None:
-    """The size of one weight is 16 MiB."""
+    """One weight is 16 MiB."""
     said = json.loads(run_script(PICKLED, shards, tmp_path / "values", "float32", 16, 2048))
 
     assert said["right"]
@@ -150,7 +150,7 @@ def test_shards_of_torch_save_are_loaded_in_little_memory_and_without_writing(sh
 def test_another_dtype_is_converted_when_it_is_read_and_written_in_the_memory_of_a_block(
     shards: Path, tmp_path: Path, form: str
 ) -> None:
-    """Weights have 8 MiB in bfloat16, all of them 128 MiB."""
+    """8 MiB per weight in bfloat16, 128 MiB in all."""
     source = shards if form == "torch.save" else as_safetensors(shards, tmp_path / "model.safetensors")
 
     said = json.loads(run_script(PICKLED, source, tmp_path / "values", "bfloat16", 16, 2048))
@@ -190,7 +190,7 @@ EXPERTS = """
 
 
 def test_a_large_mixture_of_packed_experts_is_loaded_in_little_memory_and_without_writing(tmp_path: Path) -> None:
-    """20 GB: 12,288 matrices of 32 layers, each with its scales. The progress bar is written, and no more."""
+    """20 GB: 12,288 matrices in 32 layers, each with its scales. Only the progress bar is written."""
     large = fp8_experts(tmp_path / "large", 20, is_hollow=True)
     small = toy_fp8_experts(tmp_path / "small", 0, is_hollow=True)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts from disk, in every way in which experts are run, and in whatever form they are stored."""
+"""Mixtures of experts from disk, with every implementation of experts, and every way of storing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.models.forms import fp8
 from tests.models.forms import FORMS, outcome
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # experts are joined, but for the last
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # experts are joined, except in the last
 STORED = {
     **{family: FORMS[family] for family in FAMILIES},
     **{f"fp8-{family}": FORMS[f"fp8-{family}"] for family in FAMILIES[:-1]},
@@ -48,7 +48,7 @@ def test_each_way_of_running_experts_gives_what_it_gives_in_memory(stored: tuple
 def test_of_the_experts_those_that_have_tokens_are_decoded(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token goes to two of four experts: of each, gate, up and down are decoded."""
+    """A token uses two of four experts: gate, up and down of each are decoded."""
     FORMS["fp8-qwen3_moe"].write(tmp_path)
     decoded: Counter[int] = Counter()
     decode = fp8._decode

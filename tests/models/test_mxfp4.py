@@ -1,4 +1,4 @@
-"""Experts in MXFP4: each part of them is what transformers decodes, and a part is made of its own blocks."""
+"""Experts in MXFP4: bit-identical to transformers' decoding, and parts are decoded from their own blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.models.forms.decoding import unpacked
 from tests.models.forms import FORMS
 
 CONFIG = {"quant_method": "mxfp4"}
-EXPERTS, OUTPUTS, BLOCKS = 3, 10, 7  # seven blocks of 32 inputs: more than are read at once, and not whole times that
+EXPERTS, OUTPUTS, BLOCKS = 3, 10, 7  # seven blocks of 32 inputs: more than are read at once, and not a multiple
 
 
 def _packed() -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def _both(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, OffloadedTens
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_the_numbers_are_those_of_transformers_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Also the smallest exponents, and numbers that the dtype has no room for."""
+    """Even the smallest exponents, and numbers outside the dtype's range."""
     expected, found = _both(tmp_path, dtype)
 
     assert (EXPERTS, BLOCKS * 32, OUTPUTS) == found.shape

@@ -1,4 +1,4 @@
-"""Packed numbers as floats: to the bit what torch's own cast and arithmetic give, whatever the bits."""
+"""Packed numbers as floats: bit-identical to torch's own casts and arithmetic, for any bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, tor
 
 
 def _same(expected: torch.Tensor, made: torch.Tensor) -> bool:
-    """Whether all bits are, but for those of what is not a number."""
+    """Whether all bits are equal, except in NaNs."""
     is_nan = expected.isnan()
     bits = [one.view(torch.int32)[~is_nan] for one in (expected, made)]
     return torch.equal(is_nan, made.isnan()) and torch.equal(*bits)
@@ -31,7 +31,7 @@ def _same(expected: torch.Tensor, made: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("left_out", [(), (127,), (255,), (127, 255)])
 def test_numbers_of_8_bits_are_those_that_torch_casts(dtype: torch.dtype, left_out: tuple[int, ...]) -> None:
-    """Every byte there is, with and without the two that are no number in the usual kind."""
+    """Every byte, with and without the two NaNs of the usual format."""
     packed = BYTES[[byte not in left_out for byte in range(256)]].view(dtype)
 
     assert _same(packed.to(torch.float32), numbers_of(packed))
@@ -40,7 +40,7 @@ def test_numbers_of_8_bits_are_those_that_torch_casts(dtype: torch.dtype, left_o
 @pytest.mark.parametrize("factor", [1.0, -0.3, 1e-44, 3e38, 2.0**119, math.inf, math.nan])
 @pytest.mark.parametrize("are_finite", [True, False])
 def test_a_product_is_rounded_once(factor: float, are_finite: bool) -> None:
-    """Also where a factor is as small, or as large, as there are."""
+    """Even with the smallest and largest factors."""
     packed = BYTES.view(torch.float8_e4m3fn)
     if are_finite:
         packed = BYTES[~packed.to(torch.float32).isnan()][:252].view(torch.float8_e4m3fn)
@@ -55,7 +55,7 @@ def test_a_product_is_rounded_once(factor: float, are_finite: bool) -> None:
 @pytest.mark.parametrize("count", [1, 3, 64, 96, 1000])
 @pytest.mark.parametrize("high_first", [True, False])
 def test_halves_of_any_count_are_looked_up(count: int, high_first: bool) -> None:
-    """Two for each byte, in the order that is asked for."""
+    """Two per byte, in either order."""
     packed = torch.arange(count).mul_(37).to(torch.uint8)
     halves = [packed >> 4, packed & 15] if high_first else [packed & 15, packed >> 4]
     expected = torch.tensor(E2M1)[torch.stack(halves, -1).flatten().long()]
@@ -64,7 +64,7 @@ def test_halves_of_any_count_are_looked_up(count: int, high_first: bool) -> None
 
 
 def test_a_weight_is_rounded_to_its_own_dtype_before_another_one(tmp_path: Path) -> None:
-    """A model in float32 sees what a scale in bfloat16 leaves of a product."""
+    """A float32 model sees the rounding of a bfloat16 scale's products."""
     torch.manual_seed(0)
     packed = torch.randint(-(2**31), 2**31 - 1, (8, 16), dtype=torch.int32)
     pieces = {
@@ -87,7 +87,7 @@ def test_a_weight_is_rounded_to_its_own_dtype_before_another_one(tmp_path: Path)
 
 @pytest.mark.parametrize("exponents", [range(100, 140), range(256)])
 def test_4_bit_floats_of_gpt_oss_have_any_exponent(exponents: range) -> None:
-    """Each number there is times each power of two there is, rounded to the model's dtype."""
+    """Each number times each power of two, rounded to the model's dtype."""
     scales = torch.tensor(list(exponents), dtype=torch.uint8).expand(1, -1)  # (blocks, outputs)
     blocks = BYTES.view(16, 16).repeat(-(-len(exponents) // 16), 1)[: len(exponents)].unsqueeze(0)
     halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).long()  # (blocks, outputs, inputs)
@@ -97,5 +97,5 @@ def test_4_bit_floats_of_gpt_oss_have_any_exponent(exponents: range) -> None:
 
 
 def _powers_of_two(scales: torch.Tensor) -> torch.Tensor:
-    """2 to the power of each number less 127."""
+    """2 to the power of each number minus 127."""
     return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - 127)

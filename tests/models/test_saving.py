@@ -1,4 +1,4 @@
-"""Writing checkpoints: what any safetensors reader then finds, and what stands after a failure."""
+"""Writing checkpoints: what safetensors readers find, and what is there after a failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 class Tied(nn.Module):
-    """Two layers of one weight, a norm with statistics, a buffer that is not saved."""
+    """Two layers that share a weight, a norm with statistics, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def model() -> Tied:
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """All that the safetensors library finds, in memory of its own."""
+    """Everything that the safetensors library finds, copied."""
     if (folder / INDEX).exists():
         shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
         return {key: value.clone() for shard in sorted(shards) for key, value in load_file(folder / shard).items()}
@@ -70,11 +70,11 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the same bytes, in a dtype that torch can copy and compare, NaN or not."""
+    """The same bytes in a dtype that torch can copy and compare, NaNs included."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
-# What is written
+# The written files
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "300B", 1])
@@ -82,7 +82,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_the_files_hold_what_huggingface_hub_writes(
     model: Tied, tmp_path: Path, max_shard_size: int | str, on_disk: bool
 ) -> None:
-    """File by file: the same names, values and notes; the hub's own function is given the model in memory."""
+    """File by file: the same names, values and metadata; the hub's own function gets the model in memory."""
     (tmp_path / "theirs").mkdir()
     save_torch_model(model, tmp_path / "theirs", max_shard_size=300 if max_shard_size == "300B" else max_shard_size)
     if on_disk:
@@ -156,7 +156,7 @@ def test_a_value_that_is_gathered_in_pieces_is_the_same(tmp_path: Path, monkeypa
 
 
 def test_data_and_values_are_aligned(tmp_path: Path) -> None:
-    """Data to 4096, every value to its element, those whose size allows it to 64 bytes."""
+    """Data to 4096, every value to its element size, and to 64 bytes if its size allows it."""
     sizes = {"a": (3, torch.uint8), "b": (5, torch.float64), "c": (64, torch.int8), "d": (7, torch.float16)}
     sizes |= {"e": (1, torch.float32), "f": (48, torch.float32), "g": (0, torch.float64), "h": (2, torch.complex64)}
 
@@ -271,7 +271,7 @@ def test_a_model_is_dispatched_from_what_was_saved(model: Tied, tmp_path: Path) 
 
 
 class Plain(nn.Module):
-    """Tied, with no `tie_weights` to tie it again."""
+    """Tied, without a `tie_weights` to tie it again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def quantized(width: int = 64) -> nn.Module:
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in-memory", "on-disk"])
 def test_torchao_rebuilds_quantized_weights(tmp_path: Path, on_disk: bool) -> None:
-    """Also with another dtype asked for, which is not for what is inside of them."""
+    """Even if another dtype is requested, which does not apply to inner tensors."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     model = quantized()
@@ -361,7 +361,7 @@ def test_a_subclass_without_a_form_says_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-# What is refused
+# Refused
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("theirs", ["single", "shards", "index", "link"])
 def test_a_checkpoint_of_somebody_elses_is_left_as_it_is(tmp_path: Path, theirs: str, sharded: bool) -> None:
-    """Also where no name is the same: readers would take one of the two."""
+    """Even without any common name: readers would take one of the two."""
     if theirs == "index":
         (tmp_path / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
     elif theirs == "link":
@@ -431,7 +431,7 @@ def test_an_offload_folder_does_not_become_a_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_that_live_tensors_refer_to_is_not_replaced(
     tmp_path: Path, before: int | str, size: int | str
 ) -> None:
-    """Also where others are saved; what is garbage does not count."""
+    """Even by saving others; garbage does not count."""
     save_checkpoint({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path, before)
     live = [offload.load_file(tmp_path)]
     live.append(live)  # a cycle
@@ -459,11 +459,11 @@ def test_a_checkpoint_is_not_replaced_by_what_refers_to_it(tmp_path: Path, size:
     assert [1.0, 1.0] == tensors["a"].tolist()
 
 
-# An earlier checkpoint in the folder
+# Existing checkpoints
 
 
 def test_a_mapped_model_is_saved_over_its_own_file(tmp_path: Path) -> None:
-    """Plain tensors over the mapping keep what they had."""
+    """Plain tensors over the mapping keep their values."""
     first = {"a": torch.randn(5000), "b": torch.randn(5000)}
     save_checkpoint(first, tmp_path)
     mapped = load_file(tmp_path / SINGLE)
@@ -483,7 +483,7 @@ PAIRS = [(1000, 1000), (1000, 16), (16, 1000), (32, 32)]  # before, and after
 @pytest.mark.parametrize("before", SIZES)
 @pytest.mark.parametrize("after", SIZES)
 def test_a_checkpoint_of_ours_is_replaced_whole(tmp_path: Path, before: int, after: int) -> None:
-    """Nothing is left of it; the files of others are."""
+    """Nothing is left of it; other files are kept."""
     (tmp_path / "config.json").write_text("{}")
     save_file({"x": torch.ones(1)}, tmp_path / "model-00009-of-00009.safetensors")
     others = contents(tmp_path)
@@ -497,7 +497,7 @@ def test_a_checkpoint_of_ours_is_replaced_whole(tmp_path: Path, before: int, aft
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, what: str, fails_at: int, error: BaseException) -> list[int]:
-    """Have a function of `os` fail at one of its calls; gives the calls."""
+    """Make a function of `os` fail at one of its calls; returns the calls."""
     real, seen = getattr(os, what), []
 
     def failing(*args: object, **options: object) -> object:
@@ -518,11 +518,11 @@ def calls(monkeypatch: pytest.MonkeyPatch, what: str, fails_at: int, error: Base
 def test_whichever_call_fails_a_whole_checkpoint_stands(
     quick_folder: str, before: int, after: int, what: str, error: BaseException
 ) -> None:
-    """Each call in turn: the earlier one as it was, or, once the last file is renamed, the new one."""
+    """Each call in turn: the old checkpoint is intact, or, after the last rename, the new one."""
     folder = Path(quick_folder)
     save_checkpoint(VALUES, folder, before)
     stood = contents(folder)
-    most = {1000: 0, 16: 4, 32: 2}[after]  # renamed files that do not count yet
+    most = {1000: 0, 16: 4, 32: 2}[after]  # renamed files that are not visible yet
 
     for fails_at in range(1, 100):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -566,7 +566,7 @@ READERS = [by_offload, by_accelerate, by_hub]
 
 
 def assert_readers_find_a_whole_one(folder: Path) -> None:
-    """The earlier values, or the new ones. The hub's own reader wants no file beside a single one."""
+    """Old values, or new ones. The hub's own reader does not accept other files beside a single one."""
     for read in READERS[:2]:
         values = read(folder)
         assert_equal(VALUES if torch.equal(values["a"], VALUES["a"]) else OTHERS, values, strides=False)
@@ -576,7 +576,7 @@ def assert_readers_find_a_whole_one(folder: Path) -> None:
 def test_a_process_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
     quick_folder: str, before: int, after: int
 ) -> None:
-    """At each call that changes files. The next one sweeps up."""
+    """At each call that changes files. The next save cleans up."""
 
     def begin() -> Path:
         folder = Path(quick_folder)
@@ -604,7 +604,7 @@ def test_other_readers_find_a_checkpoint_that_replaced_another(
 
 
 def test_transformers_loads_and_replaces_shards_that_replaced_others(llama_folder: Path, tmp_path: Path) -> None:
-    """Of the same names, and in other numbers; what transformers then saves leaves no shard of ours."""
+    """With the same names, and in other numbers; what transformers then saves replaces all of our shards."""
     plain = AutoModelForCausalLM.from_pretrained(llama_folder)
     for size in ("60KB", "100KB", "100KB"):
         plain.model.norm.weight.data.add_(1)
@@ -686,7 +686,7 @@ BOUNDED = """
     ],
 )
 def test_memory_stays_flat_whatever_the_shard_size(tmp_path: Path, size: str, dtype: str, kind: str) -> None:
-    """A model of 256 MB in 8 values: less than one of them, and some megabytes of the interpreter's own."""
+    """A model of 256 MB in 8 values: less than one of them, plus a few megabytes for the interpreter."""
     torch.manual_seed(0)
     values = {f"{layer}.weight": torch.full((2000, 4000), layer + 0.5) for layer in range(8)}
     save_file(values, tmp_path / "source.safetensors")

@@ -1,4 +1,4 @@
-"""`store=True`: recipes are carried out once, into files that later loadings use."""
+"""`store=True`: recipes are computed once, into files that later loads use."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_changed_is_stored_anew(
 
 
 def test_a_damaged_file_is_not_used(values: dict[str, torch.Tensor], checkpoint: Path, tmp_path: Path) -> None:
-    """Nor replaced: it may be anybody's."""
+    """Nor replaced: it may be somebody else's."""
     load(checkpoint, tmp_path / "stored")
     os.truncate(tmp_path / "stored" / "2.weight.safetensors", 4100)
 

@@ -1,4 +1,4 @@
-"""Values are replaced one at a time, each once, and a run that was stopped goes on where it was."""
+"""Values are replaced one at a time, each once, and a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def checkpoint(plain: Tied, tmp_path: Path) -> Path:
 
 
 def loaded(checkpoint: Path, offload_dir: Path | None) -> Tied:
-    """The model over its checkpoint, the buffers in memory."""
+    """The model over its checkpoint, with buffers in memory."""
     with offload.init_empty_weights():
         model = Tied()
     model.head.weight = model.table.weight
@@ -79,7 +79,7 @@ def loaded(checkpoint: Path, offload_dir: Path | None) -> Tied:
 
 
 class StopAt:
-    """Doubles, and keeps the names that it was called with; fails at one."""
+    """Doubles values, and records the names it was called with; fails at one."""
 
     def __init__(self, name: str | None = None, error: type[BaseException] = ValueError) -> None:
         self.name, self.error = name, error
@@ -98,7 +98,7 @@ def assert_doubled(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(expected[name] * 2, offload.materialize(tensor)), name
 
 
-# What is seen, and what becomes of it
+# Values and results
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -118,7 +118,7 @@ def test_each_value_is_replaced_once_and_ties_stay(checkpoint, plain, tmp_path, 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_never_more_values_are_worked_on_than_there_are_workers(tmp_path, workers):
-    """With three, three meet: each waits for the two others."""
+    """With three workers, three meet: each waits for the two others."""
     tensors = {f"w{n}": OffloadedTensor.from_original_tensor(torch.ones(2), f"w{n}", tmp_path) for n in range(6)}
     meeting, lock = threading.Barrier(workers), threading.Lock()
     now = most = 0
@@ -168,7 +168,7 @@ def test_a_plain_parameter_stays_the_one_that_its_optimizer_knows(plain):
     """The same object with another value, as after `module.half()`."""
     before, tied = dict(plain.named_parameters()), torch.nn.Parameter(plain.layer.bias.detach())
     plain.other = nn.Module()
-    plain.other.bias = tied  # over the same memory, and an object of its own
+    plain.other.bias = tied  # over the same memory, but a separate object
 
     map_values(double, plain)
 
@@ -178,7 +178,7 @@ def test_a_plain_parameter_stays_the_one_that_its_optimizer_knows(plain):
 
 
 def test_what_the_function_returns_stays_the_functions(plain):
-    """It may give one tensor twice, or another model's: who writes to a value later writes to no other."""
+    """It may return one tensor twice, or another model's: later writes to a value affect no other."""
     donor, tensors = torch.ones(3), {"a": torch.zeros(3), "b": torch.zeros(3)}
     layers = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
     map_values(lambda name, tensor: donor.view_as(tensor), tensors)
@@ -289,7 +289,7 @@ def test_a_function_that_writes_in_place_and_returns_its_tensor_has_changed_it(t
     assert [2, 2] == weight.tolist()
 
 
-# Which
+# Selecting
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_a_selection_of_nothing_says_what_there_is(plain):
         map_values(double, {"w": torch.ones(1)}, select=nn.Linear)
 
 
-# Stopped, and resumed
+# Stopping and resuming
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -341,7 +341,7 @@ def test_a_failure_names_the_tensor_and_leaves_what_was_done(checkpoint, plain, 
 
 @pytest.mark.parametrize("anew", [True, False])
 def test_a_run_goes_on_where_it_was_also_over_a_checkpoint_that_is_loaded_anew(checkpoint, plain, tmp_path, anew):
-    """What is in memory is as in the checkpoint after loading, and is done again."""
+    """Values in memory are those of the checkpoint after loading, and are processed again."""
     before = contents(checkpoint.parent)
     model, rest = loaded(checkpoint, tmp_path / "q"), StopAt()
     with pytest.raises(MapError):
@@ -373,7 +373,7 @@ def test_a_run_that_is_finished_is_not_done_again(checkpoint, plain, tmp_path):
 
 
 def test_several_runs_follow_each_other_and_are_resumed_in_their_order(checkpoint, plain, tmp_path):
-    """The second one stops; the lines of both are run again."""
+    """The second one stops; both are run again."""
     model = loaded(checkpoint, tmp_path / "q")
     map_values(double, model, resume="first")
     with pytest.raises(MapError):
@@ -522,7 +522,7 @@ def test_a_full_disk_stops_the_run_with_the_error_of_the_value(tmp_path, monkeyp
     assert not list(tmp_path.glob(".offload-tmp-*"))
 
 
-# Killed. The values are in the folder itself: a second call on one would show.
+# Kills. The values are in the folder itself: processing one twice would show.
 
 KILLED = """
     import json, mmap, os, random, signal, sys, time, torch, offload
@@ -607,7 +607,7 @@ def test_a_kill_between_a_value_and_the_journal_costs_no_value_and_doubles_none(
 
 
 def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_path):
-    """Soon after it was given some values."""
+    """Shortly after it got some of the values."""
     said = json.loads(run_script(KILLED, tmp_path, "at random", 5, 60).splitlines()[-1])
 
     assert said["right"]
@@ -616,7 +616,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_pat
 
 
 def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(private_place, monkeypatch):
-    """At each call that changes files; what was replaced is not given to the function."""
+    """At each call that changes files; replaced values are not passed to the function."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = private_place
     plain = {name: torch.full((3000,), number + 1.0) for number, name in enumerate("abc")}
@@ -650,7 +650,7 @@ def test_a_process_that_is_killed_goes_on_and_sees_no_value_twice(private_place,
     assert {"os.replace", "os.pwrite"} <= {call.name for call in died_at}
 
 
-# Beside the original
+# Results beside the original
 
 
 def test_a_result_stays_on_disk_beside_its_tensor(tmp_path):

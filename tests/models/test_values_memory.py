@@ -1,4 +1,4 @@
-"""A checkpoint is quantized in the memory of a weight, killed half-way and resumed."""
+"""Quantizing a checkpoint with the memory for one weight, killed half-way and resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.processes import run_script
 
 LAYERS = 4
 
-# Forks of a process that has imported what is needed: imports take longer than all else.
+# Forks of a process with everything imported: imports would take longer than the rest.
 SCRIPT = """
     import json, os, sys
     from pathlib import Path
@@ -45,7 +45,7 @@ SCRIPT = """
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 84 MB in bfloat16; its embedding and its head have 32 MiB each."""
+    """A Llama of 84 MB in bfloat16; 32 MiB each for its embedding and its head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32_768, hidden_size=512, intermediate_size=1024, num_hidden_layers=LAYERS,
@@ -57,7 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_is_quantized_in_little_memory_and_a_killed_run_ends_as_one_that_was_not(checkpoint, tmp_path):
-    """As `python -m bench.quantize` does with 1 GB."""
+    """Like `python -m bench.quantize` with 1 GB."""
     cache = tmp_path / "cache"
 
     printed = run_script(SCRIPT, checkpoint, tmp_path / "values", 7 * LAYERS, env={"XDG_CACHE_HOME": str(cache)})

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: what is wrong is found and named, and what is right is called so."""
+"""Checking that a checkpoint is complete: defects are found and named, and intact ones pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def suffix(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, suffix: str) -> Path:
-    """Two shards of three tensors and an index, in either form."""
+    """Two shards with three tensors and an index, in either format."""
     write(tmp_path / f"one{suffix}", a=torch.ones(300))
     write(tmp_path / f"two{suffix}", b=torch.ones(2), c=torch.ones(3))
     places = {"a": f"one{suffix}", "b": f"two{suffix}", "c": f"two{suffix}"}
@@ -213,7 +213,7 @@ def test_the_command_says_that_nothing_is_there(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_cannot_be_read_now_is_no_finding(tmp_path: Path) -> None:
-    """Who removes what is not whole would remove good files."""
+    """Otherwise, somebody who removes damaged files would remove good ones."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
 
     for failure in faults.each_failure(lambda: tmp_path, verify):

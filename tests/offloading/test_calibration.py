@@ -1,4 +1,4 @@
-"""Sums that are larger than memory, and what quantizes a model by them: on disk as in memory."""
+"""Sums larger than memory, and quantizing a model with them: the same on disk as in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.processes import run_script
 N = 64
 X = torch.randn(2, 16, N, generator=torch.Generator().manual_seed(0))
 
-# Name: what is added to a sum `h`, from rows `x`; what is given back must be the sum itself.
+# By name: what is added to a sum `h` from rows `x`; the result must be the sum itself.
 SUMS = {
     "addmm_": lambda h, x: h.addmm_(x.T, x, beta=0.5, alpha=2),
     "add_": lambda h, x: h.add_(x.T @ x),
@@ -105,14 +105,14 @@ SUMMED = """
 
 
 def test_sums_are_added_to_through_the_mapping_with_no_copy_in_memory():
-    """Peaks of anonymous memory; that of a copy shows what would be seen."""
+    """Peaks of anonymous memory; a copy's is the counter-check."""
     found = json.loads(run_script(SUMMED))
 
     assert 16e6 <= found.pop("copied")
     assert [] == [(name, taken) for name, taken in found.items() if taken > 4e6]
 
 
-# The walk
+# Quantizing
 
 
 def tiny_llama() -> torch.nn.Module:
@@ -198,7 +198,7 @@ CAPPED = """
 
 
 def test_hessians_of_four_times_a_memory_cap_are_filled_and_walked_within_it(tmp_path):
-    """40 of 4 MiB, in a memory cgroup of 40 MiB, which counts the page cache as well."""
+    """40 of 4 MiB, in a memory cgroup of 40 MiB, which also counts the page cache."""
     count, n, cap = 40, 1024, 40 << 20
     try:
         with memory_cap(cap) as group:
@@ -210,4 +210,4 @@ def test_hessians_of_four_times_a_memory_cap_are_filled_and_walked_within_it(tmp
     assert found["same"]
     assert 4 * cap <= written
     assert found["facts"]["max_usage_in_bytes"] <= cap
-    assert 0 < found["facts"]["failcnt"]  # the limit was met
+    assert 0 < found["facts"]["failcnt"]  # the limit was hit

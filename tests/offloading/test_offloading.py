@@ -1,4 +1,4 @@
-"""Inside `offloading`, what is large is on disk and equal to what it would be in memory; nothing else changes."""
+"""Inside `offloading`, large results are on disk and equal to those in memory; nothing else changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.conftest import contents
 from tests.processes import in_fork, run_script
 from tests.storage.test_pickled import repacked
 
-SMALL = 1024  # bytes, from which on a result is large here
+SMALL = 1024  # size in bytes from which a result is large here
 X = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 
 
@@ -262,7 +262,7 @@ def test_gradients_are_those_in_memory():
         x = x.clone().requires_grad_()
         layers.zero_grad()
         layers(x).pow(2).mean().backward()
-        layers(x).tanh().sum().backward()  # adds to what is there
+        layers(x).tanh().sum().backward()  # adds to existing gradients
         return [x.grad, *(parameter.grad for parameter in layers.parameters())]
 
     layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
@@ -273,7 +273,7 @@ def test_gradients_are_those_in_memory():
         found = inside(lambda model=model: gradients(X, model))
 
         assert all(torch.equal(one, materialize(other)) for one, other in zip(expected, found, strict=True))
-        assert sum(map(is_offloaded, found)) == 3  # of x and of the two weights
+        assert sum(map(is_offloaded, found)) == 3  # x and the two weights
 
 
 def test_what_autograd_saves_is_on_disk():
@@ -453,7 +453,7 @@ def test_a_process_that_is_forked_inside_overwrites_nothing(tmp_path):
 
 def test_a_process_that_is_forked_while_a_thread_enters_may_enter_too():
     def act() -> None:
-        signal.alarm(20)  # ends one that waits for that thread
+        signal.alarm(20)  # ends a process that waits for that thread
         with offload.offloading(min_bytes=SMALL):
             assert is_offloaded(torch.ones(64, 64))
 
@@ -764,7 +764,7 @@ def test_a_model_takes_what_was_loaded_as_it_is(tmp_path):
 
 
 def test_a_file_that_is_not_of_offload_is_never_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr("secrets.token_hex", lambda _: "0")  # every context gives the same names
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")  # every context generates the same names
     (tmp_path / "ones.1.0.safetensors").write_text("mine")
 
     with offload.offloading(tmp_path, min_bytes=SMALL), pytest.raises(ForeignFileError):
@@ -822,11 +822,11 @@ MEMORY = """
 
 
 def test_results_are_computed_into_their_files_and_files_are_not_read_into_memory(tmp_path):
-    """Peaks of anonymous memory; softmax, which has no way into a file, shows what would be seen."""
+    """Peaks of anonymous memory; softmax, which can't be computed into a file, is the counter-check."""
     found = json.loads(run_script(MEMORY, tmp_path))
 
     assert 16e6 <= found.pop("softmax")
-    assert found.pop("load") < 12e6  # a record of 4 MB at a time, of 48
+    assert found.pop("load") < 12e6  # one record of 4 MB at a time, out of 48 MB
     assert [] == [(name, taken) for name, taken in found.items() if taken > 6e6]
 
 

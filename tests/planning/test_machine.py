@@ -1,4 +1,4 @@
-"""What a machine can do, as `offload doctor` tells it."""
+"""Properties of a machine, for `offload doctor`."""
 
 from __future__ import annotations
 

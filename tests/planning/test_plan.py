@@ -1,4 +1,4 @@
-"""What a model would need here, and how fast it would run: from headers, without a weight."""
+"""What a model would need here, and how fast it would be: from headers, without weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MB = 1_000_000
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a model of this configuration."""
+    """The folder of a model with this configuration."""
 
     def of(config: Any) -> Path:
         place = tmp_path_factory.mktemp("model")
@@ -83,7 +83,7 @@ def test_shared_experts_are_needed_by_each_token(saved: Any) -> None:
 
     assert 2 * 4 * 3 * 64 * 64 == found.experts
     assert 0.25 == found.share
-    assert 2 * 2 * (16 + 8) == found.kv_per_token  # what all heads are made of, and what they share of positions
+    assert 2 * 2 * (16 + 8) == found.kv_per_token  # the latent for all heads, and the shared positional part
 
 
 @pytest.mark.parametrize("name", ["fp8-llama", "ct-w4a16", "bnb-nf4", "gguf-q4_k"])
@@ -127,14 +127,14 @@ def test_of_a_model_on_the_hub_nothing_is_fetched_but_configuration_and_headers(
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor of 1 MB of weights a second, 10 million operations, and 1 million casts."""
+    """A processor with 1 MB of weights, 10 million operations, and 1 million casts per second."""
     rates = Computing(streams=MB, multiplies=10 * MB, casts=MB)
     monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: rates)
 
 
 @pytest.mark.usefixtures("machine")
 def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any) -> None:
-    """The budget is more than the least that there may be; the rest is made to fit by the rates."""
+    """The budget is above the minimum; the rates are scaled accordingly."""
     folder = saved(LlamaConfig(**{**SIZES, "hidden_size": 512, "intermediate_size": 1024}))
     sizes = sizes_of(folder)
     whole, budget = sizes.stored - sizes.rows, MB + 48576 + 64 * sizes.kv_per_token
@@ -146,13 +146,13 @@ def test_a_pass_takes_as_long_as_the_slower_of_reading_and_computing(saved: Any)
     assert reads == pytest.approx(slow.reads, rel=1e-6) == quick.reads
     assert (True, False) == (slow.is_read_bound, quick.is_read_bound)
     assert slow.reads / 1000 == pytest.approx(slow.token_seconds)
-    assert whole / MB == pytest.approx(quick.token_seconds, rel=0.01)  # and the calls of kernels
+    assert whole / MB == pytest.approx(quick.token_seconds, rel=0.01)  # and kernel calls
     assert sizes.dispatch > 0
     assert slow.first_seconds == pytest.approx(whole / 1000)
 
 
 def test_calling_kernels_and_decoding_take_time_for_each_batch_in_flight(saved: Any) -> None:
-    """With a processor that multiplies at once, nothing else is left."""
+    """With an infinitely fast multiplication, nothing else is left."""
     sizes = sizes_of(saved(LlamaConfig(**SIZES)))
     at_once = Computing(streams=1e30, multiplies=1e30, casts=1e30)
 
@@ -220,7 +220,7 @@ def test_a_model_without_a_cache_of_keys_has_none(tmp_path: Path) -> None:
 
 
 def test_where_the_disk_can_not_be_measured_its_rate_is_asked_for(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No direct reads, and no room to write something to read."""
+    """No direct reads, and no disk space for a test file."""
     folder = saved(LlamaConfig(**SIZES))
     unknown = Disk(folder, free=0, writes=None, reads=None, reads_direct=None)
     monkeypatch.setattr("offload.planning.estimate.reading_rate", lambda _file: None)
@@ -232,7 +232,7 @@ def test_where_the_disk_can_not_be_measured_its_rate_is_asked_for(saved: Any, mo
 
 
 def test_where_nothing_can_stay_a_token_reads_all(saved: Any) -> None:
-    """As on a machine whose memory is taken: the plan says so, and what would be quicker."""
+    """As on a machine without free memory: the plan says so, and what would be faster."""
     found = offload.plan(saved(LlamaConfig(**SIZES)), max_memory=0, disk_rate=1000)
 
     assert (0, False) == (found.as_it_is.stays, found.fits)

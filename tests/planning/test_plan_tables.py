@@ -1,4 +1,4 @@
-"""The tables on the pages: of well-known models, and of what was planned and measured."""
+"""The tables on the pages: well-known models, and predictions against measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bench.model_sizes import MODELS, sizes_of, table
 from bench.picture import RESULTS
 from tests.processes import ROOT
 
-# As their publishers count them, in billions.
+# In billions, as given by the publishers.
 PARAMETERS = {
     "Llama 3.1 8B": 8.03,
     "gpt-oss 20B": 20.9,
@@ -42,7 +42,7 @@ def test_a_model_has_the_parameters_that_it_is_known_for(name):
 
 @pytest.mark.parametrize(("name", "active", "share"), [("gpt-oss 20B", 3.61, 4 / 32), ("gpt-oss 120B", 5.13, 4 / 128)])
 def test_active_parameters_are_those_that_a_token_is_multiplied_with(name, active, share):
-    """As published, without the table of which a token takes a row; of these the experts are decoded."""
+    """As published, without the table from which a token takes one row; the experts among these are decoded."""
     sizes = sizes_of(name)
 
     assert active == pytest.approx(sizes.multiplied(1) / 1e9, abs=0.005)

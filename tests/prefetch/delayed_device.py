@@ -1,7 +1,7 @@
-"""The accelerator of `delayed_device.cpp`: built where there is a compiler, and registered with torch.
+"""The accelerator in `delayed_device.cpp`: built if there is a compiler, and registered with torch.
 
 Always true:
-- a process that has it has it for good, and as its accelerator: only children of the tests do
+- a process that registers it keeps it as its accelerator for good: only children of the tests do
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ops: Any = torch.ops.delayed
 
 
 def built(folder: Path) -> Path:
-    """The library, made for this torch if it is not there.
+    """The library, built for this torch if needed.
 
     Raises:
-        CalledProcessError: the compiler does not take the source.
+        CalledProcessError: compilation failed.
     """
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     library = folder / f"delayed-{key}.so"
@@ -43,13 +43,13 @@ def built(folder: Path) -> Path:
 
 
 def register(library: Path) -> torch.device:
-    """Have it be this process's accelerator, named `delayed`."""
+    """Make it this process's accelerator, named `delayed`."""
     torch.ops.load_library(str(library))
     torch.utils.rename_privateuse1_backend("delayed")
     module: Any = ModuleType("torch.delayed")
     module.Stream, module.Event = torch.Stream, torch.Event
-    module.stream = lambda stream: stream  # a stream is a context by itself
+    module.stream = lambda stream: stream  # a stream is a context itself
     module.current_stream = torch.accelerator.current_stream
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
-    torch._register_device_module("delayed", module)  # torch's own way to give a backend its module
+    torch._register_device_module("delayed", module)  # torch's own function for a backend's module
     return torch.device("delayed", 0)

@@ -1,4 +1,4 @@
-"""The way to an accelerator whose copies are late: streams, events and pinned memory as torch has them."""
+"""Copies to an accelerator that are late: with streams, events and pinned memory as in torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def library(pytestconfig: pytest.Config) -> Path:
 def on_the_device(test: Callable[..., None]) -> Callable[[Path, Path], None]:
     """Run a test in a forked child whose accelerator is the delayed device, with slots of 1 MiB.
 
-    It may ask for the `device`, and for a `folder`.
+    It may request the `device`, and a `folder`.
     """
     asked = inspect.signature(test).parameters
 
     @functools.wraps(test)
     def run(library: Path, tmp_path: Path) -> None:
         def act() -> None:
-            torch.set_num_threads(1)  # those of the parent are not there
+            torch.set_num_threads(1)  # the parent's threads do not exist here
             staging._SLOT = MIB
             given = {"device": delayed.register(library), "folder": tmp_path}
             test(**{name: given[name] for name in asked})
@@ -52,13 +52,13 @@ def on_the_device(test: Callable[..., None]) -> Callable[[Path, Path], None]:
 
 
 def held(stream: torch.Stream) -> Callable[[], None]:
-    """Have a stream do nothing; gives what lets it go on."""
+    """Block a stream; yields a function that releases it."""
     delayed.ops.hold(stream.stream_id)
     return lambda: delayed.ops.release(stream.stream_id)
 
 
 def side_of(device: torch.device) -> torch.Stream:
-    """The stream that copies to the device go on."""
+    """Release the stream that copies to the device."""
     way = staging._STAGINGS[device]
     assert way is not None
     return way._stream
@@ -71,7 +71,7 @@ def on_disk(folder: Path, name: str, values: torch.Tensor) -> OffloadedTensor:
 
 @on_the_device
 def test_a_slot_is_filled_again_only_after_its_copy(device: torch.device) -> None:
-    values = [torch.randn(5 << 17) for _ in range(12)]  # of two and a half slots each
+    values = [torch.randn(5 << 17) for _ in range(12)]  # two and a half slots each
 
     sent = [staging.send(value, device) for value in values]
 
@@ -95,7 +95,7 @@ def test_nobody_waits_for_a_copy_but_the_stream_that_uses_it(device: torch.devic
 
 @on_the_device
 def test_what_was_sent_stays_until_it_was_used(device: torch.device) -> None:
-    """Its memory is the side stream's, which would take it for the next value."""
+    """Its memory is from the side stream's pool, which would reuse it for the next value."""
     first, second, out = torch.randn(1 << 18), torch.randn(1 << 18), torch.zeros(1 << 18, device=device)
     out.cpu()
     go_on = held(torch.accelerator.current_stream())
@@ -152,7 +152,7 @@ def test_threads_with_streams_of_their_own_get_their_own_values(device: torch.de
 
 @on_the_device
 def test_pinned_memory_may_go_before_its_copy_has_ended(device: torch.device) -> None:
-    """As torch has it, and as the device of these tests does."""
+    """As in torch, and on the device in these tests."""
     there = torch.empty(MIB, dtype=torch.uint8, device=device)
     go_on = held(torch.accelerator.current_stream())
     pinned = torch.ones(MIB, dtype=torch.uint8, pin_memory=True)
@@ -194,7 +194,7 @@ def test_what_leaves_the_device_is_used_to_the_end(device: torch.device, folder:
             out.copy_(guest_of(w))
 
         offload.budget.evict(w)
-        torch.accelerator.current_stream().synchronize()  # for whom its memory was kept too
+        torch.accelerator.current_stream().synchronize()  # its memory was kept for this one, too
         guest_of(v)
         side_of(device).synchronize()
 
@@ -205,7 +205,7 @@ def test_what_leaves_the_device_is_used_to_the_end(device: torch.device, folder:
 
 @on_the_device
 def test_a_model_on_disk_runs_within_the_budget_of_the_device(device: torch.device, folder: Path) -> None:
-    plain = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])  # of 1 MiB each
+    plain = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])  # 1 MiB each
     save_file(plain.state_dict(), folder / "model.safetensors")
     with offload.init_empty_weights():
         model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)])

@@ -1,4 +1,4 @@
-"""What several threads use one after the other stays until all have used it, and then goes."""
+"""Values that several threads use one after the other stay until all have used them, and are then dropped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_value_is_read_once_for_all_threads(engine: Engine, memory: Memory)
 
 
 def test_without_a_lease_the_threads_take_from_each_other(engine: Engine, memory: Memory) -> None:  # noqa: F811
-    """So the test above could fail."""
+    """Shows that the test above can fail."""
     values = made(memory, "abcdefgh")
     for block in (values[:4], values[4:]):
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""What is picked from many: which of it stays, what is read of it, and that it is no part of an order."""
+"""Picked values: which ones stay, how much is read of them, and that they are not part of an order."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def picked(pool: Pool, count: int, size: int = MIB) -> list[Value]:
 
 
 class File:
-    """Stands for a file that is not mapped."""
+    """A stand-in for a file that is not mapped."""
 
     def mapping(self, *, shared: bool) -> None:
         return None
 
 
 def use(pool: Pool, values: list[Value]) -> list[Value]:
-    """As the engine does; gives what left."""
+    """Use values as the engine does; returns what was dropped."""
     left = []
     for value in values:
         pool.picked.count(value)
@@ -63,7 +63,7 @@ def test_who_is_used_more_takes_the_place_of_who_is_used_less():
     other = next(value for value in (a, b, c) if not value.kept)
     use(pool, [stays[0]] * 4 + [stays[1]])
 
-    assert [] == use(pool, [other, other])  # no more than that one: the use that brings it does not count
+    assert [] == use(pool, [other, other])  # no more than that one: the use that reads it does not count
     assert [stays[1]] == use(pool, [other])
     assert stays[0].kept
     assert other.kept
@@ -139,7 +139,7 @@ def test_as_many_reads_find_theirs_as_with_the_best_fixed_set(tmp_path: Path, na
 @needs_page_cache
 @pytest.mark.parametrize("share", [4, 2])
 def test_where_all_are_used_alike_a_share_of_the_reads_finds_theirs(tmp_path: Path, share: int) -> None:
-    """The best set in hindsight is one that chance has made a little better."""
+    """The best set with hindsight is slightly better by chance."""
     found = replayed(stack(tmp_path, COUNT), ORDERS["uniform"], COUNT // share)
 
     assert found.hits >= 0.9 * LENGTH / share
@@ -326,7 +326,7 @@ def test_a_whole_value_is_read_alone_in_a_file_that_is_picked_from(tmp_path: Pat
 def test_pieces_of_a_view_are_read_alone_in_a_file_that_is_picked_from(
     tmp_path: Path, columns: int, pieces: int
 ) -> None:
-    """As a rank's columns are, in bytes that a mapping would read with megabytes around each piece."""
+    """A rank's columns, for example, where a mapping would read megabytes around each piece."""
     path = tmp_path / "w.safetensors"
     values = {f"{number:02}": torch.ones(pieces, 64 * 1024 * 64 // pieces) for number in range(4)}
     save_file(values, path)
@@ -339,8 +339,8 @@ def test_pieces_of_a_view_are_read_alone_in_a_file_that_is_picked_from(
 
 
 def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of what is in memory, and not looked at again for a while."""
-    monkeypatch.setattr(POOL, "picked", Picked())  # a use is worth 1 in one that has planned nothing yet
+    """Even for values in memory that are not checked again for a while."""
+    monkeypatch.setattr(POOL, "picked", Picked())  # a use counts 1 before the first plan
     tensor = offload.load_file(stack(tmp_path, 4))["experts"]
     for _ in range(5):
         tensor[1].amax()

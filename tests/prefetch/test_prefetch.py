@@ -1,4 +1,4 @@
-"""Reading ahead, on made values: who is brought in when, in what order, and how much at a time."""
+"""Reading ahead, with fake values: what is read when, in which order, and how much at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MIB = 1 << 20
 
 
 class File:
-    """Stands for a file that is not mapped; ranges hold weak references to theirs."""
+    """A stand-in for a file that is not mapped; ranges hold weak references to theirs."""
 
     def mapping(self, *, shared: bool) -> None:
         return None
 
 
 class Made(Value):
-    """A value that notes what becomes of it, in a memory that notes how full it is."""
+    """A value that records what happens to it, in a fake memory that records how full it is."""
 
     __slots__ = ("memory", "name")
 
@@ -59,7 +59,7 @@ class Memory:
     def __init__(self) -> None:
         self.file = File()
         self.here: set[Made] = set()
-        self.log: list[tuple[str, bool]] = []  # what was brought in, and whether by the reader
+        self.log: list[tuple[str, bool]] = []  # what was read, and whether by the reader
         self.most = 0
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ def memory() -> Memory:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """One of its own, whose reader ends soon after the test."""
+    """A separate one, whose reader ends soon after the test."""
     monkeypatch.setattr(background, "IDLE", 0.05)
     return Engine()
 
@@ -95,7 +95,7 @@ def made(memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window
 
 
 def read(engine: Engine, values: list[Made]) -> None:
-    """As ops do, each of which takes a while: the reader comes to rest in between."""
+    """Read like ops that take a while: the reader becomes idle in between."""
     for value in values:
         if value.calm_until < time.monotonic():
             engine.arrive(value)
@@ -104,7 +104,7 @@ def read(engine: Engine, values: list[Made]) -> None:
 
 
 def rest(engine: Engine) -> None:
-    """Wait until the reader has nothing to do, and what is to leave has gone."""
+    """Wait until the reader is idle, and everything to be dropped is gone."""
     while True:
         with engine.reader.lock:
             reader = engine.reader.thread
@@ -156,7 +156,7 @@ def test_an_order_that_is_told_is_read_ahead_at_once(engine, memory):
 
 
 def test_forward_and_backward_are_told_apart(engine, memory):
-    """The same value is followed by another one on the way back."""
+    """On the way back, another value follows the same one."""
     values = made(memory, "abcdef")
     there_and_back = [*values, *values[-2:0:-1]]
     read(engine, there_and_back * 2)
@@ -178,7 +178,7 @@ def test_two_models_in_turn_are_read_ahead(engine, memory):
 
 
 def test_where_the_order_branches_little_is_wasted(engine, memory):
-    """After `r` comes any of the experts, as a router picks them; what comes after them is not lost."""
+    """After `r`, any of the experts may follow, as picked by a router; what follows these is still predicted."""
     *layer, router = made(memory, "abcdr")
     experts = made(memory, "0123456789")
     picks = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -200,7 +200,7 @@ def test_a_branch_that_settles_is_read_ahead_again(engine, memory):
 
 
 def test_small_values_are_no_part_of_the_order(engine, memory):
-    """They are read once; that they come no more must not look like a branch."""
+    """They are read once; their absence later must not look like a branch."""
     pool = Pool(0, 4 * MIB)
     large = [Made(name, memory, pool, MIB) for name in "ABCDEF"]
     small = [Made(name, memory, pool, SMALL) for name in "abcdef"]
@@ -226,7 +226,7 @@ def test_values_that_come_in_another_order_than_told_are_still_read_ahead(engine
 
 
 def test_a_wrong_guess_is_given_up(engine, memory):
-    """After an early exit the rest is not waited for, and what was read for nothing is dropped."""
+    """After an early exit the rest is not waited for, and what was read in vain is dropped."""
     values = seed(made(memory, "abcdefgh"))
     others = made(memory, "uvwxyz")
 
@@ -239,7 +239,7 @@ def test_a_wrong_guess_is_given_up(engine, memory):
 
 @pytest.mark.parametrize("window", [2 * MIB, 4 * MIB, 8 * MIB])
 def test_what_streams_stays_within_the_window(engine, memory, window):
-    """And a value may be in use beside it."""
+    """Plus a value in use."""
     values = seed(made(memory, "abcdefghijklmnopqrstuvwxyz", window=window))
 
     read(engine, values * 3)
@@ -272,7 +272,7 @@ def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch)
 
 @pytest.mark.parametrize(("count", "most"), [(5, 7), (12, 24)])
 def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(engine, memory, count, most):
-    """A value that was used a moment ago may be the next one again."""
+    """A value used a moment ago may be needed again next."""
     values = made(memory, "abcdefghijklmnop"[:count], size=4 * MIB, window=64 * MIB)
 
     read(engine, values * 6)
@@ -283,7 +283,7 @@ def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(
 
 
 def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
-    """It must not be taken to be here."""
+    """It must not be assumed to be in memory."""
     value, *_ = made(memory, "a")
     value.state = HERE
     value.let_go()
@@ -313,7 +313,7 @@ def test_a_value_that_is_larger_than_the_window_is_read_ahead_alone(engine, memo
 
 
 def test_the_next_three_values_are_ahead_where_they_are_larger_than_the_window(engine, memory):
-    """Beside a budget that has room for them; else the window is what it is."""
+    """If a budget has room for them; otherwise the window is kept."""
     ahead = []
     for budget in 2500 * MIB, 300 * MIB:
         pool = Pool(budget, available=lambda: 1 << 40)
@@ -336,7 +336,7 @@ def test_what_is_kept_is_read_once(engine, memory):
     for _ in range(4):
         read(engine, values)
         for value in values:
-            value.calm_until = min(value.calm_until, 0.0)  # a second goes by
+            value.calm_until = min(value.calm_until, 0.0)  # simulates a second passing
 
     kept = [value.name for value in values if value.kept]
     assert 4 == len(kept)
@@ -356,13 +356,13 @@ def test_where_everything_fits_nothing_is_dropped_and_nobody_works(engine, memor
 
 
 def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, memory):
-    """One value that is missing is enough to look for the others; small ones too."""
+    """One missing value is reason enough to check the others, including small ones."""
     pool = Pool(16 * MIB, 4 * MIB)
     values = [Made(name, memory, pool, SMALL if name in "bd" else MIB) for name in "abcdefgh"]
     pool.add(seed(values))
     read(engine, values)
     memory.here.clear()
-    values[0].calm_until = 1e-9  # a second goes by; for the others it has not
+    values[0].calm_until = 1e-9  # simulates a second passing, for this one only
 
     missed = engine.reader.counts.missed
     read(engine, values)
@@ -420,7 +420,7 @@ def test_a_reader_that_fails_is_replaced_and_nobody_waits_for_ever(engine, memor
 
 
 def test_eight_threads_share_one_window(engine, memory):
-    """Each reads its own model, many times over; what is ahead of all of them stays within the window."""
+    """Each reads its own model many times; together they stay within the window."""
     pool = Pool(0, 16 * MIB)
     models = [[Made(f"{thread}{name}", memory, pool, MIB) for name in "abcdefghijkl"] for thread in range(8)]
     for values in models:
@@ -442,7 +442,7 @@ def test_eight_threads_share_one_window(engine, memory):
     rest(engine)
 
     assert [] == missing
-    assert memory.most <= (16 + 2 * 8 + 4) * MIB  # one in use by each, one on its way out, and what the reader is at
+    assert memory.most <= (16 + 2 * 8 + 4) * MIB  # one in use and one leaving per thread, plus the reader's
     assert engine.reader.counts.ahead > 100
     assert 8 * 12 * 5 == engine.reader.counts.ahead + engine.reader.counts.missed + engine.reader.counts.found
 
@@ -462,7 +462,7 @@ def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memo
 
 
 def test_a_forked_child_has_an_engine_of_its_own(memory):
-    """Also where the reader of its parent was at work: nobody waits for it."""
+    """Even if its parent's reader was working: nothing waits for that one."""
     values = seed(made(memory, "abcd"))
     values[1].state = READ
 

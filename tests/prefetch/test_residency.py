@@ -17,14 +17,14 @@ MIB = 1 << 20
 
 
 class File:
-    """Stands for a file."""
+    """A stand-in for a file."""
 
 
 FILE = File()
 
 
 def values_of(pool: Pool, sizes: list[int], start: int = 0) -> list[Value]:
-    """Behind one another in a file."""
+    """One after the other in a file."""
     starts = itertools.accumulate(sizes, initial=start)
     values = [Value(pool, FILE, start, size, shared=False) for start, size in zip(starts, sizes, strict=False)]  # type: ignore[arg-type]
     pool.add(values)
@@ -40,7 +40,7 @@ def test_what_fits_stays():
 
 
 def test_half_of_what_does_not_fit_stays_and_is_spread():
-    """Not the first half: then the second would be read without a pause to compute in."""
+    """Not just the first half: then the second would be read without computing in between."""
     assert [1, 3, 5, 7] == kept(values_of(Pool(4 * MIB), [MIB] * 8))
 
 
@@ -60,7 +60,7 @@ def test_a_budget_is_never_more_than_what_is_available(monkeypatch: pytest.Monke
 
 @given(sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), max_size=40), budget=st.integers(0, 100 * MIB))
 def test_the_budget_is_kept_and_used(sizes: list[int], budget: int):
-    """What is left of it is less than any value that does not stay."""
+    """The remainder is smaller than any value that does not stay."""
     values = values_of(Pool(budget), sizes)
 
     size = sum(value.nbytes for value in values if value.kept)
@@ -70,7 +70,7 @@ def test_the_budget_is_kept_and_used(sizes: list[int], budget: int):
 
 @given(share=st.floats(0.1, 0.9), count=st.integers(20, 200))
 def test_what_stays_is_spread_evenly(share: float, count: int):
-    """At any point of the pass as much has been kept as was due, but for one value."""
+    """At any point of the pass the resident share is right, up to one value."""
     values = values_of(Pool(int(share * count * MIB)), [MIB] * count)
 
     for done in range(count):
@@ -78,7 +78,7 @@ def test_what_stays_is_spread_evenly(share: float, count: int):
 
 
 def test_what_stays_leaves_free_huge_pages_to_what_streams():
-    """It is read once, and the other in each pass."""
+    """It is read once, streaming values in each pass."""
     pool = Pool(4 * MIB)
     values = values_of(pool, [MIB] * 8)
 
@@ -90,7 +90,7 @@ def test_what_stays_leaves_free_huge_pages_to_what_streams():
 
 @given(count=st.integers(4, 60), budgets=st.lists(st.integers(0, 60), min_size=1, max_size=6))
 def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[int]):
-    """What leaves has to be read again, and what comes too."""
+    """What is dropped has to be read again, and so has what is new."""
     pool = Pool(count * MIB // 3)
     values = values_of(pool, [MIB] * count)
     for budget in budgets:
@@ -104,7 +104,7 @@ def test_another_budget_changes_as_little_as_it_can(count: int, budgets: list[in
 
 
 def test_a_value_that_comes_later_moves_none_of_the_others():
-    """A view of the table of tokens, say: what has been read stays in memory for the pass that follows."""
+    """A view of the token table, for example: resident values stay for the next pass."""
     pool = Pool(20 * MIB)
     values = values_of(pool, [MIB] * 40)
     before = kept(values)
@@ -117,7 +117,7 @@ def test_a_value_that_comes_later_moves_none_of_the_others():
 
 @given(taken=st.lists(st.integers(0, 30), min_size=1, max_size=8))
 def test_memory_that_others_take_and_give_back_moves_no_more_than_that(taken: list[int]):
-    """Without a budget; nothing leaves to make room for what was not there before."""
+    """Without a budget; nothing is dropped for something that was not there before."""
     available = [40 * MIB]
     pool = Pool(available=lambda: available[0])
     values = values_of(pool, [MIB] * 60)
@@ -137,7 +137,7 @@ def test_memory_that_others_take_and_give_back_moves_no_more_than_that(taken: li
 @pytest.mark.parametrize(
     ("room", "rate", "window", "widest"),
     [
-        (100 * MIB, 0, 64 * MIB, 64 * MIB),  # nothing is known of the disk
+        (100 * MIB, 0, 64 * MIB, 64 * MIB),  # the disk rate is unknown
         (100 * MIB, 2000 * MIB, 64 * MIB, 64 * MIB),  # beside a small budget the window is small
         (3000 * MIB, 2000 * MIB, 300 * MIB, 300 * MIB),
         (20_000 * MIB, 2000 * MIB, 500 * MIB, 2000 * MIB),
@@ -187,7 +187,7 @@ def streams(lot: list[Value]) -> int:
     return sum(value.nbytes for value in lot if not value.kept)
 
 
-BLOCK = [8 * MIB] * 4 + [22 * MIB] * 3  # of a Llama of a gigabyte
+BLOCK = [8 * MIB] * 4 + [22 * MIB] * 3  # a Llama of a gigabyte
 
 
 def test_what_streams_of_a_lot_has_room_beside_what_stays():
@@ -303,7 +303,7 @@ def test_available_memory_is_not_asked_for_at_each_read(monkeypatch: pytest.Monk
 
 def test_a_plan_is_told_in_the_log(caplog: pytest.LogCaptureFixture):
     pool = Pool(3 * MIB)
-    values = values_of(pool, [MIB] * 8)  # kept alive: a pool knows the live ones
+    values = values_of(pool, [MIB] * 8)  # kept alive: a pool only knows live values
 
     with caplog.at_level("DEBUG", "offload.prefetch"):
         pool.reconsider(anew=True)

@@ -1,4 +1,4 @@
-"""Copies to an accelerator: through pinned slots, in turn. The device is played by the CPU where there is none."""
+"""Copies to an accelerator through pinned slots, in turn. Without an accelerator, the CPU stands in for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens on a made device with streams and events, which is the CPU."""
+    """Events on a fake device with streams and events, which is the CPU."""
     log: list[str] = []
 
     class Event:
@@ -80,7 +80,7 @@ def test_a_large_value_goes_through_two_slots_in_turn(log, monkeypatch):
 
 
 def test_the_cpu_does_not_run_ahead_of_the_device_by_more_than_some_values(log):
-    """Those that were sent and are not used yet take its memory."""
+    """Values that were sent and not used yet take its memory."""
     for _ in range(4):
         staging.send(torch.zeros(1 << 20), CPU)
     uses = [line.split(" recorded")[0] for line in log if line.endswith("on current")]
@@ -121,7 +121,7 @@ def test_a_device_without_streams_gets_plain_copies(log, monkeypatch):
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that are sent to a made GPU, which holds them on the CPU."""
+    """Bytes sent to a fake GPU, which stores them on the CPU."""
     sent: list[int] = []
 
     def send(guest: torch.Tensor, target: torch.device) -> torch.Tensor:
@@ -138,7 +138,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def referenced(tmp_path: Any, name: str, values: torch.Tensor) -> OffloadedTensor:
-    """A value in a file that is not written to, which computes on the GPU."""
+    """A value in a read-only file, which computes on the GPU."""
     from safetensors.torch import save_file
 
     path = tmp_path / f"{name}.safetensors"
@@ -193,7 +193,7 @@ def test_without_a_budget_nothing_stays(tmp_path, sent):
 
 
 def test_a_value_that_is_written_to_does_not_stay(tmp_path, sent, budget):
-    """Somebody else may write to its file without being noticed."""
+    """Its file may be written to without this being noticed."""
     w = referenced(tmp_path, "w", torch.zeros(100, 100))
     guest_of(w)
     w._target = CPU
@@ -227,7 +227,7 @@ def test_evicted_values_leave_the_device(tmp_path, sent, budget):
 
 
 def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, budget):
-    """They hold values that no reader knows; those that it was at work on are free again."""
+    """They contain values unknown to the reader; those being processed are free again."""
     w = referenced(tmp_path, "w", torch.zeros(100, 100))
     guest_of(w)
     v = OffloadedTensor.from_original_tensor(torch.zeros(300, 300), "v")
@@ -245,7 +245,7 @@ def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, 
 
 
 def test_what_is_materialized_is_a_copy_of_its_own(tmp_path, sent, budget):
-    """What is done to it does not change what stays on the device."""
+    """Modifying it does not change the resident copy."""
     w = referenced(tmp_path, "w", torch.ones(100, 100))
     guest_of(w)
     w.materialize().zero_()

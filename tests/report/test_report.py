@@ -1,4 +1,4 @@
-"""The page that tells what memory and disk did."""
+"""The page about memory and disk usage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 class Text(HTMLParser):
-    """The words of a page, and the addresses that it names."""
+    """The words on a page, and the addresses in it."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def in_words(value: float) -> str:
 def test_a_page_tells_memory_reads_steps_and_waits(tmp_path: Path) -> None:
     model = disk_offload(nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)), tmp_path / "values")
     model(torch.zeros(1, 300))
-    evict(model)  # of what was mapped
+    evict(model)  # unmaps what was mapped
 
     with memory_report(tmp_path / "new" / "report.html", model, title="Two <layers>") as recording:
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_page_tells_memory_reads_steps_and_waits(tmp_path: Path) -> None:
     assert {"Two <layers>", "Memory", "Read from disk", "Time per token", "Waits by layer"} <= set(text.words)
     assert "3" == text.words[text.words.index("tokens") + 1]
     read = text.words[text.words.index("read from disk") + 1]
-    assert read in ("720 kB", "716 kB", "712 kB")  # two weights of 300 x 300 floats, but for pages that were there
+    assert read in ("720 kB", "716 kB", "712 kB")  # two weights of 300 x 300 floats, minus pages already cached
     assert "0" in text.words
     assert ["data:,"] == text.addresses
 
@@ -175,7 +175,7 @@ def test_generate_writes_a_report(llama_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a headless Chromium")
 def test_a_browser_shows_the_page_without_errors_or_requests(tmp_path: Path) -> None:
-    """Drawn, in light and dark: the picture is neither empty nor the same in both."""
+    """Rendered in light and dark: the picture is neither empty nor the same in both."""
     stored = OffloadedTensor.from_original_tensor(torch.randn(100, 100), "w")
     with set_max_memory("1GB"), memory_report(tmp_path / "report.html") as recording:
         for _ in range(3):
@@ -192,7 +192,7 @@ def test_a_browser_shows_the_page_without_errors_or_requests(tmp_path: Path) -> 
 
 
 def _seen(folder: Path, *, dark: bool) -> list[tuple[int, ...]]:
-    """The colours that Chromium draws; anything that it logs is an error."""
+    """The colours rendered by Chromium; anything it logs is an error."""
     from PIL import Image
 
     picture = folder / "picture.png"
@@ -222,7 +222,7 @@ def test_a_page_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
     run_script(script, tmp_path / "report.html", env=ascii_alone)
-    run_script(script, tmp_path / "report.html", env=ascii_alone)  # it knows its own page
+    run_script(script, tmp_path / "report.html", env=ascii_alone)  # it recognises its own page
 
     assert "\u010desk\u00fd \u00b5s" in (tmp_path / "report.html").read_text(encoding="utf-8")
 

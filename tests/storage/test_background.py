@@ -13,7 +13,7 @@ from tests.processes import in_fork
 
 
 class Counter(Background[int]):
-    """Notes what it was given; fails at what is negative."""
+    """Records what it was given; fails at negative numbers."""
 
     def __init__(self) -> None:
         super().__init__("test-counter")

@@ -1,4 +1,4 @@
-"""The class that the page of own classes shows: what it computes, and that it is stored as any tensor is."""
+"""The class on the page about own classes: what it computes, and that it is stored like any other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [1, 16, 33, 500])
 def test_values_are_rounded_to_the_nearest_code(dtype: torch.dtype, group_size: int) -> None:
-    """As a plain formula has it, bit for bit; also where groups are odd, or do not divide the columns."""
+    """Bit-identical to a plain formula; even with odd groups, or ones that do not divide the columns."""
     tensor = values(6, 99, dtype=dtype)
     parts = []
     for group in tensor.to(torch.promote_types(dtype, torch.float32)).split(group_size, -1):
@@ -88,7 +88,7 @@ def test_it_is_read_by_writing_ops_and_not_written_to() -> None:
 
 
 def test_what_is_on_disk_is_quantized_and_stays_there(tmp_path: Any) -> None:
-    """The same codes as in memory; the file is of the new size at once, and opens in another process."""
+    """The same codes as in memory; the file has its new size at once, and opens in another process."""
     tensor = values(6, 1000)
     stored = OffloadedTensor.from_original_tensor(tensor, "w", tmp_path)
     expected = quantize_int4(tensor, 100)
@@ -110,7 +110,7 @@ def test_what_is_on_disk_is_quantized_and_stays_there(tmp_path: Any) -> None:
 
 
 def test_a_model_on_disk_is_quantized_weight_by_weight() -> None:
-    """And computes what the dequantized one does."""
+    """And computes the same as the dequantized one."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
     plain = copy.deepcopy(model)
     for layer in (plain[0], plain[2]):
@@ -124,7 +124,7 @@ def test_a_model_on_disk_is_quantized_weight_by_weight() -> None:
 
 @pytest.mark.parametrize("change", [{"shape": [6, 41]}, {"shape": [6, 43]}, {"shape": [12, 20]}, {"dtype": "int8"}])
 def test_a_recipe_that_lies_is_found_out(tmp_path: Any, change: dict[str, Any]) -> None:
-    """Another shape than that of the codes is no value, even if there are as many numbers."""
+    """A shape that differs from the codes' is invalid, even with the same number of elements."""
     stored = OffloadedTensor.from_original_tensor(quantize_int4(values(6, 40), 16), "w", tmp_path)
     path = stored.offload_path
     edited(path, lambda header, notes: notes["subclass"].update(change, stride=[change.get("shape", [6, 40])[1], 1]))
@@ -132,12 +132,12 @@ def test_a_recipe_that_lies_is_found_out(tmp_path: Any, change: dict[str, Any]) 
     with pytest.raises(CorruptFileError, match=r"'w'.*recipe"):
         OffloadedTensor.from_file(path).materialize()
     with safe_open(path, "pt") as file:
-        assert "w" == json.loads(file.metadata()[MARK])["name"]  # it was found in the recipe, not in the file
+        assert "w" == json.loads(file.metadata()[MARK])["name"]  # the error is about the recipe, not about the file
 
 
 @pytest.mark.parametrize("group_size", [32.0, True, 0, -32, None, "32"])
 def test_groups_that_are_no_whole_number_of_columns_are_refused(group_size: Any) -> None:
-    """As a damaged file may have it: ops would fail at it later."""
+    """As in a damaged file: ops would fail later."""
     made = quantize_int4(torch.randn(2, 64), 32)
 
     with pytest.raises(ValueError, match="are not those of a tensor"):

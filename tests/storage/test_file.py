@@ -1,4 +1,4 @@
-"""A file is opened and mapped as it is, or refused by name; looking changes nothing."""
+"""A file is opened and mapped as it is, or refused with its name; reading changes nothing."""
 
 from __future__ import annotations
 

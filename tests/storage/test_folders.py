@@ -20,7 +20,7 @@ from tests.processes import ROOT, in_fork, run_script
 
 
 class Owner:
-    """Somebody who claims a name."""
+    """An object that claims a name."""
 
 
 # The user's folders
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path, monke
 
 
 def test_the_first_use_of_a_folder_sweeps_what_killed_processes_left(tmp_path):
-    dead = process_tag().rpartition("-")[0] + "-1"  # of this number, begun long ago
+    dead = process_tag().rpartition("-")[0] + "-1"  # a process with this pid, started long ago
     for name in (f".offload-tmp-{dead}-aa", f".offload-tmp-{process_tag()}-aa", "mine"):
         (tmp_path / name).touch()
 
@@ -132,7 +132,7 @@ def test_many_private_values_of_one_name_take_no_longer_each():
     spent = time.process_time() - start
 
     assert 2000 == len(set(paths))
-    assert spent < 1.5  # trying one number after the other: some 6 s
+    assert spent < 1.5  # trying one number after the other takes some 6 s
     for path in paths:
         path.touch()
         discard(path)

@@ -1,4 +1,4 @@
-"""Files of llama.cpp: what is in them is told from their header, and damaged ones are told."""
+"""llama.cpp's files: contents are known from the header, and damaged files are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VALUES = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
 
 
 def written(path: Path, kinds: tuple[str, ...] = ("F32", "F16", "Q8_0", "Q4_0"), tokens: int = 5) -> Path:
-    """A file with a tensor of (6, 64) in each kind, under its name."""
+    """A file with a tensor of (6, 64) per kind, named after it."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("small")
     writer.add_token_list([f"token {number}" for number in range(tokens)])
@@ -41,7 +41,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def changed(path: Path, find: bytes, put: bytes, after: int = 0) -> Path:
-    """The file, of which some bytes behind the first `find` are others."""
+    """The file with some bytes after the first `find` changed."""
     data = bytearray(path.read_bytes())
     at = data.index(find) + len(find) + after
     data[at : at + len(put)] = put
@@ -83,7 +83,7 @@ def test_every_number_of_torch_has_a_kind(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_costs_little(tmp_path: Path) -> None:
-    """The package's own reader takes 20 us for each token, twice."""
+    """The package's own reader takes 20 us per token, twice."""
     path = written(tmp_path / "large.gguf", tokens=100_000)
 
     start = time.process_time()
@@ -105,10 +105,10 @@ def test_a_file_that_is_cut_off_is_told(whole: Path, cut: int) -> None:
     [
         (struct.pack("<Q", 1 << 60), 4, "shape"),  # the first dimension of a tensor
         (struct.pack("<QQ", 1 << 32, 1 << 32), 4, "damaged|shape"),  # their product is 0 in 64 bits
-        (struct.pack("<I", 77), 0, "damaged"),  # dimensions
+        (struct.pack("<I", 77), 0, "damaged"),  # number of dimensions
         (struct.pack("<I", 999), 20, "damaged"),  # an unknown kind
         (struct.pack("<I", 12), 20, "Q4_K block size"),
-        (struct.pack("<Q", 1 << 50), 24, "damaged|cut off"),  # where it begins
+        (struct.pack("<Q", 1 << 50), 24, "damaged|cut off"),  # its offset
         (struct.pack("<Q", 0), 24, "places 'F32' over 'Q8_0'"),
     ],
 )
@@ -142,7 +142,7 @@ def test_without_the_package_it_is_said_what_to_install(whole: Path, monkeypatch
 
 
 def test_whatever_the_bytes_there_are_values_or_an_error_of_ours(tmp_path: Path) -> None:
-    """400 files in which bytes are flipped, or that end early."""
+    """400 files with flipped bytes, or cut short."""
     data = written(tmp_path / "small.gguf").read_bytes()
     head = data.index(b"\x04\0\0\0\0\0\0\0Q4_0") + 60
     generator = random.Random(0)
@@ -163,7 +163,7 @@ def test_whatever_the_bytes_there_are_values_or_an_error_of_ours(tmp_path: Path)
 
 
 def _error_of(path: Path) -> str | None:
-    """What is said of a file, if it can't be used."""
+    """The error for a file that can't be used."""
     try:
         for tensor in offload.load_file(path).values():
             tensor.materialize()

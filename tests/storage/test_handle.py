@@ -1,4 +1,4 @@
-"""A stored value follows its file, owns it or not, and never gives another value for it."""
+"""A stored value follows its file, whether it owns it or not, and never returns another value."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoint(tmp_path):
 
 
 def put(folder: Path, value: torch.Tensor, name: str = "w") -> None:
-    """What another process does: a new file at the path, behind the back of all handles."""
+    """Like another process: a new file at the path, without any handle knowing."""
     layout = Layout(value.dtype, tuple(value.shape), value.stride())
     write_values(folder / file_name(name), {name: value}, {name: layout}, {"name": name}, durable=False)
 

@@ -1,4 +1,4 @@
-"""The lock of a value: made when it is first needed, and one for all threads."""
+"""The lock of a value: created on first use, and shared by all threads."""
 
 from __future__ import annotations
 

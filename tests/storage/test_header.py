@@ -1,4 +1,4 @@
-"""A header is valid and checked whole, or it is a `CorruptFileError`."""
+"""A header is valid as a whole, or it is a `CorruptFileError`."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_text_is_called_text(text):
 
 
 def with_complex_numbers_between(**said) -> tuple[bytes, int]:
-    """A header, and the size of its file, in which a value of complex128 and one of float32 begin at odd bytes."""
+    """A header, and its file's size, with a complex128 and a float32 value at odd bytes."""
     notes = {"version": 1, "values": {"b": {"dtype": "complex128"}}, **said}
     specs = {"a": entry("U8", [1], 0, 1), "b": entry("U8", [2, 16], 1, 33), "c": entry("F32", [2], 33, 41)}
     text = json.dumps({"__metadata__": {MARK: json.dumps(notes)}, **specs}).encode().ljust(400)
@@ -291,7 +291,7 @@ def with_complex_numbers_between(**said) -> tuple[bytes, int]:
 
 
 def test_complex128_in_the_middle_of_its_elements_is_loose():
-    """There kernels crash. Other dtypes are referenced anywhere: files without padding have nothing else."""
+    """Kernels crash there. Other dtypes are referenced anywhere: files without padding have no aligned values."""
     header = parse(*with_complex_numbers_between())
 
     assert {"a", "c"} == set(header.entries)

@@ -1,4 +1,4 @@
-"""Outside every mode, and back in them afterwards."""
+"""Leaving all modes, and restoring them afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names become file names, and none is lost."""
+"""Tensor names become file names, without loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor whose class is more than its numbers is refused by name, wherever a file would hold its numbers alone."""
+"""A tensor that is more than its numbers is refused with its name, wherever a file would store only its numbers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from offload.errors import UnknownSubclassError
 
 
 class Packed(nn.Parameter):
-    """As quantizers make them: what the bytes mean stands in an attribute."""
+    """Like quantizers' tensors: an attribute defines the meaning of the bytes."""
 
 
 class Image(torch.Tensor):
-    """Numbers with a meaning."""
+    """Numbers with extra meaning."""
 
 
 class Kept(torch.Tensor):
-    """A wrapper subclass that keeps a copy for itself."""
+    """A wrapper subclass that keeps its own copy."""
 
     @staticmethod
     def __new__(cls, inner, scale=1):

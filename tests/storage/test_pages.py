@@ -1,4 +1,4 @@
-"""Pages of mapped files: which are in memory, as the kernel says, and that nothing is lost by dropping them."""
+"""Pages of mapped files: which are in memory, according to the kernel, and dropping them without losing data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_range_is_brought_in_and_let_go(file, values):
     found.let_go()
 
     assert not cold[0]
-    assert cold[1] < 64 << 10  # what came along with the header
+    assert cold[1] < 64 << 10  # read along with the header
     assert (True, 4 * MIB) == warm
     assert found.cached_bytes() < 64 << 10
     assert torch.equal(values, mapped(file))
@@ -77,7 +77,7 @@ def test_a_range_that_is_partly_there_is_not_there(file):
 
 @pytest.mark.parametrize("huge", [True, False])
 def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge):
-    """Nor what shares a page of 2 MiB with it at either end, where there are such."""
+    """Nor what shares a 2 MiB page with it at either end, where there are such pages."""
     monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(16 * MIB)}, path)  # 64 MiB
@@ -92,7 +92,7 @@ def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge)
 @pytest.mark.parametrize("huge", [True, False])
 @pytest.mark.parametrize("exactly", [True, False])
 def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch, huge, exactly):
-    """Also where it shares a page of 2 MiB with one of them."""
+    """Even if it shares a 2 MiB page with one of them."""
     monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
@@ -110,7 +110,7 @@ def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch
 
 @pytest.mark.skipif(not pages._READS_HUGE_PAGES, reason="this kernel reads files in small pages")
 def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatch):
-    """Else the kernel makes room for them, and drops what is to stay, though there is memory enough."""
+    """Otherwise the kernel makes room for them by evicting what should stay, although there is enough memory."""
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
     blocks = tmp_path / "buddyinfo"
@@ -131,7 +131,7 @@ def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatc
 
 
 def flags_of(path: Path) -> set[str]:
-    """The kernel's flags of this process's mappings of a file."""
+    """The kernel's flags for this process's mappings of a file."""
     flags: set[str] = set()
     is_ours = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -143,7 +143,7 @@ def flags_of(path: Path) -> set[str]:
 
 
 def test_neighbours_on_the_same_page_stay(file):
-    """What is let go are the pages that are all its own."""
+    """Only pages that belong to it alone are dropped."""
     whole(file).bring_in()
     Range(file, 100, 4096, shared=False).let_go()
 
@@ -151,7 +151,7 @@ def test_neighbours_on_the_same_page_stay(file):
 
 
 def test_what_was_stored_into_a_private_mapping_is_not_lost(file, values):
-    """Compiled code does: such pages are memory, and their only copy."""
+    """Compiled code does that: such pages are memory, and the only copy."""
     tensor = mapped(file)
     tensor[5] = -1
     whole(file).let_go()
@@ -170,7 +170,7 @@ def test_what_was_stored_into_a_shared_mapping_is_not_lost(file, values):
 
 
 def test_what_the_disk_does_not_take_is_not_dropped_and_flush_says_so(tmp_path, monkeypatch):
-    """The kernel calls such pages clean, and the next read would give the old value."""
+    """The kernel calls such pages clean, and the next read would return the old value."""
     w = OffloadedTensor.from_original_tensor(torch.zeros(512, 512), "w", tmp_path)
     w.add_(1)
     w.sum()
@@ -203,7 +203,7 @@ def test_a_range_does_not_keep_its_file(tmp_path):
 
 
 def test_a_file_that_was_cut_is_an_error_and_not_a_signal(file):
-    """A plain read of the mapping would end the process."""
+    """A plain read of the mapping would kill the process."""
     found = whole(file)
     mapped(file)
     os.truncate(file.path, 4096)
@@ -213,7 +213,7 @@ def test_a_file_that_was_cut_is_an_error_and_not_a_signal(file):
 
 
 def test_without_the_call_pages_are_touched(file, monkeypatch):
-    """Kernels before 5.14 do not know it."""
+    """Kernels before 5.14 lack it."""
     monkeypatch.setattr(pages, "_MADV_POPULATE_READ", 12345)
     found = whole(file)
     found.bring_in()
@@ -222,7 +222,7 @@ def test_without_the_call_pages_are_touched(file, monkeypatch):
 
 
 def test_of_a_file_that_may_not_be_asked_about_nothing_is_taken_for_granted(file, monkeypatch):
-    """To others than those who may write it, the kernel says that all of a file is in memory."""
+    """To users without write permission, the kernel says that all of a file is in memory."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     found = whole(file)

@@ -1,4 +1,4 @@
-"""What torch.save wrote is read where it is, value by value as torch.load gives it, and nothing in it is run."""
+"""Files from torch.save are read in place, value by value as torch.load gives it, and nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def saved(path: Path, values: object, **form: object) -> Path:
 
 
 def check_all(path: Path) -> dict[str, OffloadedTensor]:
-    """Compares every value with what torch.load gives."""
+    """Compares every value with torch.load's."""
     expected = torch.load(path, weights_only=True)
     found = load_file(path)
     assert expected.keys() == found.keys()
@@ -70,7 +70,7 @@ def check_all(path: Path) -> dict[str, OffloadedTensor]:
 
 
 def repacked(path: Path, compression: int = zipfile.ZIP_STORED, **changes: bytes | None) -> Path:
-    """The archive written anew by another hand, in another order, some records changed or left out."""
+    """The archive rewritten by other code, in another order, with some records changed or left out."""
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     root = next(iter(records)).split("/")[0]
@@ -255,7 +255,7 @@ def test_names_over_one_storage_are_values_of_their_own(tmp_path, form):
 
 
 def test_a_storage_that_starts_in_the_middle_of_an_element_is_copied_from_file_to_file(tmp_path):
-    """As the old form has it: its data begins where its pickles happen to end."""
+    """As in the legacy form: its data begins wherever its pickles end."""
     seen = set()
     for length in range(8):
         values = {"w" + "x" * length: torch.randn(5, 3), "h": torch.ones(4, dtype=torch.int16)}
@@ -267,7 +267,7 @@ def test_a_storage_that_starts_in_the_middle_of_an_element_is_copied_from_file_t
 
 
 def test_records_in_another_order_are_found_by_their_names(tmp_path):
-    """Where a record is can't be told from those before it, though torch's mark of its own version is still there."""
+    """The place of a record does not follow from those before it, although torch's version record is still there."""
     values = {f"w{number}": torch.full((16,), float(number)) for number in range(6)}
 
     path = repacked(saved(tmp_path / "x.bin", values))
@@ -431,7 +431,7 @@ COPIED = """
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell")
 @pytest.mark.parametrize("how", ["columns", "packed", "swapped", "legacy"])
 def test_what_is_copied_out_takes_the_memory_of_one_value(tmp_path, how):
-    """Of 12 with 4 MiB each; a packed one takes that of its record too."""
+    """One of 12 with 4 MiB each; a packed one needs its record, too."""
     made = {str(n): torch.full((1024, 1024), float(n)) for n in range(12)}
     if how == "columns":
         made = {name: torch.cat([w, w], 1)[:, 512:1536] for name, w in made.items()}
@@ -451,12 +451,12 @@ def test_what_is_copied_out_takes_the_memory_of_one_value(tmp_path, how):
     right, written, peak, left = json.loads(run_script(COPIED, path, small))
 
     assert right
-    assert (0 if how == "legacy" else 12) == written  # the old form is copied from file to file, if it need be
+    assert (0 if how == "legacy" else 12) == written  # the legacy form is copied from file to file, if at all
     assert (0 if how == "legacy" else 3 << 20) <= peak < (16 << 20)
     assert left < 6 << 20
 
 
-# What is in a pickle beside tensors
+# What else a pickle contains
 
 
 @pytest.mark.parametrize("nest", NESTS)
@@ -532,7 +532,7 @@ def test_quantized_tensors_are_refused(tmp_path):
         TensorFile.open(saved(tmp_path / "x.bin", {"q": value}))
 
 
-# What is refused
+# Refused
 
 
 class Bomb:
@@ -560,7 +560,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, form):
         [torch.load(path, weights_only=False) for _ in range(2)]
 
 
-LISTS = b"]q\0" + b"".join(b"](h%ch%ceq%c" % (level, level, level + 1) for level in range(30))  # 2**30 long, if told
+LISTS = b"]q\0" + b"".join(b"](h%ch%ceq%c" % (level, level, level + 1) for level in range(30))  # 2**30 long, if printed
 GREEDY = {
     "a list that is called": (LISTS + b"h\x1e)R.", "calls a list"),
     "a list that is made": (LISTS + b"h\x1e)\x81.", "calls a list"),
@@ -585,7 +585,7 @@ GREEDY = {
 @FORMS
 @pytest.mark.parametrize("what", GREEDY)
 def test_a_pickle_takes_no_more_memory_than_its_length_allows(tmp_path, form, what):
-    """Each of these would take all there is, or for ever."""
+    """Each of these would take all memory there is, or forever."""
     code, words = GREEDY[what]
     path = saved(tmp_path / "x.bin", {}, **form)
     if form:
@@ -621,11 +621,11 @@ def test_nests_are_searched_for_a_model_to_a_depth_that_models_have(tmp_path):
 @pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA], ids=["deflated", "lzma"])
 @pytest.mark.parametrize("claim", [True, False], ids=["as it is", "as a few bytes"])
 def test_a_pickle_packed_beyond_measure_is_not_unpacked(tmp_path, packing, claim):
-    """64 MB of empty lists, which would be gigabytes: whether its zip directory says so or not."""
+    """64 MB of empty lists, which would be gigabytes, whether its zip directory says so or not."""
     path = repacked(saved(tmp_path / "x.bin", {}), packing, **{"data.pkl": b"\x80\2" + b"]" * (1 << 26)})
     if not claim:
         data = bytearray(path.read_bytes())
-        at = data.rindex(b"x/data.pkl") - 46  # its entry in the directory; bytes 24 to 28 say how long it is
+        at = data.rindex(b"x/data.pkl") - 46  # its directory entry; bytes 24 to 28 are its size
         data[at + 24 : at + 28] = struct.pack("<I", 100)
         path.write_bytes(data)
     tracemalloc.start()
@@ -736,7 +736,7 @@ def test_a_directory_that_points_elsewhere_is_refused(tmp_path, place):
     data = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         other = archive.getinfo("x/data/1").header_offset if place == "at another record" else 5
-    at = data.rindex(b"x/data/0") - 46  # its entry in the directory; bytes 42 to 46 say where the record is
+    at = data.rindex(b"x/data/0") - 46  # its directory entry; bytes 42 to 46 are the record's offset
     data[at + 42 : at + 46] = struct.pack("<I", other)
     path.write_bytes(data)
 

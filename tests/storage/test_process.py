@@ -1,4 +1,4 @@
-"""A tag tells the living from the dead, and a lock survives a fork."""
+"""A tag identifies living and dead processes, and a lock survives a fork."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a file's place is looked at before it is read, and what is read has an end."""
+"""What is in place of a file is checked before it is read, and reading is bounded."""
 
 from __future__ import annotations
 

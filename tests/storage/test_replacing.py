@@ -1,4 +1,4 @@
-"""Files and folders get in their places whole, and what the dead left goes."""
+"""Files and folders are put in place whole, and leftovers of dead processes are removed."""
 
 from __future__ import annotations
 

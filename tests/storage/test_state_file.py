@@ -1,4 +1,4 @@
-"""What a small file of ours says comes back, and nothing else passes for one."""
+"""A small file of ours is read as it was written, and nothing else passes for one."""
 
 from __future__ import annotations
 

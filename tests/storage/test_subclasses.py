@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class Scaled(torch.Tensor):
-    """A tensor times a scale; its context holds `context`, whatever that is."""
+    """A tensor times a scale, with an arbitrary `context`."""
 
     inner: torch.Tensor
     scale: torch.Tensor
@@ -104,7 +104,7 @@ CONTEXT = {
 }
 
 
-# What comes back
+# Restored
 
 
 def test_a_subclass_comes_back_from_its_file(tmp_path):
@@ -217,7 +217,7 @@ def test_a_weight_that_torchao_quantized_comes_back(tmp_path):
     assert torch.int8 == load_file(tmp_path / "w.safetensors")["w.qdata"].dtype
 
 
-# What is refused
+# Refused
 
 
 class Unknown(Scaled):
@@ -273,7 +273,7 @@ def test_a_class_of_a_package_that_lacks_it_says_what_to_install(monkeypatch):
 
 
 def edited(path, change) -> None:
-    """Change what `offload` noted in a file of its own."""
+    """Change the notes in a file of ours."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -281,7 +281,7 @@ def edited(path, change) -> None:
     change(header, notes)
     header["__metadata__"][MARK] = json.dumps(notes)
     text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # values begin at multiples of their elements
+    text += b" " * (-(len(text) + 8) % 64)  # values begin at multiples of their element size
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 

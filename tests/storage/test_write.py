@@ -1,4 +1,4 @@
-"""A value is written whole, or the old one stands and nothing else is left."""
+"""A value is written whole; otherwise the old one is kept and nothing else is left."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def read(path: Path) -> torch.Tensor:
 
 
 def data(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor in row-major order, whatever the dtype."""
+    """The bytes of a tensor in row-major order, for any dtype."""
     raw = torch.empty(0, dtype=torch.uint8)
     whole = tensor.contiguous()
     return bytes(raw.set_(whole.untyped_storage(), 0, (whole.numel() * whole.itemsize,), (1,)).tolist())
 
 
 def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of any dtype whose bytes all differ; a bool's are 0 and 1."""
+    """A tensor of any dtype whose bytes all differ; bools are 0 and 1."""
     tensor = torch.empty(shape, dtype=dtype)
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(tensor.untyped_storage(), 0, (tensor.numel() * tensor.itemsize,), (1,))
@@ -75,7 +75,7 @@ def patterned(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
-# What comes back
+# Read back
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -100,7 +100,7 @@ def test_the_safetensors_library_reads_the_same_value(tmp_path, dtype, shape):
     assert data(value) == data(found)
     if dtype in WORDS or (dtype == FLOAT4 and shape):
         assert is_equal(value, found)
-    else:  # what the format has no word for: bytes, with one more dimension
+    else:  # dtypes without a word in the format: bytes, with one more dimension
         assert (torch.uint8, (*shape, dtype.itemsize)) == (found.dtype, tuple(found.shape))
 
 
@@ -249,7 +249,7 @@ def test_a_changed_source_is_not_copied(tmp_path):
     ],
 )
 def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call, kind, name):
-    """What the kernel copies by itself fails without a word about that."""
+    """What the kernel copies by itself fails without saying that."""
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     source = TensorFile.open(tmp_path / "model.safetensors")
 
@@ -266,7 +266,7 @@ def test_an_error_of_a_copy_says_which_of_the_two_files_it_is_of(tmp_path, call,
     assert ["model.safetensors"] == os.listdir(tmp_path)
 
 
-# What stands in the way
+# In the way
 
 
 def test_a_new_value_replaces_the_old_file_and_readers_of_the_old_keep_it(tmp_path):
@@ -401,7 +401,7 @@ def test_a_folder_that_refuses_new_files_is_an_error_with_a_way_out(tmp_path, mo
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "open", refuse)
-        # On a read-only file system even the removal of a file that is not there is refused.
+        # On a read-only file system even removing a file that does not exist is refused.
         broken.setattr(os, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
 
         with pytest.raises(WriteError, match=r"another offload_dir|ulimit -n") as caught:
@@ -493,7 +493,7 @@ def test_an_interrupt_while_writing_leaves_the_old_value_and_nothing_else(tmp_pa
     assert ["w.safetensors"] == os.listdir(tmp_path)
 
 
-# What is synced, and what is swept
+# Syncing and sweeping
 
 
 def test_a_durable_value_is_synced_before_it_is_put_in_place_and_its_folder_after(tmp_path, monkeypatch):

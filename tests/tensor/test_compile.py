@@ -1,4 +1,4 @@
-"""Compilers: torch.compile, torch.export and make_fx take offloaded tensors as they take plain ones."""
+"""Compilers: torch.compile, torch.export and make_fx accept offloaded tensors as they accept plain ones."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BACKENDS = ["eager", "aot_eager"]
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Nothing that another test compiled."""
+    """Without anything compiled by another test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 class Small(nn.Module):
-    """A layer, a norm and a buffer; tied weights."""
+    """A layer, a norm and a buffer, with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def plain() -> Small:
 
 @pytest.fixture
 def on_disk(plain: Small) -> Small:
-    """A copy of `plain` whose tensors are all offloaded."""
+    """A copy of `plain` with all tensors offloaded."""
     return _offloaded(copy.deepcopy(plain))
 
 
@@ -70,7 +70,7 @@ def _offloaded(module: Any) -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_module_gives_what_it_gives_on_plain_tensors(backend: str, plain: Small, on_disk: Small) -> None:
-    """With a graph and without, called again, and with another batch size; in one graph, without a break."""
+    """With and without a graph, called again, and with another batch size; in one graph, without breaks."""
     compiled = torch.compile(on_disk, backend=backend, fullgraph=True)
 
     for batch in (2, 2, 5):
@@ -82,7 +82,7 @@ def test_a_compiled_module_gives_what_it_gives_on_plain_tensors(backend: str, pl
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_gradients_are_those_of_plain_tensors(backend: str, plain: Small, on_disk: Small) -> None:
-    """Of trainable offloaded parameters and of the input."""
+    """For trainable offloaded parameters and for the input."""
     x = torch.randn(2, 6, requires_grad=True)
     grads = []
     for module in (plain, on_disk):
@@ -96,7 +96,7 @@ def test_compiled_gradients_are_those_of_plain_tensors(backend: str, plain: Smal
 
 @pytest.mark.slow
 def test_inductor_gives_what_it_gives_on_plain_tensors(plain: Small, on_disk: Small) -> None:
-    """The same generated code, hence the same bits; also after an update of a weight."""
+    """The same generated code, hence the same bits; even after an update of a weight."""
     x = torch.randn(2, 6)
     with torch.no_grad():
         try:
@@ -141,7 +141,7 @@ def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: w.copy_(torch.ones(4)), lambda w: w[1:3].zero_()])
 def test_a_compiled_inplace_update_reaches_the_file(backend: str, change: Any) -> None:
-    """Of a buffer of ours; the version counter moves."""
+    """For a buffer of ours; the version counter increases."""
     w = OffloadedTensor.from_original_tensor(torch.arange(4.0), "w")
     expected = torch.arange(4.0)
     compiled = torch.compile(lambda t: (change(t), t + 1)[1], backend=backend)
@@ -174,7 +174,7 @@ def test_a_compiled_update_never_writes_a_checkpoint(backend: str, tmp_path: Any
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_view_made_in_compiled_code_comes_out_right(backend: str) -> None:
-    """Whatever it is of, it has the value."""
+    """Whatever its base, it has the right value."""
     w = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
     view, total = torch.compile(lambda t: (t.t()[1:], t.sum()), backend=backend)(w)
 
@@ -184,7 +184,7 @@ def test_a_view_made_in_compiled_code_comes_out_right(backend: str) -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_module_gives_what_the_module_gives(strict: bool, plain: Small, on_disk: Small) -> None:
-    """With its parameters on disk still, and tied."""
+    """With its parameters still on disk, and tied."""
     x = torch.randn(2, 6)
     program = torch.export.export(on_disk, (x,), strict=strict)
 
@@ -213,7 +213,7 @@ def _ops(graph: torch.fx.GraphModule) -> list[Any]:
 
 
 def test_a_tensor_that_changes_its_shape_while_it_is_traced_is_still_read() -> None:
-    """Nothing is known of the memory of a traced tensor, before and after."""
+    """Nothing is known about a traced tensor's pages, before and after."""
     w = OffloadedTensor.from_original_tensor(torch.arange(6.0).view(2, 3), "w")
 
     def act(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def test_a_write_to_the_file_writes_the_tangent(write, graph):
 
 
 def test_what_torch_carries_no_tangent_through_is_an_error():
-    """`torch.sparse.mm` with a reduction, and `out=`: a number without its tangent would be wrong."""
+    """`torch.sparse.mm` with a reduction, and `out=`: a result without its tangent would be wrong."""
     left = torch.eye(4).to_sparse_csr()
     out = stored()
 
@@ -111,7 +111,7 @@ def test_what_torch_carries_no_tangent_through_is_an_error():
 
 
 def test_out_is_written_where_others_have_tangents():
-    """`matrix_rank` never writes the `out` of a subclass, if it is left to itself."""
+    """`matrix_rank` by itself never writes to the `out` of a subclass."""
     out = OffloadedTensor.from_original_tensor(torch.zeros((), dtype=torch.int64), "rank")
 
     with forward_ad.dual_level():
@@ -121,7 +121,7 @@ def test_out_is_written_where_others_have_tangents():
 
 
 def test_results_of_dual_tensors_are_not_put_on_disk():
-    """A file has no tangent."""
+    """A file can't hold a tangent."""
 
     def norm_of_double(w: torch.Tensor) -> torch.Tensor:
         return torch.linalg.norm(w * 2)

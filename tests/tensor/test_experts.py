@@ -1,4 +1,4 @@
-"""Experts in one tensor: of the file, what tokens are routed to is read."""
+"""Experts in one tensor: only those that tokens are routed to are read from the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.storage.pages import Range
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
-EXPERTS, INNER, WIDTH = 16, 512, 1024  # 2 MiB an expert
+EXPERTS, INNER, WIDTH = 16, 512, 1024  # 2 MiB per expert
 ENDS = torch.tensor([0, 2, 2, *[5] * 13], dtype=torch.int32)  # rows 0 and 1 go to expert 1, the others to expert 3
 
 pytestmark = pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped_mm")
@@ -100,7 +100,7 @@ def test_no_expert_has_rows(plain: torch.Tensor, cold: OffloadedTensor) -> None:
 
 @pytest.mark.parametrize("transposed", [True, False])
 def test_elsewhere_the_chosen_experts_are_sent(plain: torch.Tensor, rows: torch.Tensor, transposed: bool) -> None:
-    """As on an accelerator, with a function in place of the copy that counts bytes."""
+    """As on an accelerator, with a function that counts bytes instead of copying."""
     from offload.tensor import ops
 
     matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()

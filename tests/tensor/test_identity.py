@@ -1,4 +1,4 @@
-"""Which tensors are one: tied weights."""
+"""Recognising tied weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every module of torch does with offloaded parameters and buffers what it does with plain ones, bit for bit.
+"""Every torch module gives bit for bit the same with offloaded parameters and buffers as with plain ones.
 
-Over torch's own module database. A module without parameters and buffers is given offloaded inputs instead.
+Uses torch's own module database. A module without parameters and buffers gets offloaded inputs instead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from offload import OffloadedTensor
 from offload.testing import assert_equal, ops
 from tests import op_census
 
-SAMPLES = 4  # per module, dtype and mode; the database has up to some hundreds
+SAMPLES = 4  # per module, dtype and mode; the database has up to a few hundred
 MODULES = {module.name: module for module in module_db}
 FIRST_DTYPE = torch.float32
 SECOND_DTYPES = (torch.complex64, torch.bfloat16, torch.float64)
 
 
-# Modules and modes that fail without gradients, and why. An entry that passes fails.
+# Modules and modes that fail without gradients, with the reason. An entry that passes fails the test.
 EXPECTED_FAILURES = {("nn.Transformer", "eval"): "in inference mode its fused encoder layer has other last bits"}
 MODULES_AND_MODES = [
     pytest.param(
@@ -45,7 +45,7 @@ MODULES_AND_MODES = [
 
 
 class Case(NamedTuple):
-    """A module as torch makes it, the same with its tensors offloaded, and arguments for each."""
+    """A module as created by torch, the same one with its tensors offloaded, and arguments for each."""
 
     plain: nn.Module
     offloaded: nn.Module
@@ -69,7 +69,7 @@ def cases(name: str, dtype: torch.dtype, *, training: bool) -> Iterator[Case]:
 
 
 def made(info: Any, constructor: Any, dtype: torch.dtype) -> nn.Module:
-    """The module, its parameters in `dtype` where its constructor takes one."""
+    """The module, with parameters in `dtype` if its constructor accepts one."""
     ops.seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -86,7 +86,7 @@ def copied(arguments: Any, change: Callable[[Any], Any] = op_census.dense) -> An
 
 
 def offload_tensors(module: nn.Module) -> nn.Module:
-    """Put offloaded parameters and buffers in the place of plain ones."""
+    """Replace parameters and buffers by offloaded ones."""
     for prefix, part in module.named_modules():
         for key, parameter in list(part.named_parameters(prefix, recurse=False)):
             stored = OffloadedTensor.from_original_tensor(parameter.detach(), key)
@@ -114,7 +114,7 @@ def succeed(module: nn.Module, arguments: Any) -> Any:
 
 
 def gradients(results: Any, arguments: Any) -> list[torch.Tensor | None]:
-    """Of the arguments; those of parameters are left in their `grad`."""
+    """Gradients of the arguments; those of parameters are in their `grad`."""
     outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     ops.seed(2)
     if outputs:
@@ -206,7 +206,7 @@ def cases_with_tensors(name: str) -> list[Case]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_module_that_is_cast_stays_on_disk(name: str) -> None:
-    """`double` and `half` give the values of a plain cast; parameters are the same objects, still offloaded."""
+    """`double` and `half` give the values of a plain cast; parameters stay the same objects, still offloaded."""
     for case in cases_with_tensors(name):
         parameters = list(case.offloaded.parameters())
         for cast in (nn.Module.double, nn.Module.half):
@@ -221,7 +221,7 @@ def test_module_that_is_cast_stays_on_disk(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_state_dict_of_a_module_goes_round(name: str) -> None:
-    """The state of either module is loaded by the other."""
+    """Each module loads the other's state."""
     for case in cases_with_tensors(name):
         with torch.no_grad():
             for tensor in tensors_of(case.plain).values():

@@ -1,4 +1,4 @@
-"""Modules, optimizers and function transforms over offloaded parameters do what they do over plain ones."""
+"""Modules, optimizers and function transforms work with offloaded parameters as with plain ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from offload.testing import assert_equal
 
 
 def to_disk(module: Any) -> Any:
-    """The module itself, its parameters and buffers offloaded one by one; tied ones stay tied."""
+    """The module itself, with parameters and buffers offloaded one by one; tied ones stay tied."""
     memo: dict[Any, Any] = {}
     for part in module.modules():
         for slots in (part._parameters, part._buffers):
@@ -34,7 +34,7 @@ def to_disk(module: Any) -> Any:
 
 
 class Model(nn.Module):
-    """An embedding, tied to the head; a norm with buffers; a layer without bias."""
+    """An embedding tied to the head; a norm with buffers; a layer without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def parameters_on_disk(module: nn.Module) -> bool:
 
 
 def test_a_parameter_of_an_offloaded_tensor_is_one(plain: Model) -> None:
-    """Registered, listed and counted as any; it shares the file."""
+    """Registered, listed and counted like any other; it shares the file."""
     w = OffloadedTensor.from_original_tensor(torch.ones(2, 3), "w")
     module = nn.Module()
     module.w = nn.Parameter(w)
@@ -133,7 +133,7 @@ def test_a_conversion_of_a_module_leaves_it_on_disk(convert: Any, plain: Model, 
     ids=["device", "cpu", "float", "dtype", "half", "share_memory", "requires_grad", "type"],
 )
 def test_a_module_is_converted_while_its_graph_is_alive(convert: Any, plain: Model, on_disk: Model) -> None:
-    """Backward then gives what it gives in memory, to the same parameters."""
+    """Backward then gives the same as in memory, to the same parameters."""
     before = list(on_disk.parameters())
     outputs = [module.eval()(TOKENS).sum() for module in (plain, on_disk)]
 
@@ -151,7 +151,7 @@ def test_a_module_is_converted_while_its_graph_is_alive(convert: Any, plain: Mod
 
 
 def test_a_module_that_stays_where_it_is_can_be_flattened_after() -> None:
-    """Compilers ask for `__tensor_flatten__`, and only a module that moves a parameter to itself does not find it."""
+    """Compilers use `__tensor_flatten__`; only a module that moves a parameter to itself does not find it."""
     weight = offload.disk_offload(nn.Linear(2, 2).to("cpu")).to("cpu").weight
 
     assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight)
@@ -173,7 +173,7 @@ def test_parameters_that_share_a_file_convert_one_by_one() -> None:
 
 
 def test_a_module_goes_to_meta(plain: Model, on_disk: Model) -> None:
-    """Without a file being read, and comes back empty."""
+    """No file is read, and it comes back empty."""
     for parameter in on_disk.parameters():
         parameter.offload_path.unlink()
     plain.to("meta")
@@ -212,7 +212,7 @@ def test_loading_a_state_copies_into_the_files(source_on_disk: bool, on_disk: Mo
 
 
 def test_loading_a_state_with_assign_takes_the_tensors(plain: Model) -> None:
-    """As parameters, over their files; a meta model is filled so."""
+    """As parameters, over their files; this fills a meta model."""
     state = to_disk(copy.deepcopy(plain)).state_dict()
     with torch.device("meta"):
         model = Model()
@@ -299,7 +299,7 @@ def test_optimizer_steps_write_through(
 
 @pytest.mark.parametrize("fused", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_optimizer_writes_through(fused: Any, plain: Model, on_disk: Model) -> None:
-    """One kernel for all the parameters."""
+    """One kernel for all parameters."""
     for model in (plain, on_disk):
         F.cross_entropy(model(TOKENS), TOKENS).backward()
         fused(model.parameters(), lr=0.1, fused=True).step()
@@ -336,7 +336,7 @@ def test_gradients_accumulate(plain: Model, on_disk: Model) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool, plain: Model, on_disk: Model) -> None:
-    """Computed again in the backward, from the same files."""
+    """Recomputed in backward from the same files."""
     grads = []
     for model in (plain, on_disk):
         model.norm.eval()
@@ -350,7 +350,7 @@ def test_gradient_checkpointing(reentrant: bool, plain: Model, on_disk: Model) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype, plain: Model, on_disk: Model) -> None:
-    """Casts weights on the way; they stay as they are stored."""
+    """Weights are cast for the op; what is stored stays as it is."""
     results = []
     for model in (plain, on_disk):
         with torch.autocast("cpu", dtype=dtype):
@@ -409,7 +409,7 @@ def test_function_transforms(transform: Any) -> None:
     ids=["weight_norm", "spectral_norm", "parametrize", "prune"],
 )
 def test_parametrizations(change: Any) -> None:
-    """Applied to an offloaded weight: results and gradients are the plain ones'."""
+    """Applied to an offloaded weight: results and gradients equal the plain ones'."""
     outputs = []
     for place in (lambda module: module, to_disk):
         torch.manual_seed(0)
@@ -451,7 +451,7 @@ def _pruned(layer: nn.Module) -> None:
     ids=["parametrized", "unparametrized", "restored", "pruned", "spectral norm", "old spectral norm"],
 )
 def test_a_parametrized_weight_stays_on_disk(change: Any) -> None:
-    """So does it when the parametrization is removed."""
+    """Even after the parametrization is removed."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -475,7 +475,7 @@ def test_a_parametrized_weight_stays_on_disk(change: Any) -> None:
     ids=["weight norm", "old weight norm", "fused"],
 )
 def test_what_is_made_new_goes_to_disk_when_it_is_asked_for(change: Any) -> None:
-    """It is in memory at first; `disk_offload` a second time brings it to the rest."""
+    """It is in memory at first; calling `disk_offload` again adds it to the rest."""
     plain = nn.Sequential(nn.Conv1d(3, 3, 2), nn.BatchNorm1d(3)).eval()
     changed = change(offload.disk_offload(copy.deepcopy(plain)))
     assert not parameters_on_disk(changed)
@@ -511,7 +511,7 @@ def test_modules_with_paths_of_their_own(
 ) -> None:
     """Fused and flattened weights.
 
-    `TransformerEncoderLayer` is faster for tensors without `__torch_function__`, with other last bits: off here.
+    `TransformerEncoderLayer` is faster for tensors without `__torch_function__`, with other last bits: turned off here.
     """
     monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
     torch.manual_seed(0)
@@ -545,7 +545,7 @@ def test_initializers_write_the_file(initialize: Any) -> None:
 
 
 def test_an_embedding_grows_and_keeps_its_rows(on_disk: Model) -> None:
-    """As `resize_token_embeddings` does it: a new value assigned to `.data`."""
+    """As in `resize_token_embeddings`: a new value is assigned to `.data`."""
     old = on_disk.embed.weight.materialize()
     on_disk.embed.weight.data = torch.cat([old, torch.zeros(4, 8)])
 
@@ -556,7 +556,7 @@ def test_an_embedding_grows_and_keeps_its_rows(on_disk: Model) -> None:
 
 
 class Named(torch.Tensor):
-    """A class of somebody else's."""
+    """A class of another library."""
 
 
 def test_a_tensor_on_disk_is_of_no_second_class() -> None:

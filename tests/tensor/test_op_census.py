@@ -1,4 +1,4 @@
-"""Every op that a plain tensor passes, an offloaded one passes with equal bits: over torch's own op database."""
+"""Every op that succeeds on plain tensors gives the same bits on offloaded ones: over torch's own op database."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FOREACH_OPS = {
 FIRST_DTYPE = torch.float32
 SECOND_DTYPES = (torch.complex64, torch.int64, torch.bfloat16, torch.float64, torch.bool)
 
-# Gradients for which torch, where it sees a tensor subclass, takes a formula that sums in another order (2.13). They
-# are close; an entry that is equal bit for bit over all the samples goes.
+# Gradients for which torch uses a formula with another order of summation if it sees a tensor subclass (2.13). They are
+# close; an entry that is bit-identical over all samples has to be removed.
 _PRODUCTS = "the gradient beside zeros is made of cumulative products, not of a quotient"
 _MASKS = "the value's gradient is a sum over a product with the mask, not over a selection"
 _STEPS = "the tangent is made of new tensors, not in place: other last bits"
@@ -59,56 +59,56 @@ VALUES_CLOSE: dict[tuple[str, str], str] = {
 # Their differences are few: on another machine, or with another release, there may be none.
 SELDOM_UNEQUAL = {
     ("cumprod", "trainable"),
-    ("linalg.vander", "trainable"),  # with torch 2.11, and no later one that is tested
+    ("linalg.vander", "trainable"),  # with torch 2.11, and no later tested release
     ("linalg.lstsq", "second order"),
     ("linalg.lstsq.grad_oriented", "tangents"),
     *(entry for entry, reason in VALUES_CLOSE.items() if reason == _STEPS),
 }
 
-# How many samples are compared of ops that have been wrong for a few of theirs, and of one that takes seconds.
+# Numbers of samples for ops that were wrong for a few of them, and for one that takes seconds.
 SAMPLES = {
     **dict.fromkeys(["linalg.pinv", "linalg.lstsq", "linalg.vecdot", "pinverse"], 24),
     **dict.fromkeys(["fft.hfft", "fft.hfft2", "fft.hfftn"], 24),
     "grid_sampler_3d": 2,
 }
 
-# Op and check that fail, and why. An entry that passes goes.
+# Ops and checks that fail, with the reason. An entry that passes has to be removed.
 EXPECTED_FAILURES: dict[tuple[str, str], str] = {}
 
-# Ops that take no tensor: there is nothing to compare but their `out`.
+# Ops without tensor arguments: only their `out` can be compared.
 FACTORIES = (
     "arange", "broadcast_shapes", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace", "logspace",
     "ones", "randint", "randn", "scalar_tensor", "tril_indices", "triu_indices", "zeros",
     *(name for name in OPS if name.startswith("signal.windows.")),
 )  # fmt: skip
 
-# Op and check in which plain torch runs, and no offloaded tensor can take part.
+# Ops and checks that run in plain torch, but without any offloaded tensor.
 NOTHING_TO_COMPARE = {(name, check) for name in FACTORIES for check in ("forward", "inference")}
 
 
 def dtypes_of(op: Any) -> list[torch.dtype]:
-    """The first that it is tried in, and one more where it knows one."""
+    """The op's first usual dtype, and one more if it supports one."""
     known = op.supported_dtypes("cpu")
     first = FIRST_DTYPE if FIRST_DTYPE in known else min(known, key=str)
     return [first, *[dtype for dtype in SECOND_DTYPES if dtype in known and dtype != first][:1]]
 
 
 def trials(op: Any) -> Iterator[tuple[str, torch.dtype, list[Sample]]]:
-    """The checks of an op in each dtype, with all the samples that there are."""
+    """The checks of an op in each dtype, with all available samples."""
     for dtype in dtypes_of(op):
         samples = ops.samples_of(op, dtype, requires_grad=False)
         yield from ((check, dtype, samples) for check in ("inference", "inplace", "inference inplace", "out"))
         if dtype in op.supported_backward_dtypes("cpu"):
             samples = ops.samples_of(op, dtype, requires_grad=True)
             yield from ((check, dtype, samples) for check in ops.DERIVATIVES)
-        yield "forward", dtype, samples  # where that can be, of tensors that require grad
+        yield "forward", dtype, samples  # with tensors that require grad, if possible
 
 
 def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> Count:
-    """Run a check; where values are close only, over all samples, with that measure.
+    """Run a check; if values are only close, over all samples, and with a tolerance.
 
     Raises:
-        Exception: of the op, or an AssertionError.
+        Exception: from the op, or an AssertionError.
     """
     if (op.full_name, check) in VALUES_CLOSE:
         return ops.DERIVATIVES[check](CLOSE, op, samples)
@@ -118,7 +118,7 @@ def compare(op: Any, check: str, dtype: torch.dtype, samples: list[Sample]) -> C
 
 
 def faults(op: Any) -> Iterator[str]:
-    """What is wrong with an op, or with what the tables say of it."""
+    """What is wrong with an op, or with its entries in the tables."""
     failed, uneven = set(), set()
     for check, dtype, samples in trials(op):
         entry = (op.full_name, check)
@@ -163,7 +163,7 @@ def test_op_gives_on_offloaded_tensors_what_it_gives_on_plain_ones(name: str) ->
 @pytest.mark.parametrize("name", FOREACH_OPS)
 @pytest.mark.parametrize("check", ["forward", "inplace"])
 def test_foreach_op_gives_on_lists_of_offloaded_tensors_what_it_gives_on_plain_ones(name: str, check: str) -> None:
-    """Optimizers step through whole lists of parameters."""
+    """Optimizers step over whole lists of parameters."""
     op = FOREACH_OPS[name]
     if (check == "forward" and not op.supports_out) or (check == "inplace" and op.has_no_in_place):
         pytest.skip("torch has no such variant")
@@ -176,7 +176,7 @@ def test_foreach_op_gives_on_lists_of_offloaded_tensors_what_it_gives_on_plain_o
 
 @pytest.mark.parametrize("name", sorted(ops.OUT_OF_BOUNDS))
 def test_torch_itself_writes_outside_of_a_transposed_out(name: str) -> None:
-    """Why such an `out` is not tried: with the op mended, this fails, and the op goes off the list."""
+    """Why such an `out` is not tried: once the op is fixed, this fails, and the op comes off the list."""
     op = OPS[name]
     written = []
     for sample in ops.samples_of(op, FIRST_DTYPE, requires_grad=False):
@@ -199,7 +199,7 @@ def fenced_and_transposed(result: torch.Tensor, fences: list[torch.Tensor]) -> t
 
 @pytest.mark.parametrize("name", sorted(ops.GARBAGE_OUT))
 def test_torch_itself_leaves_garbage_in_out(name: str) -> None:
-    """Why these values are not compared: with the op mended, this fails, and the op goes off the list."""
+    """Why these values are not compared: once the op is fixed, this fails, and the op comes off the list."""
     op = OPS[name]
     wrong = []
     for sample in ops.samples_of(op, FIRST_DTYPE, requires_grad=False):

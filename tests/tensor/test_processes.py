@@ -1,4 +1,4 @@
-"""Threads, forked and spawned processes: one file, seen by all."""
+"""Threads, forked and spawned processes: one file, visible to all."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ CARRIERS: dict[str, Callable[[Any], bytes]] = {
 
 @pytest.fixture(params=CARRIERS)
 def dumps(request: pytest.FixtureRequest) -> Callable[[Any], bytes]:
-    """How a value goes to another process."""
+    """How a value is sent to another process."""
     return CARRIERS[request.param]
 
 
 def run_in_process(way: str, target: Callable[..., None], *args: Any) -> None:
-    """Run in a process that gets `args` through a pickle (also when it is forked)."""
+    """Run in a process that gets `args` through a pickle (even if it is forked)."""
     context = torch.multiprocessing.get_context(way)
     queue = context.Queue()
     process = context.Process(target=_take_and_run, args=(queue,))
@@ -72,7 +72,7 @@ def plain() -> torch.Tensor:
 
 
 def in_threads(act: Callable[[int], None], count: int = 8) -> None:
-    """Run `act(0)`, `act(1)`... at the same moment; an error in one is an error here."""
+    """Run `act(0)`, `act(1)`... at the same moment; an error in one is raised here."""
     errors: list[BaseException] = []
     start = threading.Barrier(count)
 
@@ -93,7 +93,7 @@ def in_threads(act: Callable[[int], None], count: int = 8) -> None:
 
 
 def test_threads_read_shared_tensors(plain: torch.Tensor) -> None:
-    """Ops, views and gradients of eight threads give what one gives."""
+    """Ops, views and gradients in eight threads give the same as in one."""
     weights = [offloaded(plain + i, f"w{i}") for i in range(4)]
     x = torch.randn(3, 32)
 
@@ -112,7 +112,7 @@ def test_threads_read_shared_tensors(plain: torch.Tensor) -> None:
 
 
 def test_threads_write_to_their_rows() -> None:
-    """No update of one row is lost to another: there is no load, change and store."""
+    """No update of one row is lost by another's load-modify-store."""
     w = offloaded(torch.zeros(64, 32))
 
     def write(number: int) -> None:
@@ -125,7 +125,7 @@ def test_threads_write_to_their_rows() -> None:
 
 
 def test_threads_see_whole_values() -> None:
-    """While four replace the value, four see one of the values, never a mixture."""
+    """While four replace the value, four see one of the values, never a mix."""
     w = offloaded(torch.zeros(256, 32))
 
     def act(number: int) -> None:
@@ -140,7 +140,7 @@ def test_threads_see_whole_values() -> None:
 
 
 def test_threads_write_a_checkpoint_once(tmp_path: Path, plain: torch.Tensor) -> None:
-    """The first writes of eight threads make one copy, which has them all."""
+    """The first writes of eight threads make one copy, which contains them all."""
     path = tmp_path / "checkpoint.safetensors"
     safetensors.torch.save_file({"w": plain}, path)
     before = path.read_bytes()
@@ -152,11 +152,11 @@ def test_threads_write_a_checkpoint_once(tmp_path: Path, plain: torch.Tensor) ->
     assert before == path.read_bytes()
 
 
-# What is passed
+# Passing tensors
 
 
 def test_a_reference_is_passed_and_no_data(dumps: Callable[[Any], bytes]) -> None:
-    """Some hundred bytes, for whatever size."""
+    """A few hundred bytes for any size."""
     small, large = offloaded(torch.ones(2)), OffloadedTensor.empty((1024, 1024), name="w")
 
     assert abs(len(dumps(large)) - len(dumps(small))) < 64
@@ -164,7 +164,7 @@ def test_a_reference_is_passed_and_no_data(dumps: Callable[[Any], bytes]) -> Non
 
 
 def test_what_a_tensor_is_passes_too(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """Being a parameter, requiring grad, the cut, lazy bits, the name."""
+    """Whether it is a parameter, requires grad, its view, lazy bits, its name."""
     sent = [
         nn.Parameter(offloaded(plain)),
         offloaded(plain).t()[1:, ::2],
@@ -182,7 +182,7 @@ def test_what_a_tensor_is_passes_too(dumps: Callable[[Any], bytes], plain: torch
 
 
 def test_tensors_over_one_value_stay_so(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """Passed together or one by one; and a tensor that comes back is over the value that it left from."""
+    """Passed together or separately; and a tensor that comes back is over the original value."""
     w = offloaded(plain)
     first, row = pickle.loads(dumps([w, w[0]]))
     again = pickle.loads(dumps(w))
@@ -193,7 +193,7 @@ def test_tensors_over_one_value_stay_so(dumps: Callable[[Any], bytes], plain: to
 
 
 def test_a_non_leaf_is_not_passed(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """As in torch: its graph can't go."""
+    """As in torch: its graph can't be sent."""
     w = nn.Parameter(offloaded(plain))
 
     with pytest.raises(RuntimeError, match="detach"):
@@ -201,7 +201,7 @@ def test_a_non_leaf_is_not_passed(dumps: Callable[[Any], bytes], plain: torch.Te
 
 
 def test_a_file_that_is_gone_meanwhile_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """Which names the path: who sends a temporary tensor has to keep it."""
+    """It names the path: the sender has to keep a temporary tensor."""
     data = dumps(offloaded(plain))
 
     with pytest.raises(MissingFileError, match=r"w\.safetensors"):
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_changed_meanwhile_is_an_error(
 
 
 def test_a_value_of_another_shape_meanwhile_is_an_error(dumps: Callable[[Any], bytes], plain: torch.Tensor) -> None:
-    """The cut that was passed is of the old one."""
+    """The view that was sent belongs to the old one."""
     w = offloaded(plain)
     data = dumps(w[0])
     w.update_values(torch.ones(3), strict_shape=False)
@@ -236,7 +236,7 @@ def test_a_value_of_another_shape_meanwhile_is_an_error(dumps: Callable[[Any], b
 def test_a_model_goes_by_reference_to_a_process_of_any_origin(
     has_cloudpickle: bool, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its ties, over the same files; what is in memory goes along, and a plain pickle stays plain."""
+    """With its ties, over the same files; what is in memory is sent along, and a plain pickle stays plain."""
     monkeypatch.setitem(sys.modules, "cloudpickle", sys.modules.get("cloudpickle") if has_cloudpickle else None)
     processes._pickler.cache_clear()
     safetensors.torch.save_file({"0.weight": plain}, tmp_path / "checkpoint.safetensors")
@@ -289,7 +289,7 @@ def _change(w: OffloadedTensor, how: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("named", [False, True], ids=["private", "named"])
 def test_writes_of_a_process_are_seen_here(way: str, named: bool, plain: torch.Tensor, tmp_path: Path) -> None:
-    """In-place ones and atomic ones; the file stays when the process ends."""
+    """In-place and atomic ones; the file stays when the process ends."""
     w = offloaded(plain, "w", tmp_path if named else None)
     row = w[0]
     run_in_process(way, _change, w, "in place")
@@ -306,7 +306,7 @@ def test_writes_of_a_process_are_seen_here(way: str, named: bool, plain: torch.T
 
 @pytest.mark.parametrize("change", ["in place", "replaced"])
 def test_writes_of_a_forked_child_are_seen_here(change: str, plain: torch.Tensor) -> None:
-    """Of the tensor that it inherited; it ends with the file still there."""
+    """Writes to the inherited tensor; the file is still there when the child ends."""
     w = offloaded(plain)
 
     assert in_fork(lambda: _change(w, change))
@@ -316,7 +316,7 @@ def test_writes_of_a_forked_child_are_seen_here(change: str, plain: torch.Tensor
 
 
 def test_a_forked_child_drops_its_copies_and_leaves_the_file(plain: torch.Tensor) -> None:
-    """Also one that made tensors of its own, and ends as processes do."""
+    """Even one that created its own tensors, and ends like normal processes."""
     w = offloaded(plain)
     process = torch.multiprocessing.get_context("fork").Process(target=_make_and_drop, args=([w],))
     process.start()
@@ -345,7 +345,7 @@ def _train(model: nn.Module, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_process_trains_a_module_on_disk(way: str) -> None:
-    """Its steps are in the files (Hogwild)."""
+    """Its steps reach the files (Hogwild)."""
     if way == "fork" and torch.backends.cuda.is_built():
         pytest.skip("autograd of a build for CUDA does not run in a forked child")
     torch.manual_seed(0)
@@ -382,7 +382,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
-    """With workers of both kinds and without; batches are plain."""
+    """With both kinds of workers and without; batches are plain."""
     loader = DataLoader(
         Rows(offloaded(plain)), batch_size=16, num_workers=0 if way is None else 2, multiprocessing_context=way
     )
@@ -393,7 +393,7 @@ def test_a_data_loader_reads_rows(way: str | None, plain: torch.Tensor) -> None:
 
 
 def test_a_tensor_dataset_may_be_on_disk(plain: torch.Tensor) -> None:
-    """As any tensor."""
+    """Like any other tensor."""
     labels = torch.arange(64)
     loader = DataLoader(TensorDataset(offloaded(plain), offloaded(labels, "labels")), batch_size=32, num_workers=1)
     rows, numbers = zip(*loader, strict=True)
@@ -403,7 +403,7 @@ def test_a_tensor_dataset_may_be_on_disk(plain: torch.Tensor) -> None:
 
 
 def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor) -> None:
-    """Views of a table that this process keeps come back as views of it."""
+    """Views of a table of this process come back as views of it."""
     w = offloaded(plain)
     loader = DataLoader(Rows(w), batch_size=None, num_workers=1)
     rows = list(loader)
@@ -413,7 +413,7 @@ def test_a_worker_may_send_offloaded_tensors_on(plain: torch.Tensor) -> None:
 
 
 def test_nothing_is_left_of_a_process(tmp_path: Path) -> None:
-    """Its private folder goes with it, whatever it still holds."""
+    """Its private folder is removed with it, whatever it still holds."""
     note = tmp_path / "note"
     run_in_process("fork", _leave, note)
 
@@ -423,5 +423,5 @@ def test_nothing_is_left_of_a_process(tmp_path: Path) -> None:
 
 def _leave(note: Path) -> None:
     w = offloaded(torch.ones(3))
-    w.itself = w  # no reference count will free it
+    w.itself = w  # reference counting alone can't free it
     note.write_text(str(w.offload_path))

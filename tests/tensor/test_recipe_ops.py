@@ -1,4 +1,4 @@
-"""Ops on recipes: only what is picked is carried out, and results are those of plain tensors."""
+"""Ops on recipes: only picked rows are computed, and results equal those of plain tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _stored(tensor: torch.Tensor) -> OffloadedTensor:
 
 @pytest.fixture
 def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many elements were carried out, read by read."""
+    """How many elements are computed at each read."""
     seen: list[int] = []
     value = Plain.value
 
@@ -127,7 +127,7 @@ def test_a_joined_weight_multiplies_as_the_whole_one(
 
 
 def test_an_input_of_zeros_decides_nothing_for_those_after_it(tmp_path: Path) -> None:
-    """Products by parts of such a weight may have other bits, which zeros do not show."""
+    """Partial products of such a weight may have different bits, which zeros do not show."""
     plain = torch.randn(2000, 8192).bfloat16()
     parts = {f"{number}": part.clone() for number, part in enumerate(plain.split(128))}
     save_file(parts, tmp_path / "w.safetensors")
@@ -147,7 +147,7 @@ def test_an_expert_is_read_without_its_neighbours(matrices: tuple[OffloadedTenso
 
 
 def _whole(tensor: OffloadedTensor) -> Recipe:
-    """A cast of all of a value that has a file."""
+    """A cast of a whole value that has a file."""
     wide = OffloadedTensor.from_original_tensor(offload.materialize(tensor).double(), "wide")
     cast = handle_of(_stored(deferred(wide).float())).composed
     assert isinstance(cast, Recipe)

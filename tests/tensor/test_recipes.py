@@ -1,4 +1,4 @@
-"""Values that are carried out from others when they are read give what plain tensors give, to the bit."""
+"""Values computed from others when they are read are bit-identical to plain tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS, GRANULE = 65, 10
 
 
 def decode(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Ten rows share a scale for each column."""
+    """Ten rows share a scale per column."""
     return packed.float() * scales.repeat_interleave(GRANULE, 0)[: len(packed)]
 
 
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["joined", "cast", "decoded", "decoded, joined, cast", "turned"])
 def both(request: pytest.FixtureRequest, folder: Path) -> tuple[OffloadedTensor, torch.Tensor]:
-    """A recipe, and the plain tensor that it stands for."""
+    """A recipe, and the equivalent plain tensor."""
     return made(request.param, folder)
 
 
@@ -330,7 +330,7 @@ def test_arrays_and_capsules(folder: Path) -> None:
     recipe, plain = made("joined", folder)
 
     array, capsule = recipe.numpy(), torch.from_dlpack(recipe)
-    for _ in range(5):  # what is carried out meanwhile goes elsewhere
+    for _ in range(5):  # values computed meanwhile are elsewhere
         assert torch.equal(plain * 2, recipe * 2)
 
     assert (plain.numpy() == array).all()
@@ -441,7 +441,7 @@ def test_memory_is_used_again_once_nobody_holds_it(folder: Path) -> None:
 def test_experts_that_are_packed_apart_are_decoded_straight_to_their_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of them make the matrix of an expert, in another dtype: no decoded one is held beside it."""
+    """Two of them make up an expert's matrix, in another dtype: no decoded copy is held as well."""
     stored, numbers = offload.load_file(folder), load_file(folder / "model.safetensors")
     expected = decode(numbers["packed"], numbers["scales"])
     pieces = [deferred(decoded(stored["packed"], stored["scales"])) for _ in range(4)]
@@ -493,7 +493,7 @@ def test_a_view_of_a_recipe_is_compiled(recipe: OffloadedTensor, plain: torch.Te
         assert torch.equal(cut(plain) * 2, double(cut(recipe)))
 
 
-# Files that are not what they were
+# Changed files
 
 
 def test_a_missing_or_changed_file_of_a_piece_is_an_error(recipe: OffloadedTensor, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a value means: reads, views, writes, replacement, moves, coming back, ownership, copies, training."""
+"""What a value means: reads, views, writes, replacement, moves, materializing, ownership, copies, training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def offloaded(tensor: torch.Tensor, name: str = "w", offload_dir: Path | None = 
 
 
 def stored_in(w: OffloadedTensor) -> torch.Tensor:
-    """The value as a stranger reads it from the file."""
+    """The value as another program reads it from the file."""
     return safetensors.torch.load_file(w.offload_path)[w.name]
 
 
@@ -62,7 +62,7 @@ def checkpoint(tmp_path: Path, plain: torch.Tensor) -> Path:
     return path
 
 
-# Ways in
+# Creating
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool], ids=str)
@@ -78,7 +78,7 @@ def test_a_tensor_goes_to_disk_and_comes_back(dtype: torch.dtype, shape: tuple[i
 
 
 def test_channels_last_strides_are_kept() -> None:
-    """They choose the convolution kernel."""
+    """They affect the choice of the convolution kernel."""
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
 
     assert image.stride() == offloaded(image).stride()
@@ -113,7 +113,7 @@ def test_the_key_may_be_left_out_where_there_is_one(checkpoint: Path) -> None:
     ids=["empty", "zeros", "full"],
 )
 def test_a_tensor_is_allocated_on_disk(make: Any, expected: torch.Tensor) -> None:
-    """And holds what torch's function of that name gives."""
+    """With the values of torch's function of the same name."""
     assert_equal(expected, make((2, 3), dtype=torch.int16, name="w"))
     with pytest.raises(TypeError, match="dtype"):
         make((2, 3), dtype="int16", name="x")
@@ -141,12 +141,12 @@ def test_what_is_not_a_dense_value_is_refused_by_name(tensor: torch.Tensor) -> N
 
 
 def test_an_unknown_device_is_an_error_that_names_those_that_are_here() -> None:
-    """At the door, not at the first op."""
+    """At creation, not at the first op."""
     with pytest.raises(RuntimeError, match="finds no device 'floppy' here: use one of cpu"):
         OffloadedTensor.empty((2,), name="w", device="floppy")
 
 
-# What it says of itself
+# Properties and text
 
 
 def test_metadata_need_no_file(plain: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def test_metadata_need_no_file(plain: torch.Tensor) -> None:
 
 
 def test_offload_dir_and_path_tell_where_it_is(tmp_path: Path, plain: torch.Tensor) -> None:
-    """The file is in the folder that was named."""
+    """The file is in the named folder."""
     w = offloaded(plain, "a.weight", tmp_path)
 
     assert tmp_path == w.offload_dir
@@ -168,7 +168,7 @@ def test_offload_dir_and_path_tell_where_it_is(tmp_path: Path, plain: torch.Tens
 
 
 def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> None:
-    """And `requires_grad`, as torch has it."""
+    """And `requires_grad`, as in torch."""
     assert "OffloadedTensor([1., 2.], name='w')" == repr(offloaded(torch.tensor([1.0, 2.0])))
     assert "requires_grad=True" in repr(nn.Parameter(offloaded(plain)))
     assert "OffloadedTensor(3, name='w')" == str(offloaded(torch.tensor(3)))
@@ -182,7 +182,7 @@ def test_text_is_that_of_the_plain_tensor_with_the_name(plain: torch.Tensor) -> 
     ],
 )
 def test_text_of_a_tensor_whose_file_is_gone_tells_so(tmp_path: Path, harm: Any, words: str) -> None:
-    """A debugger, a notebook and `print(model)` show tensors that can't be read any more."""
+    """A debugger, a notebook and `print(model)` show tensors that can no longer be read."""
     layer = nn.Linear(3, 2)
     layer.weight = nn.Parameter(offloaded(layer.weight.detach(), "w", tmp_path))
     harm(tmp_path / "w.safetensors")
@@ -196,7 +196,7 @@ def test_text_of_a_tensor_whose_file_is_gone_tells_so(tmp_path: Path, harm: Any,
 
 
 def test_printing_a_large_tensor_reads_little() -> None:
-    """The edges only: the mapping's resident pages stay few."""
+    """Only the edges: few pages of the mapping become resident."""
     w = OffloadedTensor.empty((4096, 4096), name="w")
     before = _resident_file_bytes()
 
@@ -258,7 +258,7 @@ def test_it_iterates_and_contains_as_a_plain_tensor() -> None:
     ],
 )
 def test_an_op_gives_what_it_gives_on_the_plain_tensor(op: Any, plain: torch.Tensor) -> None:
-    """The same bits, in a plain tensor, that shares no memory with the file."""
+    """The same bits, in a plain tensor that shares no memory with the file."""
     x = torch.randn(6, 8)
     w = offloaded(plain.clone())
     expected, result = op(plain, x), op(w, x)
@@ -300,7 +300,7 @@ def test_an_offloaded_tensor_twice_in_an_op_is_itself_twice(plain: torch.Tensor)
     ],
 )
 def test_a_tensor_like_it_is_made_with_the_file_closed(make: Any, plain: torch.Tensor) -> None:
-    """Shape, strides, dtype and, where there are, values of the plain one's; the file is gone."""
+    """With the plain one's shape, strides, dtype and, if any, values; the file is gone."""
     w = offloaded(plain)
     os.unlink(w.offload_path)
     torch.manual_seed(1)
@@ -315,7 +315,7 @@ def test_a_tensor_like_it_is_made_with_the_file_closed(make: Any, plain: torch.T
 
 
 def test_equal_is_exact_about_nan() -> None:
-    """A tensor with a NaN does not equal itself; one of integers equals its own view."""
+    """A tensor with a NaN does not equal itself; an integer one equals its own view."""
     nan, whole = offloaded(torch.tensor([1.0, float("nan")])), offloaded(torch.arange(4))
 
     assert not torch.equal(nan, nan)
@@ -379,7 +379,7 @@ def test_a_changed_checkpoint_is_an_error(checkpoint: Path, plain: torch.Tensor)
     ],
 )
 def test_a_view_stays_on_disk_and_reads_nothing(cut: Any, plain: torch.Tensor) -> None:
-    """It is made with the file gone, and has the plain view's metadata."""
+    """It is created with the file gone, and has the plain view's metadata."""
     w = offloaded(plain)
     path, kept = w.offload_path, w.offload_path.with_suffix(".kept")
     path.rename(kept)
@@ -394,7 +394,7 @@ def test_a_view_stays_on_disk_and_reads_nothing(cut: Any, plain: torch.Tensor) -
 
 @pytest.mark.parametrize("cut", [lambda w: w.conj(), lambda w: w.real, lambda w: w.conj().imag, torch.view_as_real])
 def test_lazy_views_of_complex_values(cut: Any) -> None:
-    """Conjugation and negation stay bits."""
+    """Conjugation and negation stay lazy."""
     plain = torch.randn(3, 2, dtype=torch.complex64)
     view, expected = cut(offloaded(plain)), cut(plain)
 
@@ -404,7 +404,7 @@ def test_lazy_views_of_complex_values(cut: Any) -> None:
 
 
 def test_an_illegal_view_is_torchs_own_error(plain: torch.Tensor) -> None:
-    """Strides decide, as ever."""
+    """Strides decide, as always."""
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         offloaded(plain).t().view(48)
 
@@ -440,7 +440,7 @@ def test_an_illegal_view_is_torchs_own_error(plain: torch.Tensor) -> None:
     ],
 )
 def test_a_write_goes_through_to_the_file(change: Any, plain: torch.Tensor) -> None:
-    """Of the tensor, of a view of it, or of `out=`; aliases made before see it."""
+    """By the tensor, a view of it, or `out=`; aliases created before see it."""
     w = offloaded(plain.clone())
     alias, row = w.detach(), w[0]
     change(w)
@@ -463,7 +463,7 @@ def test_an_inplace_op_gives_the_tensor_itself(plain: torch.Tensor) -> None:
 
 
 def test_out_of_another_shape_is_resized_as_in_torch() -> None:
-    """With its warning, for a value that is not empty."""
+    """With its warning if the value is not empty."""
     w = offloaded(torch.ones(2))
     with pytest.warns(UserWarning, match="resized"):
         torch.add(torch.ones(3), 1, out=w)
@@ -483,7 +483,7 @@ def test_several_outs_are_written() -> None:
 
 
 def test_a_checkpoint_is_copied_at_the_first_write(checkpoint: Path, tmp_path: Path, plain: torch.Tensor) -> None:
-    """The file that offload did not create is never written; the copy goes to `offload_dir`."""
+    """The file that offload did not create is never written to; the copy goes to `offload_dir`."""
     before = checkpoint.read_bytes()
     w = OffloadedTensor.from_file(checkpoint, "w", offload_dir=tmp_path / "ours")
     alias = w[0]
@@ -516,7 +516,7 @@ def test_the_version_counter_moves(change: Any, plain: torch.Tensor) -> None:
 
 
 def test_backward_through_a_changed_weight_raises(plain: torch.Tensor) -> None:
-    """As usual, also after update_values."""
+    """As usual, including after update_values."""
     w, x = offloaded(plain), torch.randn(2, 8, requires_grad=True)
     for change in (lambda: w.add_(1), lambda: w.update_values(plain), lambda: torch.add(plain, 1, out=w)):
         loss = F.linear(x, w).sum()
@@ -537,7 +537,7 @@ def test_a_trainable_leaf_refuses_inplace_ops(plain: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 2), (6,), (3, 4)])
 def test_resize_is_that_of_torch(shape: tuple[int, ...]) -> None:
-    """Smaller, the same, and larger: what was there stays."""
+    """Smaller, equal, and larger: existing values are kept."""
     plain, w = torch.arange(6.0), offloaded(torch.arange(6.0))
     for tensor in (plain, w):
         tensor.resize_(shape)
@@ -568,7 +568,7 @@ def test_set_of_a_plain_tensor_stores_its_value(plain: torch.Tensor) -> None:
 
 
 def test_set_of_an_offloaded_tensor_makes_an_alias(plain: torch.Tensor) -> None:
-    """Nothing is copied, and a write to one is seen by the other."""
+    """Nothing is copied, and writes to one are visible in the other."""
     w, other = offloaded(torch.zeros(2), "w"), offloaded(plain, "other")
     w.set_(other)
     w.zero_()
@@ -578,7 +578,7 @@ def test_set_of_an_offloaded_tensor_makes_an_alias(plain: torch.Tensor) -> None:
 
 
 def test_a_plain_tensor_is_not_set_to_a_file(plain: torch.Tensor) -> None:
-    """It could not write through: an error says what to do."""
+    """It could not write through: the error says what to do."""
     with pytest.raises(UnsupportedOpError, match=r"'w'.*copy_"):
         torch.empty(0).set_(offloaded(plain))
 
@@ -597,7 +597,7 @@ def test_inplace_views_change_metadata_only(plain: torch.Tensor) -> None:
 
 
 def test_update_values_replaces_the_file(plain: torch.Tensor) -> None:
-    """Every alias and view sees the new value; a mapping that is read keeps the old one."""
+    """Every alias and view sees the new value; a mapping being read keeps the old one."""
     w = offloaded(plain)
     alias, row, array = w.detach(), w[0], w.numpy()
     inode = w.offload_path.stat().st_ino
@@ -660,7 +660,7 @@ def test_update_values_refuses_integers_for_what_requires_grad(plain: torch.Tens
 
 
 def test_an_old_view_of_a_new_layout_is_an_error(plain: torch.Tensor) -> None:
-    """It would be cut out of other numbers."""
+    """It would show other numbers."""
     w = offloaded(plain)
     row, alias = w[0], w.detach()
     w.update_values(torch.ones(3), strict_shape=False)
@@ -679,9 +679,9 @@ def test_an_old_view_of_a_new_layout_is_an_error(plain: torch.Tensor) -> None:
 
 
 def with_another_device(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in a forked child where a device `elsewhere` can be named; torch has no kernels for it.
+    """Run a test in a forked child with a device named `elsewhere`; torch has no kernels for it.
 
-    The test gets a list to which comes what is sent there, in bytes.
+    The test gets a list of everything sent there, in bytes.
     """
 
     @functools.wraps(test)
@@ -721,7 +721,7 @@ def _set_up_device() -> list[int]:
 )
 @with_another_device
 def test_a_move_gives_the_same_file_with_another_target(plain: torch.Tensor, sent: list[int], move: Any) -> None:
-    """Nothing is read: the file is away meanwhile."""
+    """Nothing is read: the file is moved away meanwhile."""
     w = offloaded(plain)
     path, kept = w.offload_path, w.offload_path.with_suffix(".kept")
     path.rename(kept)
@@ -740,7 +740,7 @@ def test_a_move_gives_the_same_file_with_another_target(plain: torch.Tensor, sen
 
 @with_another_device
 def test_a_moved_tensor_shares_the_value(plain: torch.Tensor, sent: list[int]) -> None:
-    """A write through one is seen by the other."""
+    """Writes through one are visible in the other."""
     w = offloaded(plain.clone())
     moved = w.to("elsewhere")
     w.add_(1)
@@ -751,7 +751,7 @@ def test_a_moved_tensor_shares_the_value(plain: torch.Tensor, sent: list[int]) -
 
 
 def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
-    """So that autograd sees a write through the other one. (torch can exchange the CPU for some devices only.)"""
+    """So that autograd notices writes through the other one. (torch can exchange the CPU for some devices only.)"""
     w = offloaded(plain)
     gpu = torch.device("cuda", 0)
     moved = offload.tensor.ops.move_with_version(lambda t: wrap(t._handle, t._twin, gpu), (w,), {})
@@ -767,7 +767,7 @@ def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
 
 @with_another_device
 def test_parameters_and_modules_move(plain: torch.Tensor, sent: list[int]) -> None:
-    """A moved trainable tensor is followed by autograd; a module keeps its parameters on disk."""
+    """Autograd tracks a moved trainable tensor; a module keeps its parameters on disk."""
     layer = nn.Linear(8, 6, bias=False)
     layer.weight = nn.Parameter(offloaded(plain))
     moved = layer.weight.to("elsewhere")
@@ -786,7 +786,7 @@ def test_parameters_and_modules_move(plain: torch.Tensor, sent: list[int]) -> No
 
 @with_another_device
 def test_tensors_are_made_for_another_device(plain: torch.Tensor, sent: list[int]) -> None:
-    """The values go there op by op."""
+    """Values are sent there op by op."""
     w = OffloadedTensor.full((2,), 5, name="w", device="elsewhere")
 
     assert "elsewhere:0" == str(w.device)
@@ -821,7 +821,7 @@ def test_a_part_is_sent_alone(plain: torch.Tensor, sent: list[int]) -> None:
 )
 @with_another_device
 def test_picked_rows_are_sent_alone(plain: torch.Tensor, sent: list[int], pick: Any) -> None:
-    """On another device the rows are picked where the file is; the table stays."""
+    """For another device, rows are picked where the file is; the table is not sent."""
     expected, result = pick(plain), pick(offloaded(plain).to("elsewhere"))
 
     assert [expected.numel() * 4] == sent
@@ -832,7 +832,7 @@ def test_picked_rows_are_sent_alone(plain: torch.Tensor, sent: list[int], pick: 
     "cast", [lambda w: w.to(torch.float16), lambda w: w.half(), lambda w: w.to("cpu", torch.int8), lambda w: w.double()]
 )
 def test_a_cast_is_plain_and_leaves_the_original(cast: Any, plain: torch.Tensor) -> None:
-    """Models cast weights inside their forward: that writes no files."""
+    """Models cast weights in forward: that writes no files."""
     w = offloaded(plain)
     result = cast(w)
 
@@ -866,7 +866,7 @@ def test_to_meta_gives_a_meta_tensor_without_reading(plain: torch.Tensor) -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a device that is not there")
 def test_a_device_that_is_not_there_is_torchs_own_error(plain: torch.Tensor) -> None:
-    """At the move, not later. A build for CUDA says another thing than one without."""
+    """At the move, not later. A CUDA build's error differs from others'."""
     with pytest.raises((AssertionError, RuntimeError)) as expected:
         plain.to("cuda")
     with pytest.raises((AssertionError, RuntimeError)) as raised:
@@ -879,7 +879,7 @@ def test_a_device_that_is_not_there_is_torchs_own_error(plain: torch.Tensor) -> 
 
 
 def test_assigning_data_replaces_the_stored_value(plain: torch.Tensor) -> None:
-    """Of another dtype and shape too; the tensor stays a trainable leaf, with its grad."""
+    """With another dtype and shape, too; the tensor stays a trainable leaf, with its grad."""
     w = nn.Parameter(offloaded(plain))
     w.grad = torch.ones(6, 8)
     w.data = plain[:2].half()
@@ -905,7 +905,7 @@ def test_assigning_data_leaves_the_old_value_to_others(plain: torch.Tensor) -> N
 
 
 def test_assigning_a_view_of_itself_makes_it_that_view(plain: torch.Tensor) -> None:
-    """`p.data = p.data.t()`: strides as in torch, nothing written, old views right."""
+    """`p.data = p.data.t()`: strides as in torch, nothing is written, and old views stay right."""
     w, p = nn.Parameter(offloaded(plain)), nn.Parameter(plain.clone())
     kept, before = w.data, w.offload_path.stat().st_mtime_ns
     for parameter in (w, p):
@@ -918,7 +918,7 @@ def test_assigning_a_view_of_itself_makes_it_that_view(plain: torch.Tensor) -> N
 
 
 def test_assigning_an_offloaded_tensor_shares_its_file(plain: torch.Tensor) -> None:
-    """As in torch, where both are over one storage from then on."""
+    """As in torch, where both share one storage from then on."""
     w, other = offloaded(torch.zeros(2), "w"), offloaded(plain, "other")
     w.data = other
     other[0].zero_()
@@ -928,7 +928,7 @@ def test_assigning_an_offloaded_tensor_shares_its_file(plain: torch.Tensor) -> N
 
 
 def test_assigning_data_in_a_named_folder_makes_old_views_an_error(tmp_path: Path, plain: torch.Tensor) -> None:
-    """There one name has one file: what can't be kept is not shown wrong."""
+    """There is only one file per name there: what can't be kept is not shown wrong."""
     w = offloaded(plain, "w", tmp_path)
     kept = w.data
     w.data = plain * 2
@@ -940,7 +940,7 @@ def test_assigning_data_in_a_named_folder_makes_old_views_an_error(tmp_path: Pat
 
 
 def test_assigning_data_to_a_part_leaves_the_whole(tmp_path: Path, plain: torch.Tensor) -> None:
-    """As in torch: the part gets a value of its own."""
+    """As in torch: the part gets its own value."""
     w = offloaded(plain, "w", tmp_path)
     part = w[1:]
     part.data = torch.ones(3)
@@ -951,7 +951,7 @@ def test_assigning_data_to_a_part_leaves_the_whole(tmp_path: Path, plain: torch.
 
 
 def test_assigning_data_refuses_integers_for_what_requires_grad(plain: torch.Tensor) -> None:
-    """Torch's own words; the file keeps its value."""
+    """With torch's own error; the file keeps its value."""
     w = nn.Parameter(offloaded(plain))
     with pytest.raises(RuntimeError, match="data set to a tensor that requires gradients must be floating point"):
         w.data = torch.ones(2, dtype=torch.int64)
@@ -961,17 +961,17 @@ def test_assigning_data_refuses_integers_for_what_requires_grad(plain: torch.Ten
 
 @pytest.mark.parametrize("op", [torch.ops.aten.set_data, torch.ops.aten.set_data.default])
 def test_set_data_is_refused_with_the_way_out(op: Any, plain: torch.Tensor) -> None:
-    """torch would swap metadata and leave the file."""
+    """torch would swap metadata and leave the file alone."""
     w = offloaded(plain)
     with pytest.raises(UnsupportedOpError, match=r"set_data.*'w'.*\.data"):
         op(w, torch.ones(2))
 
 
-# Coming back
+# Back to memory
 
 
 def test_materialize_is_independent(plain: torch.Tensor) -> None:
-    """Writing to it leaves the file, and the other way round."""
+    """Writing to it does not change the file, nor the other way round."""
     w = offloaded(plain)
     result = w.materialize()
     result.zero_()
@@ -981,7 +981,7 @@ def test_materialize_is_independent(plain: torch.Tensor) -> None:
 
 
 def test_materialize_takes_nests(plain: torch.Tensor) -> None:
-    """Lists, tuples and dicts are rebuilt; the rest stays as it is; equal views come back as one."""
+    """Lists, tuples and dicts are rebuilt; the rest is unchanged; equal views become one tensor."""
     w = offloaded(plain)
     result = offload.materialize({"a": [w, 1], "b": (w.detach(), "x", w[0]), "c": plain})
 
@@ -1008,7 +1008,7 @@ def test_materialize_brings_a_module_back_into_memory(plain: torch.Tensor) -> No
 
 
 def test_is_offloaded_tells_which_are_on_disk(plain: torch.Tensor) -> None:
-    """Parameters and views are; results and other things are not."""
+    """Parameters and views are; results and other objects are not."""
     w = nn.Parameter(offloaded(plain))
 
     assert offload.is_offloaded(w)
@@ -1018,7 +1018,7 @@ def test_is_offloaded_tells_which_are_on_disk(plain: torch.Tensor) -> None:
 
 
 def test_numpy_shares_the_file(plain: torch.Tensor) -> None:
-    """Of a file of ours; writing to the array is writing to the tensor."""
+    """For a file of ours; writing to the array writes to the tensor."""
     w = offloaded(plain)
     array = w.numpy()
     array[0, 0] = 7
@@ -1030,7 +1030,7 @@ def test_numpy_shares_the_file(plain: torch.Tensor) -> None:
 
 
 def test_numpy_over_a_checkpoint_is_read_only(checkpoint: Path, plain: torch.Tensor) -> None:
-    """A file that offload did not create is never written."""
+    """A file that offload did not create is never written to."""
     array = OffloadedTensor.from_file(checkpoint, "w").numpy()
 
     with pytest.raises(ValueError, match="read-only"):
@@ -1074,7 +1074,7 @@ def test_lists_and_items(plain: torch.Tensor) -> None:
 
 
 def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
-    """Views and parameters keep it; no cycle keeps it longer: the collector is off."""
+    """Views and parameters keep it alive; no cycle keeps it longer: the collector is off."""
     gc.disable()
     try:
         w = offloaded(plain)
@@ -1091,7 +1091,7 @@ def test_a_private_file_goes_with_its_last_tensor(plain: torch.Tensor) -> None:
 
 
 def test_a_file_in_a_named_folder_stays(tmp_path: Path, plain: torch.Tensor) -> None:
-    """And is opened again."""
+    """And can be opened again."""
     w = offloaded(plain, "a/b", tmp_path)
     w.add_(1)
     w.flush()
@@ -1103,7 +1103,7 @@ def test_a_file_in_a_named_folder_stays(tmp_path: Path, plain: torch.Tensor) -> 
 
 
 def test_two_live_tensors_do_not_share_a_name(tmp_path: Path, plain: torch.Tensor) -> None:
-    """In one folder, whatever is allowed; a dropped one frees it, and leaves its file."""
+    """In one folder, whatever is allowed; dropping one frees the name, and leaves its file."""
     w = offloaded(plain, "w", tmp_path)
     with pytest.raises(NameInUseError, match=r"'w'.*a live tensor"):
         OffloadedTensor.from_original_tensor(plain, "w", tmp_path, exist_ok=True)
@@ -1145,7 +1145,7 @@ def test_clone_is_plain_and_deepcopy_offloaded(plain: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor.requires_grad_])
 def test_deepcopy_keeps_parameter_and_grad_as_torch_does(kind: Any, plain: torch.Tensor) -> None:
-    """A leaf keeps its gradient, as a copy; a parameter comes without."""
+    """A leaf keeps its gradient, as a copy; a parameter is copied without."""
     expected, w = (kind(tensor) for tensor in (plain.clone(), offloaded(plain)))
     for tensor in (expected, w):
         tensor.grad = torch.ones(6, 8)
@@ -1159,7 +1159,7 @@ def test_deepcopy_keeps_parameter_and_grad_as_torch_does(kind: Any, plain: torch
 
 
 def test_deepcopy_keeps_the_cut(plain: torch.Tensor) -> None:
-    """Of a leaf; for another tensor it raises, as torch does."""
+    """For a leaf; for other tensors it raises, as in torch."""
     w = nn.Parameter(offloaded(plain))
     view = copy.deepcopy(w.detach().t())
 
@@ -1181,7 +1181,7 @@ def test_deepcopy_keeps_ties(plain: torch.Tensor) -> None:
 
 
 def test_copy_is_an_alias(plain: torch.Tensor) -> None:
-    """`copy.copy` shares the value, and keeps what it is."""
+    """`copy.copy` shares the value, and keeps its kind."""
     w = nn.Parameter(offloaded(plain), requires_grad=False)
     alias = copy.copy(w)
     alias.zero_()
@@ -1210,7 +1210,7 @@ def _saved(value: Any) -> bytes:
 
 
 def test_a_saved_state_dict_loads_without_offload(tmp_path: Path, plain: torch.Tensor) -> None:
-    """In a process where offload can't be imported, with `weights_only`."""
+    """In a process that can't import offload, with `weights_only`."""
     module = nn.Linear(8, 6)
     module.weight = nn.Parameter(offloaded(plain))
     torch.save(module.state_dict(), tmp_path / "state.pt")
@@ -1226,7 +1226,7 @@ def test_a_saved_state_dict_loads_without_offload(tmp_path: Path, plain: torch.T
 
 
 def test_torch_save_keeps_ties(plain: torch.Tensor) -> None:
-    """Two views of one value are over one storage after loading."""
+    """Two views of one value share a storage after loading."""
     w = offloaded(plain)
     loaded = torch.load(io.BytesIO(_saved([w, w[0]])), weights_only=True)
     loaded[1].zero_()
@@ -1235,7 +1235,7 @@ def test_torch_save_keeps_ties(plain: torch.Tensor) -> None:
 
 
 def test_safetensors_saves_offloaded_tensors(tmp_path: Path, plain: torch.Tensor) -> None:
-    """`save_file` of separate ones, `save_model` of tied ones, which it finds by address."""
+    """`save_file` for separate ones, `save_model` for tied ones, which it finds by address."""
     module = nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 6))
     module[0].weight = module[1].weight = nn.Parameter(offloaded(plain))
     safetensors.torch.save_model(module, str(tmp_path / "model.safetensors"))
@@ -1252,7 +1252,7 @@ def test_safetensors_saves_offloaded_tensors(tmp_path: Path, plain: torch.Tensor
 
 
 def test_gradients_flow_through_a_frozen_weight(plain: torch.Tensor) -> None:
-    """To the input and to adapters, with the plain one's bits."""
+    """To the input and to adapters, with the same bits as the plain one."""
     results = []
     for weight in (plain, offloaded(plain)):
         torch.manual_seed(0)
@@ -1279,7 +1279,7 @@ def test_a_trainable_tensor_gets_a_plain_grad(plain: torch.Tensor) -> None:
 
 
 def test_hash_and_eq_are_those_of_tensors(plain: torch.Tensor) -> None:
-    """Identity for dicts and sets, element by element for `==`."""
+    """Identity for dicts and sets, elementwise for `==`."""
     w, other = offloaded(plain), offloaded(plain)
 
     assert "here" == {w: "here", other: "there"}[w]
@@ -1299,7 +1299,7 @@ def test_values_of_dtypes_that_torch_can_not_copy_come_back() -> None:
 
 
 def test_sizes_may_be_of_any_integer_type() -> None:
-    """numpy's, say."""
+    """NumPy's, for example."""
     import numpy
 
     assert (3, 2) == tuple(OffloadedTensor.empty((numpy.int64(3), 2), name="sized").shape)

@@ -1,4 +1,4 @@
-"""TorchScript: what is traced or scripted over offloaded tensors gives what it gives over plain ones, or is refused."""
+"""TorchScript: tracing or scripting over offloaded tensors gives the same as over plain ones, or is refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.tensor.test_op_census import OPS, dtypes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
-# Refused by the check of the trace: the indices are read in memory, of a copy, which plain clones need not.
+# Refused by the check of the trace: the indices are read from memory, of a copy, which plain clones don't need.
 REFUSED = {"tensor_split"}
-# A composite op that takes another branch, with other last bits, for tensors of a subclass.
+# A composite op that takes another branch, with other last bits, for subclasses.
 CLOSE = {"linalg.cond", "linalg.lstsq", "norm.nuc"}
 
 INPUT = torch.linspace(-1, 1, 60).view(4, 3, 5)
@@ -39,7 +39,7 @@ MODULES = {
 
 
 def function_of(op: Any, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
-    """An op as a function of the tensors in a sample, and these."""
+    """An op as a function of these tensors, which occur in a sample."""
     leaves, spec = tree_flatten(sample)
     places = [place for place, leaf in enumerate(leaves) if ops.is_plain(leaf)]
 
@@ -59,7 +59,7 @@ def traced(function: Any, tensors: list[torch.Tensor]) -> Any:
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> None:
-    """With torch's own check of the trace; it then runs on plain tensors and on offloaded ones."""
+    """With torch's own check of the trace; it then runs on plain and offloaded tensors."""
     op = OPS[name]
     samples = ops.samples_of(op, dtypes_of(op)[0], requires_grad=False)
     for expected_of, actual_of in OFFLOADED.pairs(ops.spread(samples, name, most=1)):
@@ -97,12 +97,12 @@ def test_a_module_on_disk_is_compiled_as_one_in_memory(name, compiled):
 
     module = compiled(stored)
 
-    for _ in range(3):  # the second time, TorchScript runs what it has learned in the first
+    for _ in range(3):  # the second time, TorchScript runs what it has learned the first time
         assert_equal(plain(INPUT), module(INPUT))
 
 
 def test_a_trace_takes_arguments_for_what_they_are():
-    """Not for constants: another argument gives another result."""
+    """Not as constants: another argument gives another result."""
     weight = torch.arange(9.0).view(3, 3)
     stored = OffloadedTensor.from_original_tensor(weight, "w")
 
@@ -131,12 +131,12 @@ SAVE = """
 
 
 def test_saving_torchscript_over_offloaded_tensors_is_refused(tmp_path):
-    """It reads the memory behind a tensor, where there is none; in a process of its own, since it might crash."""
+    """It reads the memory behind a tensor, where there is none; in a separate process, since it might crash."""
     assert ["refused"] * 12 == run_script(SAVE, tmp_path).split()
 
 
 def test_torchscript_of_a_materialized_module_is_saved(tmp_path):
-    """The way out."""
+    """The workaround."""
     module = offload.disk_offload(nn.Linear(3, 4))
     expected = module(torch.ones(3))
 

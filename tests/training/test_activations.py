@@ -1,4 +1,4 @@
-"""What autograd saves goes to disk and comes back: gradients, errors and lifetimes are those of plain tensors."""
+"""Tensors saved by autograd go to disk and back: gradients, errors and lifetimes are those of plain tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.processes import run_script
 
 
 def settled() -> None:
-    """Wait until everything that was to be written has been."""
+    """Wait until everything has been written."""
     activations._DISK.wait(0)
 
 
 def written(folder) -> list[int]:
-    """The sizes of the values on disk, in bytes, when the writer is done."""
+    """The sizes in bytes of the values on disk, once the writer is done."""
     settled()
     return sorted(path.stat().st_size - 4096 for path in folder.rglob("*.safetensors"))
 
@@ -99,7 +99,7 @@ def test_backward_may_run_inside_the_block():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
 def test_values_of_any_kind_come_back_as_they_were(dtype, tmp_path):
-    """Non-contiguous, lazily conjugated, empty and of no dimensions."""
+    """Non-contiguous, lazily conjugated, empty and 0-d ones."""
 
     def loss_of(x):
         wide = (x * 2).t()[::2]
@@ -133,12 +133,12 @@ def test_a_storage_is_written_once_whoever_saves_it(tmp_path):
         del y
     sizes = written(tmp_path)
 
-    assert 1 == sizes.count(4000)  # y, for sin, cos, exp's input is not saved
+    assert 1 == sizes.count(4000)  # y, for sin, cos; exp's input is not saved
     assert z.requires_grad
 
 
 def test_what_stays_alive_anyway_is_not_written(tmp_path):
-    """A parameter, an input, a value that somebody keeps, and one that is on disk."""
+    """A parameter, an input, a value that is held elsewhere, and one that is on disk."""
     weight, x = nn.Parameter(torch.ones(50, 50)), torch.ones(50, 50)
     stored = offload.OffloadedTensor.from_original_tensor(torch.ones(50, 50), "stored", tmp_path / "weights")
 
@@ -191,7 +191,7 @@ def test_nothing_is_saved_where_no_graph_is_recorded(tmp_path):
 
 @pytest.mark.parametrize("size", [1000, 1])
 def test_a_tensor_that_is_modified_after_it_was_saved_is_an_error(size, tmp_path):
-    """Whether it is an input or an output of the op, on disk or, being small, in memory."""
+    """As input or output of the op, on disk or (small) in memory."""
     for op in (torch.sin, torch.exp):
         x = torch.ones(size, requires_grad=True)
         y = x * 2
@@ -354,7 +354,7 @@ def test_threads_have_graphs_of_their_own(tmp_path):
     assert [] == written(tmp_path)
 
 
-# When something goes wrong
+# Errors
 
 
 def test_an_exception_in_forward_leaves_nothing(tmp_path):
@@ -452,7 +452,7 @@ PEAK = """
 
 
 def test_peak_anonymous_memory_falls_by_what_was_offloaded():
-    """192 MiB are saved. What stays is what the ops at hand use, what waits to be written, and freed blocks."""
+    """192 MiB are saved. What remains is what the current ops use, what waits to be written, and freed blocks."""
     found = json.loads(run_script(PEAK))
 
     assert found["same"]

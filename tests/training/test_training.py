@@ -1,4 +1,4 @@
-"""Optimizers with their state on disk make the steps that they make in memory, in less of it."""
+"""Optimizers with their state on disk make the same steps as in memory, with less memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = ran
 
 
 def offloaded(optimizer: torch.optim.Optimizer, folder: Any = None, **options: Any) -> Any:
-    """With nothing left in memory for being small, and a parameter a step."""
+    """Nothing is left in memory for being small, and steps take one parameter at a time."""
     return offload.training.offload_optimizer(
         optimizer, offload_dir=folder, **{"min_bytes": 1, "step_bytes": 1, **options}
     )
@@ -273,7 +273,7 @@ def test_distributed_checkpoints_save_and_load_it(tmp_path):
     assert all(map(is_offloaded, tensors_of(optimizer)))
 
 
-# Gradients, and what else stands around a step
+# Gradients, and everything else around a step
 
 
 def test_gradients_on_disk_accumulate_are_clipped_and_dropped(tmp_path):
@@ -406,7 +406,7 @@ def test_what_is_no_optimizer_is_refused(given, said):
 def test_optimizers_that_need_all_parameters_at_once_are_refused():
     class Sum(torch.optim.Optimizer):
         def step(self):
-            """All by the sum of all gradients."""
+            """Scales every parameter by the sum of all gradients."""
 
     model = network()
 
@@ -482,9 +482,9 @@ MEMORY = """
 
 @pytest.mark.parametrize("foreach", ["foreach", "single"])
 def test_memory_of_training_is_bounded_by_some_parameters(foreach, tmp_path):
-    """60 MB of parameters in 15 of 4 MiB: in memory their gradients and state take three times that.
+    """60 MB of parameters in 15 of 4 MiB: in memory, their gradients and state take three times that.
 
-    Here it is what a dozen such tensors take, and 48 MiB that were freed and not given back; also to save and to load.
+    Here they take as much as a dozen such tensors, and 48 MiB of unreturned freed memory; also to save and load.
     """
     found = json.loads(run_script(MEMORY, foreach, tmp_path))
 

@@ -1,4 +1,4 @@
-"""Training goes on from its latest checkpoint as if nothing had happened, wherever it was killed."""
+"""Training continues from its latest checkpoint as if nothing had happened, wherever it was killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
-    """Losses that depend on all that there is: weights, buffers, state, and random numbers of three kinds."""
+    """Losses that depend on everything: weights, buffers, state, and three kinds of random numbers."""
     losses = []
     for _ in range(steps):
         x = torch.randn(4, 8) * random.random() + float(np.random.rand())
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_has_not_become_the_latest_is_removed(tmp_path):
     assert before == contents(tmp_path)
 
 
-# What can't be done
+# Errors
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path):
@@ -344,7 +344,7 @@ EARLIER = {
 
 @pytest.mark.parametrize(("written", "value"), EARLIER.values(), ids=EARLIER)
 def test_what_the_first_release_wrote_is_read_as_it_was(written, value):
-    """The others of its forms are in the folder that it made (`tests/old_folders.py`)."""
+    """Its other forms are in the folder that it wrote (`tests/old_folders.py`)."""
     found = decode(checkpoints._node_from(written), lambda kind, name: f"the {kind} {name}", ())
 
     assert value == found
@@ -364,7 +364,7 @@ def test_what_nobody_took_apart_is_refused(kind, form, tmp_path):
         offload.training.load_training(network(), tmp_path)
 
 
-# Killed
+# Kills
 
 DRIVER = """
     import json, mmap, os, random, signal, sys, time, torch, offload
@@ -467,7 +467,7 @@ def test_killed_wherever_it_saves_and_at_random_moments_it_has_the_losses_of_a_r
 
 
 def everything(model, optimizer, scheduler):
-    """All that `load_training` may change, as something that can be compared."""
+    """Everything that `load_training` may change, in comparable form."""
     state = optimizer.state_dict()
     tensors = {
         **model.state_dict(),
@@ -480,7 +480,7 @@ def everything(model, optimizer, scheduler):
 
 @pytest.fixture
 def run(tmp_path):
-    """A checkpoint, and the objects to load it into, which have gone on since."""
+    """A checkpoint, and the objects to load it into, which have changed since."""
     model = network()
     optimizer = adamw(model, on_disk=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -495,7 +495,7 @@ def run(tmp_path):
 
 
 def places(node, way=()):
-    """Every place in JSON; of long lists some."""
+    """Every place in JSON; for long lists, some of them."""
     yield way
     if isinstance(node, dict):
         for key, part in node.items():
@@ -515,7 +515,7 @@ def changed(node, way, new):
 
 
 def loaded(folder, objects):
-    """Load, and give the error of ours, if there is one."""
+    """Load, and return our error, if any."""
     try:
         offload.training.load_training(objects[0], folder, objects[1], scheduler=objects[2])
     except offload.OffloadError as error:
@@ -524,7 +524,7 @@ def loaded(folder, objects):
 
 
 def test_damaged_state_is_loaded_as_a_whole_or_not_at_all(run):
-    """Each place of `state.json` in turn holds something else."""
+    """Each place in `state.json` in turn contains something else."""
     folder, *objects = run
     path = folder / "checkpoint-1" / "state.json"
     state = json.loads(path.read_text())
@@ -564,7 +564,7 @@ def test_a_state_of_random_numbers_that_is_none_changes_nothing(which, run):
 
 
 class Stubborn:
-    """Takes no state but its own."""
+    """Accepts no state but its own."""
 
     def __init__(self):
         self.state = 0

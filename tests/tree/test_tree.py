@@ -1,4 +1,4 @@
-"""Nested data in a folder: what comes back is what was saved, or an error that says where."""
+"""Nested data in a folder: it is loaded as it was saved, or an error says where it differs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from offload.tree import saved
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
 
-KILLS = int(os.environ.get("OFFLOAD_TEST_KILLS", "40"))  # 520 take some minutes
+KILLS = int(os.environ.get("OFFLOAD_TEST_KILLS", "40"))  # 520 take a few minutes
 
 
 class Point(NamedTuple):
@@ -46,7 +46,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass
 class Batch:
-    """A dataclass with a field that is computed."""
+    """A dataclass with a computed field."""
 
     ids: Any
     mask: Any = None
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """A dataclass that can't be changed."""
+    """A frozen dataclass."""
 
     value: Any
     computed: Any = dataclasses.field(init=False, default=None)
@@ -68,7 +68,7 @@ class Colour(enum.Enum):
 
 
 def same(expected: Any, found: Any) -> bool:
-    """Equal in structure, types and values, bit for bit; tensors on disk count as what they hold."""
+    """Equal in structure, types and values, bit for bit; tensors on disk are compared by value."""
     if isinstance(expected, torch.Tensor):
         plain, there = offload.materialize(expected.detach()), offload.materialize(found.detach())
         return (plain.dtype, plain.shape) == (there.dtype, there.shape) and torch.equal(
@@ -94,7 +94,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-# What comes back
+# Loaded again
 
 NESTS = {
     "a tensor": torch.arange(3.0),
@@ -307,7 +307,7 @@ def test_a_class_whose_fields_have_changed_is_an_error_that_names_them(tmp_path)
         load_tree(tmp_path, types=[changed])
 
 
-# What has no form
+# Not supported
 
 
 def cyclic() -> list[Any]:
@@ -480,7 +480,7 @@ def test_two_savers_at_a_time_are_an_error_for_the_second(tmp_path, monkeypatch)
     assert [2] == load_tree(tmp_path)
 
 
-# What is wrong with a folder
+# Damaged folders
 
 
 def test_no_tree_is_an_error_that_says_so(tmp_path):
@@ -603,8 +603,8 @@ def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(quick_folder, star
     found = json.loads(run_script(DRIVER, quick_folder, kills, start))
 
     assert kills == found["old"] + found["new"]
-    assert found["left"] > 0  # else none was killed while it wrote
-    assert 5 == found["files"]  # what killed processes left is gone: the manifest and four tensors are there
+    assert found["left"] > 0  # otherwise none was killed while writing
+    assert 5 == found["files"]  # leftovers of killed processes are gone: the manifest and four tensors are there
     assert 3 == found["folders"]  # with the manifest
 
 
@@ -638,7 +638,7 @@ def test_a_reader_meanwhile_sees_one_tree_or_the_other(quick_folder):
 
 
 def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
-    """40 MiB of values, whole and as a part of a file; less than 12 MiB of anonymous memory."""
+    """40 MiB of values, whole and as part of a file, with less than 12 MiB of anonymous memory."""
     nbytes = run_script(
         """
         import sys, torch
@@ -660,7 +660,7 @@ def test_saving_takes_no_memory_for_what_is_on_disk(tmp_path):
     assert int(nbytes) < 12 << 20
 
 
-# What is more than it seems
+# Subclasses of supported types
 
 
 class Color(enum.Flag):
@@ -714,7 +714,7 @@ def test_a_dataclass_of_items_that_holds_none_comes_back(tmp_path):
     assert load_tree(tmp_path, types=[Items]).unit == "m"
 
 
-# What stands where a file should
+# Other things in place of files
 
 
 @pytest.mark.parametrize(
