@@ -10,23 +10,12 @@ import pytest
 import torch
 
 import offload
-from offload import testing
-
-MODULES = [
-    offload,
-    offload.budget,
-    offload.distributed,
-    offload.errors,
-    offload.integrations,
-    offload.report,
-    testing,
-    offload.training,
-]
+from tutorials.public import MODULES
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
     """The public names and their objects; a module is replaced by its own names."""
-    for module in MODULES:
+    for module in (offload, *MODULES):
         for name in module.__all__:
             value = getattr(module, name)
             inner = [*value.__all__] if inspect.ismodule(value) else []

@@ -18,6 +18,7 @@ from inspect import getdoc, ismodule
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -26,9 +27,9 @@ from rich.filesize import decimal
 
 import offload
 from bench.picture import NAMES
-from offload import testing
 from offload.cli.main import parser
 from offload.report.charts import Line, line_chart
+from tutorials.public import MODULES
 
 OURS = "offload"
 
@@ -45,16 +46,6 @@ GROUPS = {
     "Rows and nested data": "TensorCache save_tree load_tree",
 }
 """The public names of the package itself, by the page that describes them."""
-
-MODULES = (
-    offload.budget,
-    offload.distributed,
-    offload.errors,
-    offload.integrations,
-    offload.report,
-    testing,
-    offload.training,
-)
 
 RESULTS = "bench/results/2026-11-"
 SUMMARY = (
@@ -177,13 +168,23 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
-    """Fill `chart: FILE | CASE | TITLE`, `charts: FILE`, `memory: FILE` and `summary`, which stand in comments."""
+    """Fill what stands in comments.
+
+    These are `chart: FILE | CASE | TITLE`, `charts: FILE`, `memory: FILE`, `picture: FILE | TEXT` and `summary`.
+    """
     root = Path(config.config_file_path).parent
+    markdown = re.sub(r"<!-- picture: (\S+) \| (.+?) -->", partial(_picture, root), markdown)
     for word, draw in (("chart", _one), ("charts", _all), ("memory", _memory)):
         markdown = re.sub(rf"<!-- {word}: (\S+)(?: \| (.+?))? -->", partial(_drawn, root, draw), markdown)
     return (
         markdown.replace("<!-- summary -->", "\n".join(summary(root))) if "<!-- summary -->" in markdown else markdown
     )
+
+
+def _picture(root: Path, found: re.Match[str]) -> str:
+    """An SVG file, within the page."""
+    content = quote((root / found[1]).read_text(encoding="utf-8"))
+    return f'<img alt="{escape(found[2])}" src="data:image/svg+xml,{content}">'
 
 
 def _drawn(root: Path, draw: Callable[[Any, str | None], str], found: re.Match[str]) -> str:

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing
@@ -16,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from offload.cli import arguments
-from offload.cli.models import add_model_options, folder_of_model, loaded_model, tokenizer_of
-from offload.cli.output import allow_json, print_json, print_pairs
+from offload.cli.models import ONLY_TOKENS, add_model_options, folder_of_model, loaded_model, tokenizer_of
+from offload.cli.output import allow_json, counted, print_json, print_pairs
 from offload.cli.requests import Answer, Answers, BadRequest, Request, custom_id_of, lines_of, parsed, refusal
 from offload.errors import ArgumentError, OffloadError
 from offload.prefetch.engine import counts
 from offload.progress import Bar
 from offload.storage.reasons import first_line
 from offload.storage.regular import is_there
+
+_NO_TEMPLATE = "the model has no chat template: give a prompt in place of messages, or take a model made for chat"
 
 
 def add_to(commands: Any) -> None:
@@ -83,6 +86,9 @@ def batch(options: argparse.Namespace) -> int:
         print_json(figures)
     else:
         print_pairs((name.replace("_", " "), f"{value:.4g}") for name, value in figures.items())
+    if refusals.first:
+        refused = f"{counted(refusals.count, 'line')} refused"
+        print(f"offload: {refused}, as {errors} says; the first is {refusals.first}", file=sys.stderr)
     return int(refusals.count > 0)
 
 
@@ -140,7 +146,9 @@ class _Answering:
         try:
             inputs = self._inputs(request)
         except Exception as error:  # chat templates can raise anything
-            return request.custom_id, number, f"the model's tokenizer does not take it: {first_line(error)}"
+            has_template = request.messages is None or getattr(self._tokenizer, "chat_template", None)
+            why = f"the model's tokenizer does not take it: {first_line(error)}" if has_template else _NO_TEMPLATE
+            return request.custom_id, number, why
         length = inputs["input_ids"].shape[1]
         most = request.max_tokens or self._most
         if length == 0:
@@ -164,9 +172,13 @@ class _Answering:
 
     def _inputs(self, request: Request) -> Any:
         if request.messages is None:
-            return self._tokenizer(request.prompt, return_tensors="pt")
+            return self._tokenizer(request.prompt, return_tensors="pt", **ONLY_TOKENS)
         return self._tokenizer.apply_chat_template(
-            request.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            request.messages,
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+            tokenizer_kwargs=ONLY_TOKENS,
         )
 
     def _options(self, asked: dict[str, Any], most: int, length: int) -> dict[str, Any]:
@@ -211,6 +223,7 @@ class _Refusals:
 
     def __init__(self, path: Path) -> None:
         self.count = 0
+        self.first = ""
         self._path = path
         self._file: Answers | None = None
         if is_there(path):  # from an earlier run; checked again
@@ -221,6 +234,7 @@ class _Refusals:
         """Add one."""
         self._file = self._file or Answers(self._path, refused=True)
         self._file.append(refusal(custom_id, line, why))
+        self.first = self.first or f"line {line}: {why}"
         self.count += 1
 
     def close(self) -> None:

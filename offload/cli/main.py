@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             sys.stdout.close()
         return 0
-    except (OffloadError, RuntimeError, ValueError, OSError) as error:
+    except (OffloadError, RuntimeError, ValueError, OSError, ModuleNotFoundError) as error:
         if options.traceback:
             raise
         complain(error, as_json=getattr(options, "json", False))

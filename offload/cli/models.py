@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
     from offload.report.page import Recording
 
+ONLY_TOKENS = {"return_token_type_ids": False}
+"""For a tokenizer: a language model takes no numbers of segments, which some would give by default."""
+
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+
 
 def add_to(commands: Any) -> None:
     """Add these commands to a parser."""
@@ -108,7 +113,7 @@ def generate(options: argparse.Namespace) -> None:
         from offload.memory import anonymous_bytes
 
         tokenizer = tokenizer_of(folder)
-    inputs = tokenizer(options.prompt, return_tensors="pt")
+    inputs = tokenizer(options.prompt, return_tensors="pt", **ONLY_TOKENS)
     if inputs["input_ids"].numel() == 0:
         raise ArgumentError(f"the prompt {options.prompt!r} has no tokens for this model: give some text")
     before = anonymous_bytes()
@@ -208,9 +213,12 @@ def folder_of_model(options: argparse.Namespace) -> Path:
 def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
     """The model, on disk."""
     with doing("opening the model"):
+        from transformers.utils.logging import disable_progress_bar
+
         from offload.integrations.transformers import from_pretrained
         from offload.models.device_map import ON_DISK
 
+        disable_progress_bar()  # that of loading weights, of which none is loaded, would cross the line above
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
         chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
         return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)
@@ -272,11 +280,11 @@ def tokenizer_of(model: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, **file)
     except Exception as error:  # it can raise anything for damaged files
+        unread = f" that transformers can load ({first_line(error)})"
         if file:
-            raise CheckpointError(
-                f"{model} has no tokenizer that transformers can load ({first_line(error)})"
-            ) from error
+            raise CheckpointError(f"{model} has no tokenizer{unread}") from error
+        is_there = any(any(folder.glob(pattern)) for pattern in _TOKENIZERS)
         raise CheckpointError(
-            f"{folder} has no tokenizer that transformers can load ({first_line(error)}): put the one of the model "
-            "there (tokenizer.json and tokenizer_config.json)"
+            f"{folder} has no tokenizer{unread if is_there else ''}: put the one of the model there (tokenizer.json "
+            "and tokenizer_config.json)"
         ) from error

@@ -10,8 +10,9 @@ import io
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,28 +24,51 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+# What neighbours log when they are imported, of kernels that nothing here calls: the logger, and words of it.
+_AT_IMPORT = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": " is an Enum subclass and is now natively supported",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+}
+_FOR_PROGRAMMERS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+
+
 @contextmanager
 def logging_to_stderr(verbose: int) -> Iterator[None]:
     """Show the package's log on standard error while the block runs: with 1 its decisions, with 2 everything.
 
-    With 0, irrelevant warnings from importing torchao are hidden, too.
+    With 0, warnings that concern only the authors of other packages are hidden.
     """
+    if not verbose:
+        with _without_noise():
+            yield
+        return
     log, handler = logging.getLogger("offload"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    levels = {log: logging.INFO if verbose == 1 else logging.DEBUG} if verbose else {}
-    for name in () if verbose else ("torchao", "torch.utils._pytree"):
-        levels[logging.getLogger(name)] = logging.ERROR
-    before = {one: one.level for one in levels}
+    before = log.level
     try:
-        if verbose:
-            log.addHandler(handler)
-        for one, level in levels.items():
-            one.setLevel(level)
+        log.addHandler(handler)
+        log.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
         yield
     finally:
-        for one, level in before.items():
-            one.setLevel(level)
+        log.setLevel(before)
         log.removeHandler(handler)
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """No lines about imports, and no deprecations unless Python was told to show them (`-W`, `PYTHONWARNINGS`)."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return _AT_IMPORT[record.name] not in record.getMessage()
+
+    with ExitStack() as stack, warnings.catch_warnings():
+        for name in _AT_IMPORT:  # a filter of the logger alone: those below it keep their warnings
+            logging.getLogger(name).addFilter(is_wanted)
+            stack.callback(logging.getLogger(name).removeFilter, is_wanted)
+        for category in () if sys.warnoptions else _FOR_PROGRAMMERS:
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 def hide_bars_off_a_terminal() -> None:
@@ -152,9 +176,12 @@ def escaping() -> Iterator[None]:
 
 
 def _said(error: BaseException) -> str:
-    """The error's text, without the errno."""
+    """The error's text, without the errno; for a missing package, how to install it."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
+        package = error.name.replace("_", "-")
+        return f"this needs the package {package}, which is not installed: pip install {package}"
     return str(error)
 
 

@@ -114,7 +114,10 @@ def export(options: argparse.Namespace) -> None:
     form = options.to or options.target.suffix.removeprefix(".") or "npy"
     if form not in _EXPORTS:
         raise ArgumentError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
-    exported(_opened(options.path), options.target, form, options.columns)
+    cache = _opened(options.path)
+    exported(cache, options.target, form, options.columns)
+    held = f"{counted(len(cache), 'row')}, {counted(len(options.columns or cache.schema), 'column')}"
+    print(f"{options.target}: written ({held})")
 
 
 def _opened(path: Path) -> TensorCache:

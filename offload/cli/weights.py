@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from offload.cli import arguments
 from offload.cli.files import add_shard_size, print_written
 from offload.cli.models import add_revision, folder_of_model
 from offload.cli.output import counted, doing
+from offload.errors import CheckpointError
+from offload.storage.regular import is_folder
 
 _FORMS = {"int8": "8-bit integers", "int4": "4-bit integers", "fp8": "8-bit floating-point numbers (E4M3)"}
 
@@ -56,12 +59,23 @@ def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
         action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
 
 
+def _folder(options: argparse.Namespace) -> Path:
+    """The model's, which has a configuration beside its weights."""
+    folder = folder_of_model(options)
+    if not is_folder(folder):
+        raise CheckpointError(
+            f"{folder} is a GGUF file, and this takes the folder of a model: "
+            f"offload.from_pretrained({str(folder)!r}).save_pretrained(FOLDER) writes one, in Python"
+        )
+    return folder
+
+
 def quantize(options: argparse.Namespace) -> None:
     """Write a model with its linear layers in 8 or 4 bits, in the format of compressed-tensors, without calibration.
 
     offload, transformers, vLLM and others load it. One weight at a time is in memory.
     """
-    folder = folder_of_model(options)
+    folder = _folder(options)
     with doing("importing transformers and compressed-tensors"):
         from offload.integrations.compressed_tensors import quantize_checkpoint
 
@@ -84,7 +98,7 @@ def quantize(options: argparse.Namespace) -> None:
 
 def merge_lora(options: argparse.Namespace) -> None:
     """Write a model with an adapter of peft merged into it: the values of peft's merge_and_unload, bit for bit."""
-    folder = folder_of_model(options)
+    folder = _folder(options)
     with doing("importing transformers and peft"):
         from offload.integrations.peft import merge_checkpoint
 

@@ -73,12 +73,13 @@ def headers_of(name: str, **hub_options: Any) -> tuple[Path, dict[str, tuple[str
     Raises:
         CheckpointError: the hub has no such model, or it has no safetensors.
     """
-    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     try:
         with _asking(name):
-            folder = Path(hf_hub_download(name, "config.json", **hub_options)).parent
+            # Unlike hf_hub_download (2.4), it does not retry for half a minute where there is no network.
+            folder = Path(snapshot_download(name, allow_patterns=["config.json"], **hub_options))
             files = get_safetensors_metadata(name, **hub_options).files_metadata.values()
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise CheckpointError(f"{name} has no safetensors whose headers can be read: download it first") from error

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,11 +99,12 @@ class Plan:
 
         model, way = self.model, self.as_it_is
         lines = [
-            f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, {decimal(model.stored)} ({model.form})",
+            f"{model.name}: {_count(model.parameters)} parameters, {decimal(model.stored)} ({model.form})",
             f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
         ]
         if self.context_bytes:
-            lines.append(f"keys and values of the context: {decimal(self.context_bytes)}")
+            is_all = ", which leaves none for the weights" if self.context_bytes >= self.budget else ""
+            lines.append(f"keys and values of the context take {decimal(self.context_bytes)} of the memory{is_all}")
         if self.fits:
             lines.append("It fits in memory: plain transformers does, and no setting of offload makes it quicker.")
         for one in (way, *self.ways):
@@ -111,7 +113,8 @@ class Plan:
                 "",
                 f"{one.what}: {_in_words(one.token_seconds)} per token, bound by {bound}"
                 + (f"; the first pass takes {_in_words(one.first_seconds)}" if one is way else ""),
-                f"  {decimal(one.stays)} of {decimal(one.stored)} stay, a pass reads {decimal(one.reads)}"
+                f"  {decimal(one.stays)} of {decimal(one.stored)} stay in memory, "
+                + (f"a pass reads {decimal(one.reads)}" if one.reads else "all that a pass needs of the weights")
                 + (f" for {one.tokens} tokens" if one.tokens > 1 else ""),
                 *(f"  {command}" for command in one.commands),
             ]
@@ -119,7 +122,17 @@ class Plan:
 
 
 def _in_words(seconds: float) -> str:
+    if seconds < 1e-3:
+        return "under 1 ms"
     return f"{seconds:.2g} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _count(parameters: int) -> str:
+    """`7.24 billion`."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {word}"
+    return f"{parameters:,}"
 
 
 def plan(
@@ -170,7 +183,7 @@ def plan(
     budget = _budget(max_memory)
     left = max(0, budget - (context_bytes or 0))
     measured = rate or _rate_of_disk(sizes.file)
-    estimate = Estimate(sizes, left, measured, computing, batch)
+    estimate = Estimate(sizes, left, measured, computing, batch, _options(max_memory, device))
     fits = sizes.stored <= left and sizes.form in DENSE
     return Plan(
         model=sizes,
@@ -179,9 +192,15 @@ def plan(
         computing=computing,
         context_bytes=context_bytes,
         fits=fits,
-        as_it_is=estimate.of("as it is", sizes, 1, (f'offload generate {sizes.name} --prompt "..."',)),
+        as_it_is=estimate.of("as it is", sizes, 1, (estimate.generating(sizes.name),)),
         ways=() if fits else tuple(estimate.others()),
     )
+
+
+def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
+    """What was asked for, for the commands that do it; a share of memory has no words there."""
+    said = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
+    return "".join(f" {option} {shlex.quote(str(value))}" for option, value in said.items() if value is not None)
 
 
 def _positive(disk_rate: int | str) -> int:
@@ -220,6 +239,11 @@ class Estimate:
     disk_rate: float
     computing: Computing
     batch: int
+    options: str = ""
+
+    def generating(self, name: str) -> str:
+        """The command for one request."""
+        return f'offload generate {shlex.quote(name)}{self.options} --prompt "..."'
 
     def of(self, what: str, sizes: ModelSizes, in_flight: int, commands: tuple[str, ...]) -> Way:
         """A way, with `in_flight` batches per read."""
@@ -259,14 +283,16 @@ class Estimate:
         found = [self._together(f"{IN_FLIGHT} requests in flight", sizes, name)]
         for form in _BITS if sizes.form in DENSE else ():
             packed, target = self._packed(form), f"{Path(name).name}-{form}"
-            first = f"offload quantize {name} {target} --{form}"
-            found.append(self.of(form, packed, 1, (first, f'offload generate {target} --prompt "..."')))
+            first = f"offload quantize {shlex.quote(name)} {shlex.quote(target)} --{form}"
+            found.append(self.of(form, packed, 1, (first, self.generating(target))))
             found.append(self._together(f"{form}, {IN_FLIGHT} requests in flight", packed, target, first))
         quicker = [way for way in found if way.token_seconds < self.of("", sizes, 1, ()).token_seconds]
         yield from sorted(quicker, key=lambda way: way.token_seconds)[:_SHOWN]
 
     def _together(self, what: str, sizes: ModelSizes, name: str, *before: str) -> Way:
-        command = f"offload batch {name} requests.jsonl answers.jsonl --in-flight {IN_FLIGHT}"
+        command = (
+            f"offload batch {shlex.quote(name)} requests.jsonl answers.jsonl{self.options} --in-flight {IN_FLIGHT}"
+        )
         return self.of(what, sizes, IN_FLIGHT, (*before, command))
 
     def _packed(self, form: str) -> ModelSizes:

@@ -152,12 +152,13 @@ def test_parquet_that_others_read_has_nulls_where_values_are_missing(tmp_path: P
     assert [number / 2 if number % 5 else None for number in range(10)] == table["score"].to_pylist()
 
 
-def test_export_to_safetensors_and_npy(tmp_path: Path, folder: Path) -> None:
+def test_export_to_safetensors_and_npy(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = TensorCache.open(folder)[:]
 
     assert 0 == cli.main(["cache", "export", str(folder), str(tmp_path / "x.safetensors"), "--columns", "hidden", "id"])
     assert 0 == cli.main(["cache", "export", str(folder), str(tmp_path / "arrays"), "--columns", "hidden", "id"])
 
+    assert f"{tmp_path / 'x.safetensors'}: written ({len(rows['id'])} rows, 2 columns)\n" in capsys.readouterr().out
     found = load_file(tmp_path / "x.safetensors")
     assert {"hidden", "id"} == set(found)
     for name, values in found.items():

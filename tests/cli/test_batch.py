@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,23 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
         if words != "does not take it":  # depends on the template
             assert words in told[at]
     assert all(said["response"] is None for said in read(errors))
+
+
+def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_path, capsys):
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    source = written(
+        tmp_path / "in.jsonl", [{"custom_id": "a", "prompt": "w1", "max_tokens": 1}, request(1), request(2)]
+    )
+
+    assert 1 == run(plain, source, tmp_path / "out.jsonl")
+
+    [first, second] = read(tmp_path / "out.jsonl.errors.jsonl")
+    why = "the model has no chat template: give a prompt in place of messages, or take a model made for chat"
+    assert [why, why] == [first["error"]["message"], second["error"]["message"]]
+    assert ["a"] == [said["custom_id"] for said in read(tmp_path / "out.jsonl")]
+    errors = tmp_path / "out.jsonl.errors.jsonl"
+    assert f"offload: 2 lines refused, as {errors} says; the first is line 2: {why}\n" == capsys.readouterr().err
 
 
 def test_a_request_that_the_model_does_not_take_does_not_stop_the_others(folder, tmp_path):

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,23 @@ def test_no_command_is_answered_with_help_and_three_examples(capsys: pytest.Capt
 def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == cli.main(["generate", str(llama_folder), "--prompt", "x"])
 
-    assert "has no tokenizer" in capsys.readouterr().err
+    assert f"offload: {llama_folder} has no tokenizer: put the one of the model there" in capsys.readouterr().err
+
+
+def test_generate_takes_a_tokenizer_that_numbers_segments(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of a BERT does, whose `token_type_ids` no language model knows."""
+    shutil.copytree(llama_folder, tmp_path / "model")
+    _tokenizer(tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_input_names": names}))
+
+    command = ["generate", str(tmp_path / "model"), "--prompt", "w1 w2", "--max-new-tokens", "2", "--json"]
+    assert 0 == cli.main(command)
+
+    assert json.loads(capsys.readouterr().out)["tokens"]
 
 
 def test_generate_runs_a_gguf_file_with_the_tokenizer_in_it(
@@ -615,6 +632,47 @@ def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pyt
         cli.main(["convert", str(tmp_path), str(tmp_path / "new"), "--max-shard-size", "much"])
 
     assert "'much' is not a size" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_told_with_its_name_and_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "py_arrow", None)  # as if it was not installed
+    monkeypatch.setattr("offload.cli.files.inspect", lambda _: __import__("py_arrow"))
+
+    assert 1 == cli.main(["inspect", str(tmp_path)])
+
+    said = "offload: this needs the package py-arrow, which is not installed: pip install py-arrow\n"
+    assert said == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "is_shown"), [([], False), (["-v"], True)])
+def test_what_concerns_programmers_is_not_shown_and_all_else_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    caplog: pytest.LogCaptureFixture,
+    flags: list[str],
+    is_shown: bool,
+) -> None:
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    def warns(_: object) -> None:
+        logging.getLogger("torchao").warning("Failed to load kernels.so: no such device")
+        logging.getLogger("torchao").warning("the weights are wrong")
+        logging.getLogger("torchao.quantization").warning("Failed to load calibration data")
+        warnings.warn("this goes away in version 6", FutureWarning, stacklevel=1)
+        warnings.warn("the model is old", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr("offload.cli.files.inspect", warns)
+
+    assert 0 == cli.main(["inspect", str(tmp_path), *flags])
+
+    expected = {"the weights are wrong", "Failed to load calibration data", "the model is old"}
+    told = {record.getMessage() for record in caplog.records} | {str(one.message) for one in recwarn}
+    of_code = {"Failed to load kernels.so: no such device", "this goes away in version 6"}
+    assert expected | (of_code if is_shown else set()) == told
+    assert [] == logging.getLogger("torchao").filters
 
 
 FLAGS = [("-v", ["told"]), ("-vv", ["told", "more"]), ("--verbose", ["told"]), (None, [])]

@@ -83,21 +83,55 @@ def test_a_table_in_a_pipe_has_a_line_a_row_and_no_escapes(tmp_path: Path) -> No
     ]
 
 
+def test_a_terminal_shows_that_torch_is_imported_until_it_is(tmp_path: Path) -> None:
+    save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+
+    said = _sent_to_a_terminal([sys.executable, "-m", "offload_command", "inspect", str(tmp_path)])
+
+    assert said.startswith("importing torch\r\x1b[K")
+    assert 1 == said.count("importing torch")
+    assert "1 tensor" in said
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_in_a_pipe_nothing_is_said_of_imports(tmp_path: Path, term: str) -> None:
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    command = [sys.executable, "-m", "offload_command", "inspect", str(tmp_path)]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "TERM": term})
+
+    assert "" == done.stderr
+    assert "importing" not in done.stdout
+
+
+def test_opening_a_model_leaves_no_bars_on_a_terminal(llama_folder: Path) -> None:
+    said = "\n".join(_on_a_terminal("bench", str(llama_folder), "--prompt-tokens", "2", "--new-tokens", "2"))
+
+    assert "first token" in said
+    assert "Loading weights" not in said
+
+
 def _command(*words: str) -> list[str]:
     return [sys.executable, "-m", "offload.cli", *words]
 
 
 def _on_a_terminal(*words: str) -> list[str]:
     """A command's lines on a terminal of 80 columns, without colours."""
+    said = _sent_to_a_terminal(_command(*words))
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).replace("\r", "").splitlines()
+
+
+def _sent_to_a_terminal(command: list[str]) -> str:
+    """All that a command sends to one of 80 columns, with what moves the cursor."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 80))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     environment["TERM"] = "xterm"
-    with subprocess.Popen(_command(*words), stdin=follower, stdout=follower, stderr=follower, env=environment):
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment):
         os.close(follower)
         said = b"".join(_read(leader))
     os.close(leader)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode()).replace("\r", "").splitlines()
+    return said.decode()
 
 
 def _read(leader: int) -> Iterator[bytes]:

@@ -194,6 +194,21 @@ def test_what_cannot_be_quantized_is_refused_and_nothing_is_left(
     assert ["model"] == os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "command", [["quantize", "{model}", "{target}", "--int8"], ["merge-lora", "{model}", "x", "{target}"]]
+)
+def test_a_gguf_file_is_no_folder_of_a_model(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, target = tmp_path / "model.gguf", tmp_path / "new"
+    model.write_bytes(b"GGUF")
+
+    assert 1 == cli.main([word.format(model=model, target=target) for word in command])
+
+    assert f"{model} is a GGUF file, and this takes the folder of a model: offload." in capsys.readouterr().err
+    assert not target.exists()
+
+
 @pytest.fixture(scope="module")
 def adapter(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     from peft import LoraConfig, get_peft_model

@@ -107,15 +107,15 @@ def test_of_a_model_on_the_hub_nothing_is_fetched_but_configuration_and_headers(
         nbytes = {name: 2 * torch.Size(one.get_shape()).numel() for name, one in tensors.items()}
     infos = {name: SimpleNamespace(dtype="BF16", data_offsets=(8, 8 + size)) for name, size in nbytes.items()}
 
-    def hf_hub_download(name: str, file: str, **options: Any) -> str:
-        fetched.append((name, file, options))
-        return str(folder / file)
+    def snapshot_download(name: str, *, allow_patterns: list[str], **options: Any) -> str:
+        fetched.append((name, *allow_patterns, options))
+        return str(folder)
 
     def get_safetensors_metadata(name: str, **options: Any) -> Any:
         fetched.append((name, "headers", options))
         return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", get_safetensors_metadata)
 
     found, here = sizes_of("org/model", revision="main"), sizes_of(folder)
@@ -199,6 +199,42 @@ def test_the_command_says_it_in_words_and_as_json(saved: Any, capsys: pytest.Cap
     *words, last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("as it is: ") for line in words)
     assert json.loads(last)["as_it_is"]["reads"] == sizes_of(folder).needed(1)
+
+
+def test_the_commands_of_a_plan_have_the_options_that_it_was_made_with(saved: Any) -> None:
+    folder = saved(LlamaConfig(**SIZES))
+
+    asked = offload.plan(folder, max_memory="1MiB", device="cpu", disk_rate=1000, context=1)
+    plain = offload.plan(folder, disk_rate=1000)
+
+    commands = [command for way in (asked.as_it_is, *asked.ways) for command in way.commands]
+    run = [command for command in commands if "quantize" not in command]
+    assert run
+    assert all(" --max-memory 1MiB --device cpu" in command for command in run)
+    assert f'offload generate {folder} --prompt "..."' == plain.as_it_is.commands[0]
+
+
+@pytest.mark.usefixtures("machine")
+def test_small_numbers_are_said_in_words(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = Computing(streams=1e30, multiplies=1e30, casts=1e30)
+    monkeypatch.setattr("offload.planning.estimate.computing_rates", lambda _device: at_once)
+    monkeypatch.setattr("offload.planning.sizes._empty_passes", lambda _model: (64, 0.0))
+    folder = saved(LlamaConfig(**SIZES))
+
+    said = str(offload.plan(folder, disk_rate="1GB"))
+
+    assert "as it is: under 1 ms per token" in said
+    assert " 0 ms" not in said
+    assert f": {sizes_of(folder).parameters:,} parameters, " in said
+    assert "stay in memory, all that a pass needs of the weights" in said
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_context_that_leaves_no_memory_for_weights_is_told(saved: Any) -> None:
+    said = str(offload.plan(saved(LlamaConfig(**SIZES)), max_memory="1MiB", disk_rate="1GB", context=10_000))
+
+    assert "of the memory, which leaves none for the weights" in said
+    assert "\n  0 bytes of " in said
 
 
 def test_what_is_no_model_is_said(tmp_path: Path, saved: Any) -> None:

@@ -1,0 +1,217 @@
+"""The recording of the README: `python -m bench.recording`, of commands on a terminal.
+
+Always true:
+- it shows what a terminal was sent, when it was sent; the lines with $ are written in, as the commands were called
+- the commands run in a memory cgroup that is smaller than the model, and nothing of the model is cached at the start
+- the same record gives the same drawing, byte for byte
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from html import escape
+from itertools import groupby, zip_longest
+from pathlib import Path
+
+from bench.memory_cap import memory_cap
+from bench.models import llama_with_words
+from bench.page_cache import files_in, make_cold
+
+RESULTS = Path(__file__).parent / "results"
+RECORD, DRAWING = RESULTS / "recording.json", RESULTS / "recording.svg"
+LIMIT = 1_000_000_000
+COMMANDS = (
+    "offload plan {model}",
+    'offload generate {model} --prompt "Once upon a time" --max-new-tokens 12',
+)
+_COLUMNS, _FONT, _LINE, _EDGE = 74, 13, 19, 14
+_SPINNER = re.compile("[⠁-⣿]")
+_CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]")
+_STYLE = (
+    "text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#d5dbe1;white-space:pre}"
+    ".called{fill:#7aa2ff;font-weight:600}.passing{visibility:hidden}"
+    "@keyframes hidden{from,to{visibility:hidden}}@keyframes shown{from,to{visibility:visible}}"
+    "@media(prefers-reduced-motion){text{animation:none!important}}"
+)
+
+Screens = list[tuple[float, list[str]]]
+"""What the terminal shows from a second on."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A recording. Sizes in bytes."""
+
+    model: str
+    stored: int
+    limit: int
+    columns: int
+    screens: Screens
+
+
+class Terminal:
+    """Enough of one for what the command sends."""
+
+    def __init__(self, columns: int) -> None:
+        self.lines = [""]
+        self._columns, self._row, self._column = columns, 0, 0
+
+    def feed(self, text: str) -> None:
+        """Take what is sent.
+
+        Raises:
+            ValueError: it is an escape that is not known here.
+        """
+        start = 0
+        for found in _CONTROL.finditer(text):
+            self._write(text[start : found.start()])
+            self._obey(found)
+            start = found.end()
+        self._write(text[start:])
+
+    def _obey(self, found: re.Match[str]) -> None:
+        number, letter = found[1] or "", found[2]
+        if found[0] == "\n":
+            self._go_down()
+        elif found[0] == "\r":
+            self._column = 0
+        elif letter == "A":
+            self._row = max(0, self._row - int(number or 1))
+        elif letter == "K":
+            self.lines[self._row] = "" if number == "2" else self.lines[self._row][: self._column]
+        elif letter not in ("m", "h", "l"):  # colours, and whether the cursor is seen
+            raise ValueError(f"an escape that is not known: {found[0]!r}")
+
+    def _write(self, text: str) -> None:
+        for letter in text:
+            if self._column == self._columns:
+                self._go_down()
+                self._column = 0
+            line = self.lines[self._row].ljust(self._column)
+            self.lines[self._row] = line[: self._column] + letter + line[self._column + 1 :]
+            self._column += 1
+
+    def _go_down(self) -> None:
+        self._row += 1
+        if self._row == len(self.lines):
+            self.lines.append("")
+
+
+def main() -> None:
+    model = llama_with_words(1.5)
+    record = recorded(model, LIMIT)
+    RECORD.write_text(json.dumps(asdict(record), ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    DRAWING.write_text(drawn(record), encoding="utf-8")
+    print(DRAWING)
+
+
+def read(path: Path = RECORD) -> Record:
+    """What was recorded."""
+    return Record(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def recorded(model: Path, limit: int) -> Record:
+    """The commands, one after the other, in this many bytes of memory.
+
+    Raises:
+        OSError: this process may make no memory cgroup.
+        CalledProcessError: a command fails.
+    """
+    terminal, screens = Terminal(_COLUMNS), []
+    start = time.perf_counter()
+    for command in COMMANDS:
+        make_cold(files_in(model))
+        terminal.feed(("\r\n" if screens else "") + f"$ {command.format(model=model.name)}\r\n")
+        screens.append((time.perf_counter() - start, list(terminal.lines)))
+        for text in _sent(shlex.split(command.format(model=model.name))[1:], model.parent, limit):
+            terminal.feed(text)
+            screens.append((time.perf_counter() - start, list(terminal.lines)))
+    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return Record(model.name, stored, limit, _COLUMNS, list(_changes(screens)))
+
+
+def _sent(words: list[str], folder: Path, limit: int) -> Iterator[str]:
+    """What the command sends to a terminal, as it comes."""
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (40, _COLUMNS))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    environment |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "offload_command", *words]
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with memory_cap(limit) as group:
+        ends = {"stdin": follower, "stdout": follower, "stderr": follower}
+        process = subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=group.join, **ends)
+        os.close(follower)
+        while sent := _read(leader):
+            yield decoder.decode(sent)
+        code = process.wait()
+    os.close(leader)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def _read(leader: int) -> bytes:
+    """Empty once all that hold the terminal's other end have closed it, which Linux tells by EIO."""
+    try:
+        return os.read(leader, 65536)
+    except OSError:
+        return b""
+
+
+def _changes(screens: Screens) -> Iterator[tuple[float, list[str]]]:
+    """A tenth of a second apart at least, and without the turns of a spinner."""
+    still = [(second, [_SPINNER.sub("⠿", line).rstrip() for line in lines]) for second, lines in screens]
+    by_time = {round(second, 1): lines for second, lines in still}
+    last: list[str] = []
+    for second, lines in by_time.items():
+        if lines != last:
+            yield second, lines
+        last = lines
+
+
+def drawn(record: Record) -> str:
+    """A picture that moves as the terminal did, and stays at its end; where nothing moves, the end alone."""
+    rows = max(len(lines) for _, lines in record.screens)
+    width, height = round(record.columns * _FONT * 0.61) + 2 * _EDGE, rows * _LINE + 2 * _EDGE
+    back = '<rect width="100%" height="100%" rx="8" fill="#1f2328"/>'
+    texts = "\n".join(_texts(record.screens, rows))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img"><style>{_STYLE}</style>\n{back}\n{texts}\n</svg>\n'
+    )
+
+
+def _texts(screens: Screens, rows: int) -> Iterator[str]:
+    """Each line that was there for a while, with the while."""
+    for row in range(rows):
+        shown = [(lines[row] if row < len(lines) else "", second) for second, lines in screens]
+        runs = [next(group) for _, group in groupby(shown, key=lambda one: one[0])]
+        for (text, start), (_, end) in zip_longest(runs, runs[1:], fillvalue=("", None)):
+            if text and start is not None:
+                yield _text(text, row * _LINE + _EDGE + _FONT, start, end)
+
+
+def _text(text: str, y: int, start: float, end: float | None) -> str:
+    kinds = ["called"] if text.startswith("$ ") else []
+    if end is None:
+        moves = f"hidden {start:.1f}s"
+    else:
+        kinds.append("passing")
+        moves = f"shown {end - start:.1f}s {start:.1f}s"
+    kind = f' class="{" ".join(kinds)}"' if kinds else ""
+    return f'<text{kind} x="{_EDGE}" y="{y}" style="animation:{moves}">{escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The recording of a terminal in the README: what `python -m bench.recording` draws from its record."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.filesize import decimal
+
+from bench.recording import COMMANDS, DRAWING, Record, Terminal, drawn, read
+from tests.processes import ROOT
+
+PAGES = ["README.md", "tutorials/index.md"]
+
+
+def test_the_drawing_is_that_of_the_record() -> None:
+    assert drawn(read()) == DRAWING.read_text(encoding="utf-8")
+
+
+def test_the_model_is_larger_than_the_memory_and_read_from_the_disk() -> None:
+    record = read()
+    _, last = record.screens[-1]
+    shown = "".join(last)
+
+    assert record.stored > 1.4 * record.limit
+    assert [command for command in COMMANDS if f"$ {command.format(model=record.model)}" not in shown] == []
+    assert re.search(r"12 tokens: [\d.]+ tokens/s, [1-9][\d.]* [MG]B read per token", shown)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_that_shows_it_says_the_sizes_and_that_the_words_are_chance(page: str) -> None:
+    text, record = (ROOT / page).read_text(encoding="utf-8"), read()
+    [about] = [part for part in text.split("\n\n") if "recording.svg" in part]
+
+    said = " ".join(text.partition(about)[0].split("\n\n")[-2].split())
+    assert f"a Llama of {decimal(record.stored)}" in said
+    assert f"{decimal(record.limit).replace('.0', '')} of memory" in said
+    assert "random" in said
+
+
+def test_a_line_stands_as_long_as_it_stood() -> None:
+    screens = [(0.0, ["$ offload"]), (1.0, ["$ offload", "opening"]), (3.5, ["$ offload", "<done>"])]
+
+    parts = list(ElementTree.fromstring(drawn(Record("m", 2, 1, 20, screens))).iter("{http://www.w3.org/2000/svg}text"))
+
+    assert ["$ offload", "opening", "<done>"] == [part.text for part in parts]
+    assert ["called", "passing", None] == [part.get("class") for part in parts]
+    moves = ["hidden 0.0s", "shown 2.5s 1.0s", "hidden 3.5s"]
+    assert moves == [part.get("style", "").removeprefix("animation:") for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("sent", "lines"),
+    [
+        ("ab\r\ncd", ["ab", "cd"]),
+        ("abcdef", ["abcd", "ef"]),
+        ("abc\rX", ["Xbc"]),
+        ("abc\r\x1b[2K\x1b[1mxy\x1b[0m", ["xy"]),
+        ("abc\r\n\x1b[1A\x1b[2Kx", ["x", ""]),
+        ("abc\r\x1b[K", [""]),
+    ],
+)
+def test_the_terminal_writes_where_it_is_told(sent: str, lines: list[str]) -> None:
+    terminal = Terminal(4)
+
+    terminal.feed(sent)
+
+    assert lines == terminal.lines
+
+
+def test_the_terminal_passes_over_nothing_that_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="not known"):
+        Terminal(4).feed("\x1b[5J")

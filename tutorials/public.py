@@ -1,0 +1,20 @@
+"""The modules that users import from, beside the package itself: the reference has a page for each.
+
+Always true:
+- the names of each are those in its `__all__`
+"""
+
+from __future__ import annotations
+
+import offload
+from offload import testing
+
+MODULES = (
+    offload.budget,
+    offload.distributed,
+    offload.errors,
+    offload.integrations,
+    offload.report,
+    testing,
+    offload.training,
+)
