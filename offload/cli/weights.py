@@ -77,6 +77,9 @@ def quantize(options: argparse.Namespace) -> None:
     """
     folder = _folder(options)
     with doing("importing transformers and compressed-tensors"):
+        import compressed_tensors.quantization.quant_scheme  # noqa: F401 - here, as it takes seconds
+        import transformers.models.auto  # noqa: F401
+
         from offload.integrations.compressed_tensors import quantize_checkpoint
 
     left = quantize_checkpoint(
@@ -100,6 +103,9 @@ def merge_lora(options: argparse.Namespace) -> None:
     """Write a model with an adapter of peft merged into it: the values of peft's merge_and_unload, bit for bit."""
     folder = _folder(options)
     with doing("importing transformers and peft"):
+        import peft  # noqa: F401 - here, as it takes seconds
+        import transformers.models.auto  # noqa: F401
+
         from offload.integrations.peft import merge_checkpoint
 
     merge_checkpoint(
