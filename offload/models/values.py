@@ -158,6 +158,7 @@ def map_values(
     refuse_uncalled(fn, "what maps values")
     refuse_other(resume, (bool, str), "resume=True, False or the name of a run")
     values = _selected(values_of(model_or_tensors), select, model_or_tensors)
+    whole = whole and any(value.outer is not None for value in values)
     if whole:
         _refuse_apart(values, workers, resume=bool(resume))
     journal = journal_for(values, _name_of_run(fn, resume), resume=bool(resume))
@@ -349,7 +350,9 @@ def _can_hold(parameter: torch.Tensor, new: torch.Tensor) -> bool:
 def _slots_of(tensors: MutableMapping[str, Any]) -> Iterator[Slot]:
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
-            yield Slot(tensor, isinstance(tensor, nn.Parameter), [name], [name], [(tensors, name)])  # type: ignore[list-item]
+            slot = Slot.of(tensor, is_parameter=isinstance(tensor, nn.Parameter))
+            slot.names, slot.keys, slot.owners = [name], [name], [(tensors, name)]  # type: ignore[list-item]
+            yield slot
 
 
 # New values that take the place of old ones on disk
@@ -440,9 +443,7 @@ def _selected(values: list[Slot], select: Select, source: Any) -> list[Slot]:
 
 def _refuse_apart(values: Iterable[Slot], workers: int, *, resume: bool) -> None:
     """Refuse threads and `resume` if ranks share values: all ranks process them together, one after the other."""
-    name = next((value.name for value in values if value.outer is not None), None)
-    if name is None:
-        return
+    name = next(value.name for value in values if value.outer is not None)
     if workers > 1:
         raise ArgumentError(f"whole=True takes one value at a time, in the same order on all ranks: workers={workers}")
     if resume:
@@ -578,8 +579,8 @@ class _Walk:
         if len({*ranks.gather((is_new, new.dtype))}) > 1:
             raise MapError(f"fn does not give the same for {name!r} on all ranks: {self._so_far()}")
         if is_new:
-            share = share_of(new, outer, name)
-            ranks.all(lambda: replace(value, share, self.journal.key, strict), f"{name!r} has its new value here")
+            share, marks = share_of(new, outer, name), (*marks_on(value.tensor), *self.journal.key)
+            ranks.all(lambda: replace(value, share, marks, strict), f"{name!r} has its new value here")
         return is_new
 
     def _new_of(self, name: str, given: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -604,7 +605,7 @@ class _Walk:
 
     def _so_far(self) -> str:
         done = self.done + len(self.replaced) + len(self.kept)
-        way_on = f"; resume={self.journal.name!r} goes on from there" if self.journal.name else ""
+        way_on = f"; resume={self.journal.name!r} goes on from there" if self.journal.name and not self.whole else ""
         return f"{done} of {self.most} values were replaced and stay so{way_on}"
 
 

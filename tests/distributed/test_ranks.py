@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -25,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import offload
 from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
-from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError
+from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError, WriteError
+from offload.models import values as values_module
 from offload.prefetch.residency import books_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -123,8 +125,9 @@ def test_a_tensor_parallel_model_from_disk_gives_the_bits_of_the_plain_one(
     assert ["model.safetensors"] == [path.name for path in own_files(tmp_path)]
 
 
-def test_experts_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path) -> None:
-    form = FORMS["fp8-qwen3_moe"]
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_weights_in_fp8_are_decoded_by_the_rank_that_has_them(tmp_path: Path, kind: str) -> None:
+    form = FORMS[f"fp8-{kind}"]
     form.write(tmp_path / "fp8")
     plain = form.plain(tmp_path / "fp8")
     plain.config.save_pretrained(tmp_path / "dense")
@@ -191,6 +194,19 @@ def by_tensor(model: nn.Module) -> None:
     parallelize_module(model, mesh, {name: style() for name, style in PLAN.items()})
 
 
+def by_uneven_rows(model: nn.Module) -> None:
+    """Heads can't be divided by three; of 128 rows, and columns, three ranks have 43, 43 and 42."""
+    styles = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
+    layouts: dict[Any, Any] = {
+        ColwiseParallel: {"output_layouts": Replicate()},
+        RowwiseParallel: {"input_layouts": Replicate()},
+    }
+    plan = {
+        f"model.layers.{at}.mlp.{name}": style(**layouts[style]) for at in range(2) for name, style in styles.items()
+    }
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
 def by_fsdp(model: Any, mesh: Any = None) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -213,6 +229,7 @@ def by_replicas(model: Any) -> None:
         (2, by_tensor, {}),
         (2, by_fsdp, {}),
         (3, by_fsdp, {}),  # 64 rows can and 96 can't be divided
+        (3, by_uneven_rows, {}),
         (4, by_both, {}),
         (4, by_replicas, {}),
     ],
@@ -639,6 +656,7 @@ def test_a_function_of_whole_values_is_given_them_on_all_ranks(tmp_path: Path, s
     """Rows that three ranks do not divide, and columns of row shards; the result for a row needs all of it."""
     values = {name: torch.randn(10, 6, dtype=torch.float64) for name in ("rows", "columns", "all", "plain")}
     values["few"] = torch.randn(2, 6, dtype=torch.float64)  # one of three ranks has none
+    values["in place"] = torch.randn(4, 6, dtype=torch.float64)
     save_file(values, tmp_path / "w.safetensors")
 
     def act(_: int) -> list[str]:
@@ -648,6 +666,7 @@ def test_a_function_of_whole_values_is_given_them_on_all_ranks(tmp_path: Path, s
             "columns": [Shard(0), Shard(1)][-len(shape) :],
             "all": [Replicate()] * len(shape),
             "few": [Shard(0)] * len(shape),
+            "in place": [Shard(0)] * len(shape),
         }
         model = nn.Module()
         for name, value in values.items():
@@ -661,15 +680,18 @@ def test_a_function_of_whole_values_is_given_them_on_all_ranks(tmp_path: Path, s
 
         def softmax(name: str, tensor: torch.Tensor) -> torch.Tensor:
             seen[name] = tuple(tensor.shape)
+            if name == "in place":
+                return tensor.mul_(2)
             return tensor if name == "rows" else tensor.softmax(0).softmax(1).float()
 
         report = offload.map_values(softmax, model, whole=True, strict_dtype=False, progress=False)
-        assert ("columns", "all", "plain", "few") == report.replaced
+        assert ("columns", "all", "plain", "few", "in place") == report.replaced
         assert {name: tuple(value.shape) for name, value in values.items()} == seen
         wrong = []
         for name, value in values.items():
             assert model.get_parameter(name) is parameters[name]
-            expected = value if name == "rows" else value.softmax(0).softmax(1).float()
+            kept = {"rows": value, "in place": value * 2}
+            expected = kept[name] if name in kept else value.softmax(0).softmax(1).float()
             if name in placed:
                 plain = distribute_tensor(expected, mesh, placed[name], src_data_rank=None)
                 assert expected.dtype == model.get_parameter(name).dtype
@@ -725,6 +747,107 @@ def test_a_function_of_whole_values_fails_on_all_ranks_or_on_none(tmp_path: Path
     )
     assert ["ShapeMismatchError", "ArgumentError", "JournalError"] == [text.partition(":")[0] for text in first[2:]]
     assert first[2:] == second[2:]
+
+
+def test_a_dictionary_of_dtensors_is_walked_as_a_model_is(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(16.0).view(4, 4)}, tmp_path / "w.safetensors")
+
+    def act(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = offload.load_file(tmp_path / "w.safetensors")["w"]
+        rows = whole[2 * rank : 2 * rank + 2]
+        tensors: dict[str, torch.Tensor] = {
+            "on disk": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False),
+            "in memory": DTensor.from_local(rows.materialize(), mesh, [Shard(0)], run_check=False),
+        }
+        shapes: list[tuple[int, ...]] = []
+
+        def double(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            shapes.append(tuple(tensor.shape))
+            return tensor * 2
+
+        for of_all in (False, True):
+            report = offload.map_values(double, tensors, whole=of_all, progress=False)
+            assert ("on disk", "in memory") == report.replaced
+        assert [(2, 4), (2, 4), (4, 4), (4, 4)] == shapes
+        assert [True, False] == [offload.is_offloaded(local_of(one)) for one in tensors.values()]
+        return [torch.equal(whole.materialize() * 4, one.full_tensor()) for one in tensors.values()]  # type: ignore[attr-defined]
+
+    assert [[True, True]] * 2 == run_ranks(2, act)
+
+
+def test_ranks_that_differ_in_a_whole_value_replace_nothing_or_say_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({name: torch.ones(4, 4) for name in ("a", "b", "w")}, tmp_path / "w.safetensors")
+
+    def act(rank: int) -> list[str]:
+        mesh, tensors = init_device_mesh("cpu", (2,)), nn.Module()
+        for name in ("a", "b", "w"):
+            empty = distribute_tensor(torch.empty(4, 4, device="meta"), mesh, [Shard(0)], src_data_rank=None)
+            tensors.register_parameter(name, nn.Parameter(empty))
+        offload.load_checkpoint_in_model(tensors, tmp_path / "w.safetensors", offload_dir=tmp_path / "work")
+        term = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()], run_check=False)
+
+        def said(fn: Callable[[str, torch.Tensor], torch.Tensor], of: Any = tensors, **options: Any) -> str:
+            with pytest.raises(OffloadError) as raised:
+                offload.map_values(fn, of, whole=True, progress=False, **options)
+            return f"{type(raised.value).__name__}: {raised.value}"
+
+        def of_a_class(_: str, tensor: torch.Tensor) -> torch.Tensor:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            layer = nn.Linear(4, 4, bias=False)
+            layer.weight = nn.Parameter(tensor)
+            quantize_(layer, Int8WeightOnlyConfig())
+            return layer.weight
+
+        found = [
+            said(lambda _, tensor: tensor + 1, select=lambda name, _: name == "ab"[rank]),
+            said(lambda _, tensor: tensor.to((torch.float16, torch.float64)[rank]), select="w", strict_dtype=False),
+            said(of_a_class, select="w"),
+            said(lambda _, tensor: tensor + 1, resume="pass"),
+            said(lambda _, tensor: tensor + 1, {"term": term}),
+        ]
+        assert all(torch.equal(torch.ones(2, 4), local_of(one)) for one in tensors.parameters())
+        if rank:
+            monkeypatch.setattr(values_module, "replace", failing)
+        return [*found, said(lambda _, tensor: tensor + 1, select="w"), str(local_of(tensors.w).sum().item())]
+
+    def failing(*_: Any) -> None:
+        raise WriteError(errno.ENOSPC, "no space left")
+
+    first, second = run_ranks(2, act)
+
+    assert first[:5] == second[:5]
+    assert "MapError: the ranks are at several values, a, b: 0 of 1 values were replaced and stay so" == first[0]
+    assert first[1].startswith("MapError: fn does not give the same for 'w' on all ranks")
+    assert "which can't be cut into the shares of ranks" in first[2]
+    assert first[3].startswith("JournalError: whole=True can't be resumed where ranks share values, as 'a'")
+    assert first[4].startswith("UnsupportedOpError: 'term' can't be")
+    assert first[5].startswith("RankError: rank 1 failed, and 'w' has its new value here: WriteError")
+    assert second[5].startswith("WriteError: ")
+    assert ["16.0", "8.0"] == [first[6], second[6]]
+
+
+def test_a_function_of_whole_values_leaves_on_them_which_runs_they_have_gone_through(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4, 4)}, tmp_path / "w.safetensors")
+
+    def act(_: int) -> list[Any]:
+        def loaded() -> nn.Module:
+            model, empty = nn.Module(), torch.empty(4, 4, device="meta")
+            empty = distribute_tensor(empty, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+            model.register_parameter("w", nn.Parameter(empty))
+            offload.load_checkpoint_in_model(model, tmp_path / "w.safetensors", offload_dir=tmp_path / "work")
+            return model
+
+        model = loaded()
+        offload.map_values(lambda _, tensor: tensor + 1, model, resume="first", progress=False)
+        offload.map_values(lambda _, tensor: tensor * 3, model, whole=True, progress=False)
+        again = offload.map_values(lambda _, tensor: tensor + 1, model, resume="first", progress=False)
+        return [again.replaced, local_of(model.w).sum().item()]
+
+    assert [[(), 48.0]] * 2 == run_ranks(2, act)
 
 
 def test_what_can_not_be_sharded_says_why_and_in_which_order_it_can(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ SCRIPT = """
         measured("async_save", lambda: dcp.async_save(state, checkpoint_id=place / "a", async_stager=stager).result())
         measured("save_checkpoint", lambda: offload.save_checkpoint(model, place / "own"))
         said.append(measured("forward again", lambda: model(torch.ones(1, side))))
+        with torch.no_grad():
+            for value in state.values():
+                value.to_local().zero_()
+        measured("dcp load", lambda: dcp.load(state, checkpoint_id=place / "saved"))
+        said.append(measured("forward of what was loaded", lambda: model(torch.ones(1, side))))
         return found, all((one == 1).all().item() for one in said)
 
     def act(rank):
