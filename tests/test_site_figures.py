@@ -86,3 +86,104 @@ def test_a_figure_is_compared_to_its_last_digit():
     assert are_one("58 ms", 0.0581)
     assert not are_one("0.90 s", 0.9083)
     assert not are_one("58 ms", 0.0589)
+
+
+CAPPED, LARGER = "2026-11-23-cold-capped.json", "2026-11-23-larger.json"
+BATCHES, ROWS_FILE, RANKS = "2026-11-23-batches.json", "2026-11-23-cache.json", "2026-11-23-ranks.json"
+TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a token", "larger, dense: first pass"
+BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
+EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
+ONE_BY_ONE, BEST = "offload, one by one", "best"
+# A sentence of a page, with its figures left out, and for each of them the file, the case in it, and the arm.
+SENTENCES = [
+    *(
+        (
+            page,
+            r"\*\*([\d.]+ s) per token\*\* from a model 1\.5 times the memory that it may take, "
+            r"where the next best way takes ([\d.]+ s)",
+            [(CAPPED, TOKEN, OURS), (CAPPED, TOKEN, BEST)],
+        )
+        for page in ("README.md", "tutorials/index.md")
+    ),
+    (
+        "README.md",
+        r"takes ([\d.]+ s) per token, where transformers with its disk map takes ([\d.]+ s) \(one round\)",
+        [(LARGER, LARGER_TOKEN, OURS), (LARGER, LARGER_TOKEN, "transformers")],
+    ),
+    (
+        "README.md",
+        r"rows of a cache come from a cold disk in (\d+ ms)",
+        [(ROWS_FILE, "cache, cold: 256 random rows of 8192 B", OURS)],
+    ),
+    (
+        "tutorials/explanation/performance.md",
+        r"the first pass takes ([\d.]+ s) \(plain transformers ([\d.]+ s), its disk map ([\d.]+ s)\), "
+        r"and each token after it reads ([\d.]+ GB)",
+        [
+            (LARGER, LARGER_FIRST, OURS),
+            (LARGER, LARGER_FIRST, IN_MEMORY),
+            (LARGER, LARGER_FIRST, "transformers"),
+            (LARGER, "larger, dense: bytes read, a token", OURS),
+        ],
+    ),
+    (
+        "tutorials/explanation/performance.md",
+        r"a batch of 32 tokens takes ([\d.]+ s), and ([\d.]+ s) with the best of the others",
+        [(BATCHES, BATCH, OURS), (BATCHES, BATCH, BEST)],
+    ),
+    (
+        "tutorials/explanation/performance.md",
+        r"each takes ([\d.]+ s) and reads ([\d.]+ GB); "
+        r"one by one, after a first pass, it is ([\d.]+ s) and ([\d.]+ GB)\.",
+        [
+            (BATCHES, f"{EIGHT}: a batch", OURS),
+            (BATCHES, f"{EIGHT}: bytes read, a batch", OURS),
+            (BATCHES, f"{EIGHT}: a batch", ONE_BY_ONE),
+            (BATCHES, f"{EIGHT}: bytes read, a batch", ONE_BY_ONE),
+        ],
+    ),
+    (
+        "tutorials/explanation/performance.md",
+        r"With 4 tokens generated it is ([\d.]+ s) and ([\d.]+ GB); one by one ([\d.]+ s) and ([\d.]+ GB)\.",
+        [
+            (BATCHES, f"{EIGHT_MADE}: a batch", OURS),
+            (BATCHES, f"{EIGHT_MADE}: bytes read, a batch", OURS),
+            (BATCHES, f"{EIGHT_MADE}: a batch", ONE_BY_ONE),
+            (BATCHES, f"{EIGHT_MADE}: bytes read, a batch", ONE_BY_ONE),
+        ],
+    ),
+    *(
+        (
+            "tutorials/explanation/beyond-one-machine.md",
+            rf"\| {ranks} \| (\d+ ms) \| (\d+ ms) \| (\d+ MB) of \d+ \| (\d+ ms) \| (\d+ ms) \|",
+            [
+                (RANKS, f"ranks, {ranks}: a token", OURS),
+                (RANKS, f"ranks, {ranks}: a token", "plain parallel"),
+                (RANKS, f"ranks, {ranks}: read by a rank to the first token", OURS),
+                (RANKS, f"ranks, {ranks}, 1.5x capped: a token", OURS),
+                (RANKS, f"ranks, {ranks}, 1.5x capped: a token", "plain parallel"),
+            ],
+        )
+        for ranks in (1, 2, 4)
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "sources"), SENTENCES)
+def test_a_figure_in_a_sentence_is_that_of_the_result(page, sentence, sources):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+    [said] = re.findall(sentence, text)
+
+    figures = (said,) if isinstance(said, str) else said
+    assert len(sources) == len(figures)
+    measured = [median_of(*source) for source in sources]
+    assert [] == [pair for pair in zip(figures, measured, strict=True) if not are_one(*pair)]
+
+
+def median_of(file: str, case: str, arm: str) -> float:
+    """Of an arm's rounds; for the best, of the peers'."""
+    figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
+    values = next(one["values"] for one in figures if one["case"] == case)
+    peers = [median(rounds) for name, rounds in values.items() if rounds and not name.startswith(OURS)]
+    return min(peers) if arm == BEST else median(values[arm])
