@@ -85,11 +85,21 @@ def batch(options: argparse.Namespace) -> int:
     if options.json:
         print_json(figures)
     else:
-        print_pairs((name.replace("_", " "), f"{value:.4g}") for name, value in figures.items())
+        print_pairs(
+            (name.replace("_bytes", "").replace("_", " "), _written(name, value)) for name, value in figures.items()
+        )
     if refusals.first:
         refused = f"{counted(refusals.count, 'line')} refused"
         print(f"offload: {refused}, as {errors} says; the first is {refusals.first}", file=sys.stderr)
     return int(refusals.count > 0)
+
+
+def _written(name: str, value: float) -> str:
+    from rich.filesize import decimal
+
+    if "bytes" in name:
+        return decimal(int(value))
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def _results(options: argparse.Namespace, requests: Iterator[tuple[int, Request]]) -> Iterator[Any]:
@@ -255,7 +265,8 @@ class _Progress:
         self.lines += 1
         self._tokens += tokens
         figures = self.figures()
-        said = f"{figures['tokens_per_second']:.3g} tokens/s, {figures['read_bytes_per_line'] / 1e9:.3g} GB read a line"
+        rate, read = (_written(name, figures[name]) for name in ("tokens_per_second", "read_bytes_per_line"))
+        said = f"{rate} tokens/s, {read} read per line"
         self._bar.set_postfix_str(said, refresh=False)
         self._bar.update()
 

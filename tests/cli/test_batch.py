@@ -134,6 +134,17 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
     assert all(said["response"] is None for said in read(errors))
 
 
+def test_figures_are_written_in_full(folder, tmp_path, capsys, monkeypatch):
+    """Not as powers of ten, however many there are."""
+    figures = {"tokens": 1234567, "tokens_per_second": 1234.5, "read_bytes_per_line": 98821.3}
+    monkeypatch.setattr("offload.cli.batch._Progress.figures", lambda _: figures)
+
+    assert 0 == run(folder, written(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl")
+
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {"answered 0", "tokens 1,234,567", "tokens per second 1,234", "read per line 98.8 kB"} <= set(said)
+
+
 def test_without_a_chat_template_messages_are_refused_in_a_sentence(folder, tmp_path, capsys):
     plain = shutil.copytree(folder, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
