@@ -129,7 +129,9 @@ def _column(name: str, said: Any) -> Column:
     if isinstance(said, tuple | list) and len(said) == 2 and isinstance(said[0], torch.dtype):
         dtype, shape = said
         if dtype_named(dtype_name(dtype)) is None:
-            raise CacheError(f"column {name!r}: {dtype} means nothing without its scale: store what dequantize() gives")
+            raise CacheError(
+                f"column {name!r}: {dtype} means nothing without its scale: store the result of dequantize()"
+            )
         if isinstance(shape, Sequence) and not isinstance(shape, str):
             ragged = len(shape) > 0 and shape[0] is None
             return Column(name, RAGGED if ragged else TENSOR, dtype, _sizes(name, shape[1:] if ragged else shape))

@@ -102,7 +102,7 @@ def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[st
     if dense is None:
         raise CheckpointError(
             f"the weights of {source.path} are for kernels of their own ({quantization[0].get('quant_method')}), and "
-            "are not decoded: load the model, and save what its dequantize() gives"
+            "are not decoded: load the model, and save the result of its dequantize()"
         )
     said_dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
     wanted = dtype or next((one for one in said_dtypes if one is not None), None)

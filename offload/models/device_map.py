@@ -111,7 +111,7 @@ def place_of(word: Word, default: torch.device, *, module: str = "") -> Place:
     device: Any = word.removeprefix(f"{ON_DISK}:") if isinstance(word, str) and on_disk else word
     try:
         if device is None:
-            raise TypeError("None is no device")
+            raise TypeError("None is not a device")
         return Place(on_disk, existing(device))
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         where = f" for {module!r}" if module else ""

@@ -178,7 +178,7 @@ def _refuse_strangers(model: nn.Module) -> None:
                 way_out = {"compressed_tensors": "call compressed_tensors.offload.remove_dispatch(model, True) first"}
                 raise UnsupportedOpError(
                     f"the values of {name or 'the model'!r} are held by {package} (a {type(members).__name__}), which "
-                    f"gives out copies of them: {way_out.get(package, 'have it let go of the model first')}"
+                    f"returns copies of them: {way_out.get(package, 'have it release the model first')}"
                 )
 
 

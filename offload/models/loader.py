@@ -354,8 +354,8 @@ def _fill(
     held = held_values(model)
     if held:
         raise DeviceMapError(
-            f"accelerate's hooks hold {len(held)} tensors of this model ({some(held)}), and would put theirs in place "
-            "of what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
+            f"accelerate's hooks hold {len(held)} tensors of this model ({some(held)}), and would put them back "
+            "over what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
         )
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)

@@ -50,14 +50,14 @@ def rebuilt(place: Place, frame: FrameType, kwargs: dict[str, Any]) -> torch.Ten
         tensor.set_(storage, known["storage_offset"], known["size"], known["stride"])
         handle = _STORED.get(storage_id(storage)) or _reference(storage.data_ptr(), storage.nbytes())
         if handle is None and _mapping_at(storage.data_ptr()) is None:
-            log.debug("%s bytes that are loaded stay in memory, which no file is behind", storage.nbytes())
+            log.debug("%s loaded bytes stay in memory: they are not mapped from a file", storage.nbytes())
             return None
         if handle is None:
             layout = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride())
             is_all = layout.nbytes == storage.nbytes() and layout.is_dense
             whole = tensor if is_all else torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage)
             handle = Handle.create(whole, place.name("load"), place.folder)
-            log.debug("%s that is loaded is copied to %s, as it is no entry of its file", layout, handle.path)
+            log.debug("%s is loaded by a copy to %s: it is not an entry of its file", layout, handle.path)
         _STORED[storage_id(storage)] = handle
         _STORAGES[handle] = storage  # while it lives, its address stays unique
         stored = wrap_handle(handle, CPU)

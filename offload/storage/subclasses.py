@@ -120,8 +120,8 @@ def refuse_lossy(tensor: torch.Tensor, name: str) -> None:
     with naming(name):
         if not is_subclass_value(tensor):
             raise UnknownSubclassError(
-                f"{kind.__name__} (of {kind.__module__}) has no __tensor_flatten__: of what it is beside its numbers "
-                "nothing would be stored. Store its parts, or its as_subclass(torch.Tensor)"
+                f"{kind.__name__} (of {kind.__module__}) has no __tensor_flatten__: nothing but its numbers would "
+                "be stored. Store its parts, or its as_subclass(torch.Tensor)"
             )
         _checked_word(tensor)
         lost = sorted(extra for extra in extras_of(tensor) if not extra.startswith("_"))
@@ -147,7 +147,7 @@ def extras_of(tensor: torch.Tensor) -> dict[str, Any]:
         rebuilt = vars(with_inner(tensor, lambda inner: inner))
     except Exception as error:  # classes can raise anything
         raise UnknownSubclassError(
-            f"a {type(tensor).__name__} can't be put together from what its __tensor_flatten__ gives: {error}"
+            f"a {type(tensor).__name__} can't be rebuilt from the result of its __tensor_flatten__: {error}"
         ) from error
     return {name: value for name, value in noted.items() if name not in rebuilt or _differ(value, rebuilt[name])}
 

@@ -292,7 +292,7 @@ def _read(checkpoint: Path) -> _Saved:
         found = _Saved(**{**parts, "left_out": set(parts["left_out"])})
         named: list[Any] = [found.model, found.stateful, found.extra, found.random]
         if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in named):
-            raise TypeError("a part is no dictionary")
+            raise TypeError("a part is not a dictionary")
         if found.optimizer is not None:
             _check_optimizer(found.optimizer)
     except Exception as error:  # malformed parts can raise anything

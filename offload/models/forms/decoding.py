@@ -157,14 +157,13 @@ def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointE
     """The error for pieces that don't match each other."""
     kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
     return CheckpointError(
-        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Get the checkpoint "
-        "again."
+        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Download it again."
     )
 
 
 def missing(name: str, piece: str, tensors: Tensors) -> CheckpointError:
     """The error for a packed weight with a missing piece."""
     return CheckpointError(
-        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which it is decoded with: "
-        "get the checkpoint again"
+        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which is needed to "
+        "decode it: download the checkpoint again"
     )
