@@ -1,8 +1,8 @@
-"""The command `offload` from its first moment on: a terminal shows that torch is being imported, which takes seconds.
+"""The entry point of the command `offload`: a terminal shows that torch is being imported, which takes seconds.
 
 Always true:
 - nothing but the standard library is imported before that is shown
-- off a terminal nothing is shown; on one, the line is gone before anything else is printed
+- without a terminal nothing is shown; on one, the line is erased before anything else is printed
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; gives the exit code."""
+    """Run the command line; returns the exit code."""
     is_seen = _is_terminal()
     if is_seen:
         print("importing torch", end="", file=sys.stderr, flush=True)
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def _is_terminal() -> bool:
-    """Whether both streams go to one that can take a line back."""
+    """Whether both streams go to a terminal that can erase a line."""
     streams = (sys.stdout, sys.stderr)
     return os.environ.get("TERM") not in (None, "dumb", "unknown") and all(one and one.isatty() for one in streams)
 

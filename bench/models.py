@@ -33,7 +33,7 @@ def llama(gigabytes: float = 1.0) -> Path:
 
 
 def llama_with_words(gigabytes: float) -> Path:
-    """As `llama`, with the tokenizer of `minilm`, so that it can be asked in words; what it answers is chance."""
+    """Like `llama`, with the tokenizer of `minilm`, so that prompts can be text; the answers are random."""
     layer = 4 * 2048 * 2048 + 3 * 2048 * 5632
     layers = max(1, round((gigabytes * 1e9 / 2 - 2 * 30_522 * 2048) / layer))
     shape = {"vocab_size": 30_522, "hidden_size": 2048, "intermediate_size": 5632}

@@ -1,8 +1,8 @@
-"""The recording of the README: `python -m bench.recording`, of commands on a terminal.
+"""The terminal recording in the README: `python -m bench.recording`.
 
 Always true:
-- it shows what a terminal was sent, when it was sent; the lines with $ are written in, as the commands were called
-- the commands run in a memory cgroup that is smaller than the model, and nothing of the model is cached at the start
+- it shows what was sent to a terminal, with its timing; the lines with $ are added, with the commands as called
+- the commands run in a memory cgroup smaller than the model, and nothing of the model is cached at the start
 - the same record gives the same drawing, byte for byte
 """
 
@@ -61,17 +61,17 @@ class Record:
 
 
 class Terminal:
-    """Enough of one for what the command sends."""
+    """A terminal that understands what the command sends."""
 
     def __init__(self, columns: int) -> None:
         self.lines = [""]
         self._columns, self._row, self._column = columns, 0, 0
 
     def feed(self, text: str) -> None:
-        """Take what is sent.
+        """Process output.
 
         Raises:
-            ValueError: it is an escape that is not known here.
+            ValueError: it contains an unsupported escape sequence.
         """
         start = 0
         for found in _CONTROL.finditer(text):
@@ -90,7 +90,7 @@ class Terminal:
             self._row = max(0, self._row - int(number or 1))
         elif letter == "K":
             self.lines[self._row] = "" if number == "2" else self.lines[self._row][: self._column]
-        elif letter not in ("m", "h", "l"):  # colours, and whether the cursor is seen
+        elif letter not in ("m", "h", "l"):  # colours, and showing the cursor
             raise ValueError(f"an escape that is not known: {found[0]!r}")
 
     def _write(self, text: str) -> None:
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def read(path: Path = RECORD) -> Record:
-    """What was recorded."""
+    """The stored recording."""
     return Record(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -125,7 +125,7 @@ def recorded(model: Path, limit: int) -> Record:
     """The commands, one after the other, in this many bytes of memory.
 
     Raises:
-        OSError: this process may make no memory cgroup.
+        OSError: this process can't create a memory cgroup.
         CalledProcessError: a command fails.
     """
     terminal, screens = Terminal(_COLUMNS), []
@@ -142,7 +142,7 @@ def recorded(model: Path, limit: int) -> Record:
 
 
 def _sent(words: list[str], folder: Path, limit: int) -> Iterator[str]:
-    """What the command sends to a terminal, as it comes."""
+    """The command's output on a terminal, as it arrives."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (40, _COLUMNS))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
@@ -162,7 +162,7 @@ def _sent(words: list[str], folder: Path, limit: int) -> Iterator[str]:
 
 
 def _read(leader: int) -> bytes:
-    """Empty once all that hold the terminal's other end have closed it, which Linux tells by EIO."""
+    """Empty once the terminal's other end is closed, which Linux reports as EIO."""
     try:
         return os.read(leader, 65536)
     except OSError:
@@ -170,7 +170,7 @@ def _read(leader: int) -> bytes:
 
 
 def _changes(screens: Screens) -> Iterator[tuple[float, list[str]]]:
-    """A tenth of a second apart at least, and without the turns of a spinner."""
+    """At least a tenth of a second apart, with a spinner standing still."""
     still = [(second, [_SPINNER.sub("⠿", line).rstrip() for line in lines]) for second, lines in screens]
     by_time = {round(second, 1): lines for second, lines in still}
     last: list[str] = []
@@ -181,7 +181,7 @@ def _changes(screens: Screens) -> Iterator[tuple[float, list[str]]]:
 
 
 def drawn(record: Record) -> str:
-    """A picture that moves as the terminal did, and stays at its end; where nothing moves, the end alone."""
+    """An animation of the terminal that stops at its end; just the end where animations are off."""
     rows = max(len(lines) for _, lines in record.screens)
     width, height = round(record.columns * _FONT * 0.61) + 2 * _EDGE, rows * _LINE + 2 * _EDGE
     back = '<rect width="100%" height="100%" rx="8" fill="#1f2328"/>'
@@ -193,7 +193,7 @@ def drawn(record: Record) -> str:
 
 
 def _texts(screens: Screens, rows: int) -> Iterator[str]:
-    """Each line that was there for a while, with the while."""
+    """Each line, with the time for which it was visible."""
     for row in range(rows):
         shown = [(lines[row] if row < len(lines) else "", second) for second, lines in screens]
         runs = [next(group) for _, group in groupby(shown, key=lambda one: one[0])]

@@ -234,7 +234,7 @@ def test_ranks_of_a_host_have_a_share_each_of_its_memory(monkeypatch, said, rank
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_ranks_share_what_a_cgroup_allows_and_each_has_all_of_one_for_itself(tmp_path, own, ranks):
-    """What a rank has started is no other rank; where nobody tells who is in a cgroup, it is shared."""
+    """A rank's child processes are not other ranks; if a cgroup's members are unknown, it counts as shared."""
     child = subprocess.Popen(["sleep", "60"])
     try:
         cgroup(tmp_path / "cg" / "a", memory__max=4000, memory__current=0, cgroup__procs=os.getpid())

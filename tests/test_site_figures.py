@@ -94,7 +94,7 @@ TOKEN, LARGER_TOKEN, LARGER_FIRST = "capped, 1.5x: a token", "larger, dense: a t
 BATCH, EIGHT = "batches, dense, 32 tokens, 16 in flight: a batch", "larger-batches, 16 tokens, 8 in flight"
 EIGHT_MADE = "larger-batches, 16 tokens and 4 generated, 8 in flight"
 ONE_BY_ONE, BEST = "offload, one by one", "best"
-# A sentence of a page, with its figures left out, and for each of them the file, the case in it, and the arm.
+# A sentence on a page without its figures, and for each figure the file, the case in it, and the arm.
 SENTENCES = [
     *(
         (
@@ -182,7 +182,7 @@ def test_a_figure_in_a_sentence_is_that_of_the_result(page, sentence, sources):
 
 
 def median_of(file: str, case: str, arm: str) -> float:
-    """Of an arm's rounds; for the best, of the peers'."""
+    """The median of an arm's rounds; for "best", of the best peer's."""
     figures = json.loads((RESULTS / file).read_text(encoding="utf-8"))["figures"]
     values = next(one["values"] for one in figures if one["case"] == case)
     peers = [median(rounds) for name, rounds in values.items() if rounds and not name.startswith(OURS)]

@@ -1,4 +1,4 @@
-"""The recording of a terminal in the README: what `python -m bench.recording` draws from its record."""
+"""The terminal recording in the README is what `python -m bench.recording` draws from its record."""
 
 from __future__ import annotations
 

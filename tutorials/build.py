@@ -121,7 +121,7 @@ MEASURES = {
 
 
 class Docstrings(griffe.Extension):
-    """Has a page understand docstrings as they are written here: several names in one entry, errors without a word."""
+    """Makes pages understand our docstrings: several names in one entry, errors without a description."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
@@ -129,14 +129,14 @@ class Docstrings(griffe.Extension):
 
 
 def in_full(text: str) -> str:
-    """A docstring whose sections give each name an entry of its own."""
+    """The docstring with a separate entry for each name in its sections."""
     text = re.sub(r"(?m)^(Always true:|[^\n]+:)$(?=\n- )", r"\1\n", text)
     text = re.sub(r"(?m)^Example:$", "Examples:", text)
     return _SECTION.sub(lambda found: found[1] + "".join(map(_entries, _ENTRY.findall(found[2]))), text)
 
 
 def _entries(entry: str) -> str:
-    """One for each name that stands before the colon; an error without a colon says what it says of itself."""
+    """One for each name before the colon; an error without a colon gets its own docstring."""
     named = re.match(r" {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", entry)
     if named:
         return "".join(f"    {name}:{entry[named.end() :]}" for name in named[1].split(", "))
@@ -168,7 +168,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: Any) -> str:
-    """Fill what stands in comments.
+    """Replace comments by generated content.
 
     These are `chart: FILE | CASE | TITLE`, `charts: FILE`, `memory: FILE`, `picture: FILE | TEXT` and `summary`.
     """
@@ -219,9 +219,9 @@ def _figure(measured: dict[str, Any], case: str) -> dict[str, Any]:
 
 
 def bars(figure: dict[str, Any], title: str = "") -> str:
-    """A chart of one figure: the median of each arm, the least first, and the limit.
+    """A chart of one figure: the median of each arm, smallest first, and the limit.
 
-    It is a table and not a drawing, so that a phone shows its words in the size of the page's.
+    It is a table, not a drawing, so that its text has the page's size on a phone.
     """
     medians = dict(sorted(_medians(figure).items(), key=lambda pair: pair[1]))
     if figure["limit"]:
@@ -237,7 +237,7 @@ def bars(figure: dict[str, Any], title: str = "") -> str:
 
 
 def summary(root: Path) -> Iterator[str]:
-    """A table of the figures that matter most, of the newest of the runs that are quoted."""
+    """A table of the most important figures, from the newest of the quoted runs."""
     yield "| measured | offload | best peer | limit |"
     yield "| --- | --- | --- | --- |"
     for file, case in SUMMARY:
@@ -250,7 +250,7 @@ def summary(root: Path) -> Iterator[str]:
 
 
 def said(case: str) -> str:
-    """What a case measures, in the words of a reader."""
+    """What a case measures, in plain words."""
     setting, _, measure = case.partition(": ")
     return f"{_worded(SETTINGS, setting)}: {_worded(MEASURES, measure)}"
 

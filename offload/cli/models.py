@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from offload.report.page import Recording
 
 ONLY_TOKENS = {"return_token_type_ids": False}
-"""For a tokenizer: a language model takes no numbers of segments, which some would give by default."""
+"""For a tokenizer: language models take no segment ids, which some tokenizers return by default."""
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 
@@ -105,7 +105,7 @@ def add_revision(command: argparse.ArgumentParser) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Print what a language model on disk makes of a prompt, token by token; then, on standard error, its speed."""
+    """Print how a language model on disk continues a prompt, token by token; then, on standard error, its speed."""
     folder = folder_of_model(options)
     with doing("importing transformers"):
         import torch
@@ -218,7 +218,7 @@ def loaded_model(folder: Path, options: argparse.Namespace) -> Any:
         from offload.integrations.transformers import from_pretrained
         from offload.models.device_map import ON_DISK
 
-        disable_progress_bar()  # that of loading weights, of which none is loaded, would cross the line above
+        disable_progress_bar()  # for loading weights: it would overwrite the line above, and no weight is loaded
         device_map = ON_DISK if options.device is None else f"{ON_DISK}:{options.device}"
         chosen = {"dtype": options.dtype, "max_memory": options.max_memory}
         return from_pretrained(folder, device_map=device_map, offload_dir=options.offload_dir, **chosen)

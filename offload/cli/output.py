@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# What neighbours log when they are imported, of kernels that nothing here calls: the logger, and words of it.
+# Irrelevant log lines of third-party imports, about unused kernels: the logger, and words in the line.
 _AT_IMPORT = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": " is an Enum subclass and is now natively supported",

@@ -60,7 +60,7 @@ def _add_folders(command: argparse.ArgumentParser, *sources: str) -> None:
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    """The model's, which has a configuration beside its weights."""
+    """The folder of the model, which needs a configuration beside its weights."""
     folder = folder_of_model(options)
     if not is_folder(folder):
         raise CheckpointError(

@@ -65,7 +65,7 @@ def quantize_(
         config: a configuration of torchao; or transformers' `TorchAoConfig` of one, for a transformers model, of which
             then the layers are quantized that transformers would: not its head.
         filter_fn: which modules, by module and full name; None for torchao's choice, the linear layers.
-        device: the device to bring a module to first, as torchao has it.
+        device: the device to move a module to first, as in torchao.
         resume: continue the run of this name; True for the only one. If there is none, it starts.
         progress: show a bar, on a terminal.
 

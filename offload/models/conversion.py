@@ -60,7 +60,7 @@ def convert_checkpoint(
         target: the new folder; it may be there if it is empty.
         dtype, max_shard_size: see `save_checkpoint`.
         to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
-        dequantize: of a quantized checkpoint, or a GGUF file, write the dense one that transformers makes of it in
+        dequantize: for a quantized checkpoint, or a GGUF file, write the dense one that transformers would have in
             memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration.
 
     Returns:

@@ -108,7 +108,7 @@ def map_values(
     strict_shape: bool = True,
     strict_dtype: bool = True,
 ) -> MapReport:
-    """Replace values with what a function makes of them, one at a time.
+    """Replace values with the results of a function, one at a time.
 
     A value on disk is replaced as `OffloadedTensor.update_values` does, and stays on disk; one in memory is replaced
     in memory. Tied weights are one value, and stay tied.

@@ -198,7 +198,7 @@ def plan(
 
 
 def _options(max_memory: int | float | str | None, device: torch.device | str | None) -> str:
-    """What was asked for, for the commands that do it; a share of memory has no words there."""
+    """The request as options for the suggested commands, which have none for a fraction of memory."""
     said = {"--max-memory": None if isinstance(max_memory, float) else max_memory, "--device": device}
     return "".join(f" {option} {shlex.quote(str(value))}" for option, value in said.items() if value is not None)
 

@@ -41,7 +41,7 @@ _MOST_PENDING = 64 << 20  # bytes that may wait for the writer before forward ha
 def offload_activations(
     *, offload_dir: str | os.PathLike[str] | None = None, min_bytes: int | float | str = "1MiB"
 ) -> Iterator[None]:
-    """Inside, what autograd saves for backward goes to disk, as soon as nobody else holds it in memory.
+    """Inside, tensors that autograd saves for backward go to disk as soon as nothing else holds them in memory.
 
     Backward reads it ahead, in reverse order, and may run after the block. Gradients are those of plain tensors, bit
     for bit. Only graphs that are recorded by this thread inside the block are concerned. It works together with

@@ -135,7 +135,7 @@ def test_bad_lines_are_told_and_do_not_stop_the_others(folder, tmp_path):
 
 
 def test_figures_are_written_in_full(folder, tmp_path, capsys, monkeypatch):
-    """Not as powers of ten, however many there are."""
+    """Not in scientific notation, however large they are."""
     figures = {"tokens": 1234567, "tokens_per_second": 1234.5, "read_bytes_per_line": 98821.3}
     monkeypatch.setattr("offload.cli.batch._Progress.figures", lambda _: figures)
 

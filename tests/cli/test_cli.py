@@ -123,7 +123,7 @@ def test_generate_without_a_tokenizer_says_so(llama_folder: Path, capsys: pytest
 def test_generate_takes_a_tokenizer_that_numbers_segments(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As that of a BERT does, whose `token_type_ids` no language model knows."""
+    """Like BERT's, which returns `token_type_ids`, unknown to language models."""
     shutil.copytree(llama_folder, tmp_path / "model")
     _tokenizer(tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"
@@ -637,7 +637,7 @@ def test_a_size_that_is_none_is_a_wrong_command_line(tmp_path: Path, capsys: pyt
 def test_a_package_that_is_missing_is_told_with_its_name_and_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "py_arrow", None)  # as if it was not installed
+    monkeypatch.setitem(sys.modules, "py_arrow", None)  # as if it were not installed
     monkeypatch.setattr("offload.cli.files.inspect", lambda _: __import__("py_arrow"))
 
     assert 1 == cli.main(["inspect", str(tmp_path)])

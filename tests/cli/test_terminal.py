@@ -122,7 +122,7 @@ def _on_a_terminal(*words: str) -> list[str]:
 
 
 def _sent_to_a_terminal(command: list[str]) -> str:
-    """All that a command sends to one of 80 columns, with what moves the cursor."""
+    """Everything that a command sends to a terminal of 80 columns, including cursor movements."""
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, 80))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}

@@ -195,7 +195,7 @@ def by_tensor(model: nn.Module) -> None:
 
 
 def by_uneven_rows(model: nn.Module) -> None:
-    """Heads can't be divided by three; of 128 rows, and columns, three ranks have 43, 43 and 42."""
+    """Heads can't be divided by three; 128 rows or columns are split into 43, 43 and 42."""
     styles = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
     layouts: dict[Any, Any] = {
         ColwiseParallel: {"output_layouts": Replicate()},

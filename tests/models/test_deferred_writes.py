@@ -202,7 +202,7 @@ def test_data_of_another_kind_is_refused(stored, numbers):
     assert torch.equal(numbers, tensor.materialize())
 
 
-# Rows that are set to a number
+# Setting rows to a number
 
 
 def set_by_item(rows, number):
@@ -223,7 +223,7 @@ SETTINGS = {
 @pytest.mark.parametrize("way", [way for name, way in WAYS.items() if name != "computed"])  # which is in our file
 @torch.no_grad()
 def test_rows_are_set_to_a_number_and_nothing_is_written(way, setting, rows, stored, numbers, tmp_path, private_place):
-    """They are part of the recipe, in the named folder too; views see them, and copies made before do not."""
+    """They become part of the recipe, even with a named folder; views see them, copies made before do not."""
     plain = way(numbers.clone(), numbers + 100).clone()
     copied, tensor = plain.clone(), one_of(way, stored)
     before, view, parameter = tensor.clone(), tensor[1:], torch.nn.Parameter(tensor)
@@ -273,7 +273,7 @@ def test_what_are_no_whole_rows_is_written_to(part, stored, numbers):
 
 @torch.no_grad()
 def test_rows_of_what_was_written_to_go_to_the_folder_that_is_named(stored, numbers, tmp_path):
-    """The value in a private folder would go with it."""
+    """A value in a private folder would be removed with it."""
     tensor = deferred(stored["w"])
     tensor.mul_(2)
     copied = tensor.clone()
@@ -298,7 +298,7 @@ def test_a_number_that_has_no_place_is_refused_at_once(stored, numbers):
 
 @torch.no_grad()
 def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monkeypatch):
-    """The others are not read, nor is there room made for them."""
+    """The others are not read, and no memory is allocated for them."""
     table = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
     save_file({"w": table}, tmp_path / "model.safetensors")
     tensor = deferred(offload.load_file(tmp_path / "model.safetensors")["w"])
@@ -318,7 +318,7 @@ def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monk
 @pytest.mark.parametrize(("name", "class_name"), [("zaya", "ZayaForCausalLM"), ("chinese_clip", "ChineseCLIPModel")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_sets_some_of_its_values_while_it_is_loaded(name, class_name, dtype, tmp_path, private_place):
-    """Their `_init_weights` do so also where the checkpoint has them; that writes nothing."""
+    """Their `_init_weights` do so even for values in the checkpoint; that writes nothing."""
     import transformers
 
     from bench.architectures import prepared

@@ -1,8 +1,8 @@
 """compressed-tensors weights, as published by llm-compressor: packed integers, and small floats with scales.
 
 Always true:
-- the pieces present determine which weights are packed; how, is told by the configuration group that matches the
-  layer: by name, by regular expression, or by class
+- the pieces present determine which weights are packed; the configuration group that matches the layer says how, by
+  name, by regular expression, or by class
 - arithmetic is that of the package's `decompress`: (number - zero point) * scale, in the scale's dtype; except that
   8-bit floats of experts with a scale per row are multiplied in float32, as in transformers
 - decoders return float32; rounding to the dtype of the scale is left to the copy
