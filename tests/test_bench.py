@@ -60,6 +60,7 @@ def figure():
     return Figure("a case", "s", values, [1.0, 4.0, 2.0], "the best", {"absent": "absent is not installed"})
 
 
+@pytest.mark.timeout(900)  # some hundred processes, each of which imports torch
 def test_a_toy_run_has_every_case_and_every_arm_with_the_same_answers_or_a_reason(tmp_path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bench", "--quick", "--out", str(tmp_path / "out")]
