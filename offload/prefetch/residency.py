@@ -12,7 +12,6 @@ Always true:
 - a budget never exceeds what the machine and its cgroups have room for
 
 Functions that change a plan return the values to evict; the caller drops them after releasing the lock.
-lock then.
 """
 
 from __future__ import annotations
