@@ -35,7 +35,7 @@ COMMANDS = (
     "offload plan {model}",
     'offload generate {model} --prompt "Once upon a time" --max-new-tokens 12',
 )
-_COLUMNS, _FONT, _LINE, _EDGE = 74, 13, 19, 14
+_COLUMNS, _FONT, _LINE, _EDGE = 60, 13, 19, 14
 _SPINNER = re.compile("[⠁-⣿]")
 _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]")
 _STYLE = (
@@ -182,9 +182,9 @@ def _changes(screens: Screens) -> Iterator[tuple[float, list[str]]]:
 
 def drawn(record: Record) -> str:
     """An animation of the terminal that stops at its end; just the end where animations are off."""
-    rows = max(len(lines) for _, lines in record.screens)
+    rows = max(number for _, lines in record.screens for number, line in enumerate(lines, start=1) if line)
     width, height = round(record.columns * _FONT * 0.61) + 2 * _EDGE, rows * _LINE + 2 * _EDGE
-    back = '<rect width="100%" height="100%" rx="8" fill="#1f2328"/>'
+    back = '<rect x="0.5" y="0.5" width="99.8%" height="99.8%" rx="8" fill="#1f2328" stroke="#3d444d"/>'
     texts = "\n".join(_texts(record.screens, rows))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
