@@ -30,7 +30,7 @@ from offload.models.loader import finish_loading, refuse_other_names, refuse_to_
 from offload.models.pretrained import Dense, Waiting, filled, without_quantization
 from offload.models.slots import tensor_slots
 from offload.storage.reasons import first_line, reading
-from offload.storage.regular import is_folder
+from offload.storage.regular import is_folder, is_there
 from offload.storage.state_file import read_json
 from offload.tensor.arguments import floating_dtype
 
@@ -183,13 +183,15 @@ def model_on_meta(folder: Path, model_class: Any = None, config: Any = None, **o
 
 
 def class_of(folder: Path) -> Any:
-    """The class named in a model's configuration, from which it was saved; None if transformers has none.
+    """The class named in a model's configuration, from which it was saved; None if there is none in transformers.
 
     Raises:
         CorruptFileError: the configuration can't be read.
     """
     import transformers
 
+    if not is_there(folder / "config.json"):
+        return None
     config = read_json(folder / "config.json", "a model's configuration")
     names = config.get("architectures") if isinstance(config, dict) else None
     name = names[0] if isinstance(names, list) and names else None

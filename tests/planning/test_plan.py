@@ -244,6 +244,9 @@ def test_what_is_no_model_is_said(tmp_path: Path, saved: Any) -> None:
             offload.plan(folder, **options)
     with pytest.raises(CheckpointError, match=r"no config\.json|no checkpoint|is not a checkpoint|holds no"):
         offload.plan(tmp_path)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"^{folder} has no config\.json, so it is not a transformers model"):
+        offload.plan(folder)
 
 
 def test_a_model_without_a_cache_of_keys_has_none(tmp_path: Path) -> None:
