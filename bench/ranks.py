@@ -138,17 +138,18 @@ def trial(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     others = dist.FileStore(str(store), world)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=others, timeout=timedelta(seconds=_PATIENCE))
-    Decoder(_loaded(arm, folder))
+    cuts = store.parent / "cuts"
+    Decoder(_loaded(arm, folder, cuts))
     gc.collect()
     dist.barrier()
     if not rank:
-        make_cold(files_in(folder))
+        make_cold(files_in(folder, cuts))
     dist.barrier()
     if budget is not None:
         groups[rank].join()
         limit_memory(arm, budget)
     before = read_bytes()
-    decoder = Decoder(_loaded(arm, folder))
+    decoder = Decoder(_loaded(arm, folder, cuts))
     decoder.step()
     loaded = read_bytes()
     start = time.perf_counter()
@@ -160,13 +161,13 @@ def trial(
     return RankTrial(seconds / tokens, loaded - before, read / tokens, share, decoder.tokens)
 
 
-def _loaded(arm: str, folder: Path) -> Any:
+def _loaded(arm: str, folder: Path, cuts: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     import offload
 
     if arm == OURS:
-        return offload.from_pretrained(folder, tp_plan="auto")
+        return offload.from_pretrained(folder, tp_plan="auto", offload_dir=cuts, store=True)
     return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
 
 
