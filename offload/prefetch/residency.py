@@ -269,14 +269,12 @@ class Pool:
     @property
     def window(self) -> int:
         """Bytes that may be read ahead, in use, or not yet dropped: what the disk delivers in a quarter second."""
-        if self.fixed_window is not None:
-            return self.fixed_window
-        return min(max(WINDOW, int(self.rate * _AHEAD)), self.widest)
+        return self._window_beside(self._room)
 
     @property
     def widest(self) -> int:
         """Bytes that the window may grow to for the next few values, if these are large."""
-        return max(WINDOW, int(self._room * _PART)) if self.fixed_window is None else self.fixed_window
+        return self._widest_beside(self._room)
 
     @property
     def most_at_a_time(self) -> int:
@@ -301,7 +299,16 @@ class Pool:
         available = (self._available or available_bytes)()
         if self.max_memory is None:
             return int(available * _SHARE)
-        return max(0, min(self.max_memory, available - self.window))
+        room = min(self.max_memory, available)
+        return max(0, min(room, available - self._window_beside(room)))  # not beside the room that there was before
+
+    def _window_beside(self, room: int) -> int:
+        if self.fixed_window is not None:
+            return self.fixed_window
+        return min(max(WINDOW, int(self.rate * _AHEAD)), self._widest_beside(room))
+
+    def _widest_beside(self, room: int) -> int:
+        return max(WINDOW, int(room * _PART)) if self.fixed_window is None else self.fixed_window
 
     def values(self) -> list[Value]:
         """The live ones, in order of arrival."""

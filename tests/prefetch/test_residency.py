@@ -58,6 +58,21 @@ def test_a_budget_is_never_more_than_what_is_available(monkeypatch: pytest.Monke
     assert 8 == len(kept(values_of(Pool(15 * MIB, 2 * MIB), [MIB] * 20)))
 
 
+def test_a_budget_set_after_reading_without_one_leaves_room_for_its_own_window():
+    """The window of all memory on a fast disk would be more than a small budget."""
+    available = [100 << 30]
+    pool = Pool(available=lambda: available[0])
+    pool.reconsider(anew=True)
+    pool.learn_rate(2 << 30, 1.0)
+    assert 512 * MIB == pool.window
+    available[0], pool.max_memory = 500 * MIB, 400 * MIB
+
+    pool.reconsider(anew=True)
+
+    assert 400 * MIB == pool.room
+    assert 64 * MIB == pool.window
+
+
 @given(sizes=st.lists(st.integers(SMALL + 1, 8 * MIB), max_size=40), budget=st.integers(0, 100 * MIB))
 def test_the_budget_is_kept_and_used(sizes: list[int], budget: int):
     """The remainder is smaller than any value that does not stay."""
