@@ -39,6 +39,7 @@ def add_to(commands: Any) -> None:
         help="the kind of folder to write (default: %(default)s)",
     )
     command.add_argument("--dequantize", action="store_true", help="of a quantized checkpoint, write the dense one")
+    command.add_argument("--resume", action="store_true", help="go on with a run of --dequantize that was killed")
     command.set_defaults(run=convert)
 
     looking = commands.add_parser("inspect", help="list the tensors of a checkpoint", description=inspect.__doc__)
@@ -77,6 +78,7 @@ def convert(options: argparse.Namespace) -> None:
         max_shard_size=options.max_shard_size,
         to_offload_folder=options.to == "offload",
         dequantize=options.dequantize,
+        resume=options.resume,
     )
     print_written(options.target)
 

@@ -1,7 +1,8 @@
 """A checkpoint in another form: other dtype, other shards, dequantized, as safetensors, as an offload folder.
 
 Always true:
-- the new folder appears complete or not at all, and the old one is only read
+- the new folder appears complete or not at all, and the old one is only read; a run that dequantizes keeps its finished
+  files beside the new folder until then
 - no value is in memory as a whole, except a quantized one that is cast
 - configuration and tokenizer are copied, code and other weights are not
 """
@@ -10,24 +11,26 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.errors import CheckpointError, CorruptFileError, ForeignFileError, JournalError
+from offload.errors import ArgumentError, CheckpointError, CorruptFileError, ForeignFileError, JournalError
 from offload.models.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
 from offload.models.deferred import DeferredTensor, deferred
 from offload.models.forms.decoding import unpacked
 from offload.models.forms.gguf import dense_model
 from offload.models.forms.torchao import PARTS_NOTE
-from offload.models.saving import save_checkpoint
+from offload.models.saving import save_checkpoint, save_file_by_file
 from offload.progress import progress
+from offload.storage.folders import file_name
 from offload.storage.layout import dtype_name, dtype_named
-from offload.storage.reasons import reading
+from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, is_folder, is_there
-from offload.storage.replacing import made_folder, put_file, replacing_folder
+from offload.storage.replacing import made_folder, put_file, refuse_filled, replacing_folder, sync_folder
 from offload.storage.state_file import Kind, read_json, read_state, write_state
 from offload.tensor.guests import CPU
 from offload.tensor.saved import subclass_value
@@ -52,6 +55,7 @@ def convert_checkpoint(
     max_shard_size: int | str = "5GB",
     to_offload_folder: bool = False,
     dequantize: bool = False,
+    resume: bool = False,
 ) -> Path:
     """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
 
@@ -62,29 +66,63 @@ def convert_checkpoint(
         to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
         dequantize: for a quantized checkpoint, or a GGUF file, write the dense one that transformers would have in
             memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration.
+        resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
 
     Returns:
         The new folder.
 
     Raises:
         ForeignFileError: `target` is there and not empty.
+        JournalError: a run of `dequantize` was begun and `resume` does not say to go on; or it was one with other
+            arguments.
+        ArgumentError: `resume` without `dequantize`.
         CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
             to be dequantized, and is dense; no JSON in its `config.json`.
         MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
     """
-    opened = open_checkpoint(source)
-    config, values = _dequantized(opened, dtype) if dequantize else (None, opened)
-    with replacing_folder(absolute(target)) as folder:
+    opened, target = open_checkpoint(source), absolute(target)
+    if dequantize:
+        said = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
+        run = {**said, "max_shard_size": max_shard_size, "source": identities_of(opened)}
+        _convert_dense(opened, target, dtype, run, resume=resume)
+        return target
+    if resume:
+        raise ArgumentError("only a run that dequantizes is gone on with: others leave nothing behind. Run it again")
+    with replacing_folder(target) as folder:
         if is_folder(opened.path):
             with reading(opened.path):
-                copy_companions(opened.path, folder, dtype, config)
-        elif config is not None:
-            put_file(folder / _CONFIG, _text_of(config))
+                copy_companions(opened.path, folder, dtype)
         if to_offload_folder:
-            _write_one_by_one(values, folder, dtype)
+            _write_one_by_one(opened, folder, dtype)
         else:
-            save_checkpoint(values, folder, max_shard_size, dtype=dtype)
-    return absolute(target)
+            save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
+    return target
+
+
+def _convert_dense(
+    source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Mapping[str, Any], *, resume: bool
+) -> None:
+    """Write the dense checkpoint to the folder beside the target, file by file, and then give that its name."""
+    refuse_filled(target)
+    config, values = _dequantized(source, dtype)
+    made_folder(target.parent)
+    work = work_beside(target, run, resume=resume)
+    made_folder(work)
+    if run["to_offload_folder"]:
+        there = {path.name for path in work.iterdir()}
+        left = {name: tensor for name, tensor in values.items() if file_name(name) not in there}
+        _write_one_by_one(left, work, dtype)
+    else:
+        save_file_by_file(values, work, run["max_shard_size"], dtype=dtype)
+    if is_folder(source.path):
+        with reading(source.path):
+            copy_companions(source.path, work, dtype, config)
+    else:
+        put_file(work / _CONFIG, _text_of(config))
+    with writing(target):
+        os.rename(work, target)
+        (target / _RUN).unlink()
+    sync_folder(target.parent)
 
 
 def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, OffloadedTensor]]:

@@ -173,6 +173,26 @@ def save_checkpoint(
     return targets
 
 
+def save_file_by_file(
+    tensors: Mapping[str, torch.Tensor], folder: PathLike, max_shard_size: int | str, *, dtype: torch.dtype | None
+) -> None:
+    """As `save_checkpoint`, to a folder that keeps each file once it is whole: those that are there are not made again.
+
+    Args:
+        tensors, max_shard_size, dtype: see `save_checkpoint`; they are those that the files there were made with.
+        folder: one of ours.
+
+    Raises: as `save_checkpoint`
+    """
+    plan, folder = _plan(tensors, dtype), absolute(folder)
+    files = _shards(plan, _positive(max_shard_size))
+    made_folder(folder, plan.nbytes)
+    for path in [folder / name for name in files] + ([folder / _INDEX] if len(files) > 1 else []):
+        if not is_there(path):
+            with replacing_all([path], plan.nbytes) as temporaries:
+                _write_all(plan, files, temporaries, plan.parts)
+
+
 # What will be written
 
 
@@ -466,7 +486,8 @@ def _write_all(
     plan: _Plan, files: Mapping[str, list[str]], temporaries: Mapping[Path, Path], mine: Mapping[str, _Part]
 ) -> None:
     """Create the files and write this rank's values, leaving room for the others."""
-    with progress_in_bytes(plan.nbytes, "saving", shown=bool(mine)) as advance:
+    nbytes = sum(plan.parts[key].layout.nbytes for path in temporaries for key in files.get(path.name, ()))
+    with progress_in_bytes(nbytes, "saving", shown=bool(mine)) as advance:
 
         def fill(fd: int, key: str, start: int) -> None:
             if key in mine:

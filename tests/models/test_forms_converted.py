@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -75,6 +79,75 @@ def test_one_file_a_value_holds_the_dense_value(tmp_path: Path) -> None:
     found = offload.load_file(tmp_path / "target")
     assert plain.keys() == found.keys()
     assert all(torch.equal(value, offload.materialize(found[key])) for key, value in plain.items())
+
+
+# Arguments: those of the command line, and how many files are put in place before the process is killed.
+KILLED = """
+    import os, signal, sys
+    from offload import cli
+
+    left = int(sys.argv[-1])
+
+    def killing(put):
+        def counted(source, target, **options):
+            global left
+            put(source, target, **options)
+            left -= str(target).endswith(".safetensors")
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return counted
+
+    os.replace, os.link = killing(os.replace), killing(os.link)
+    cli.main(sys.argv[1:-1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("fp8-llama", "safetensors"), ("bnb-nf4", "safetensors"), ("gguf-q4_k_m", "safetensors"), ("bnb-nf4", "offload")],
+)
+def test_after_a_kill_the_rest_is_dequantized(
+    name: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is whole is not made again; no other run goes on with it, and nothing else is left in the end."""
+    form, source, target = FORMS[name], tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    form.write(source)
+    taken = str(source / form.options.get("gguf_file", ""))
+    words = ["convert", taken, str(target), "--dequantize", "--max-shard-size", "60KB", "--to", to]
+
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), *words, "3"], capture_output=True, check=False
+    )
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "target.partial").glob("*.safetensors")}
+    others = [cli.main(words), cli.main([*words, "--resume", "--dtype", "float16"])]
+    said = capsys.readouterr().err
+    assert 0 == cli.main([*words, "--resume"])
+
+    assert -signal.SIGKILL == killed.returncode, killed.stderr
+    assert 3 == len(done)
+    assert [1, 1] == others
+    assert "holds a run that was not finished" in said
+    assert "holds a run with another dtype" in said
+    assert list(done.values()) == [(target / path.name).stat().st_mtime_ns for path in done]
+    assert {"source", "target"} == {path.name for path in tmp_path.iterdir()}
+    assert [] == [path.name for path in target.iterdir() if path.name.startswith(".")]
+    assert len(list(target.glob("*.safetensors"))) > 4
+    convert_checkpoint(taken, tmp_path / "at once", max_shard_size="60KB", dequantize=True)
+    expected, found = (offload.load_file(folder) for folder in (tmp_path / "at once", target))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key].materialize(), value.materialize()) for key, value in found.items())
+    if to == "safetensors":
+        assert torch.equal(outcome(form.plain(source)).logits, outcome(loaded()(target)).logits)
+
+
+def test_only_a_run_that_dequantizes_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FORMS["llama"].write(tmp_path)
+
+    assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "target"), "--resume"])
+
+    assert "only a run that dequantizes is gone on with" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.parametrize(
