@@ -367,8 +367,7 @@ memory: where they do not, some processors give other last bits in float32.
 - {DIFFERS}: the model on disk is not equal
 
 Recipes are values that the checkpoint holds in another form: joined, cut, cast or laid out anew at each read.
-Written are the bytes that loading the model wrote: values that are in no checkpoint, and those that the model's own
-class writes to when it is loaded.
+Written are the bytes that loading the model wrote: values that are in no checkpoint, which its class makes.
 """
 
 

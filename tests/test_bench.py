@@ -29,6 +29,7 @@ CASES = (
     "cold",
     "capped",
     "larger",
+    "larger-packed",
     "plan",
     "batches",
     "larger-batches",

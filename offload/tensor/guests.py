@@ -214,14 +214,14 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
 class Traced:
     """Stands in for a handle while a compiler traces: the value is one of the compiler's tensors."""
 
-    __slots__ = ("generation", "inner")
+    __slots__ = ("generation", "inner", "recipe")
     owned = True
     has_holes = False
-    recipe = None
     composed = None
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
+        self.recipe: dict[str, Any] | None = {} if is_subclass_value(inner) else None
         self.generation = 0
 
     def base(self) -> torch.Tensor:

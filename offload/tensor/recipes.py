@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from offload.memory import count_freed
 from offload.prefetch.engine import brought_in, coming
 from offload.prefetch.tables import runs_of
 from offload.storage.file import TensorFile
@@ -32,6 +33,7 @@ from offload.tensor.rooms import room
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
+_TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back takes some ms
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
@@ -623,6 +625,9 @@ class Decoded(Plain):
             if self.is_divisible and stop - begin == 1:
                 inside = low
             _put_rows(place[low - start : high - start], self.decode(*given), low - inside, self.layout.dtype)
+        count_freed(
+            place.nbytes // _TRIMMED
+        )  # of the blocks: what stays, as of experts that are new, settles among them
 
     def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows to compute at a time: of whole granules, or within one."""

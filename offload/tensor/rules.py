@@ -246,7 +246,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Cut the twin: nothing is read."""
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
-        return read(func, args, kwargs)
+        is_exported = type(base) is OffloadedTensor and type(base._handle) is Traced
+        return _view_inside(func, args, kwargs) if is_exported else read(func, args, kwargs)
     if type(base._handle) is Traced:
         with DisableTorchFunctionSubclass():
             twins = func(current_twin(base), *args[1:], **kwargs)
@@ -256,6 +257,28 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     else:
         twins = func(current_twin(base), *args[1:], **kwargs)
     return view_of(base, twins) if isinstance(twins, torch.Tensor) else [view_of(base, twin) for twin in twins]
+
+
+def _view_inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A view of a value of torchao's class, in a program that is exported: it consists of ops below such classes.
+
+    Most have no `t`, of which `linear` makes use there; that of NF4 gives itself.
+    """
+    kind = type(args[0]._handle.base())
+    try:
+        view = read(func, args, kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise _not_exported(kind) from error
+    if func is torch.ops.aten.t.default and view.shape != args[0].shape[::-1]:
+        raise _not_exported(kind)
+    return view
+
+
+def _not_exported(kind: type) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"a {kind.__name__} on disk can't be exported, since that class has no `t`: call offload.materialize(model) "
+        "first. torch.compile takes it as it is"
+    )
 
 
 def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:

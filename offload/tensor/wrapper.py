@@ -452,6 +452,8 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def _guest(self) -> torch.Tensor:
+        if type(self._handle) is Traced and not torch.compiler.is_exporting():
+            return self._handle.inner
         with no_functions(), no_modes():
             return sent_to(where_torch_expects(mapped_value(self), self._handle, self._twin), self._target)
 
@@ -569,6 +571,9 @@ class OffloadedTensor(torch.Tensor):
     ) -> Any:
         if _holds_subclass(args) or (kwargs and _holds_subclass(kwargs.values())):
             rule = FUNCTIONS.get(INNER)
+            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+                args = [one._guest if type(one) is OffloadedTensor else one for one in args]
+                return func(*args, **{key: getattr(one, "_guest", one) for key, one in (kwargs or {}).items()})
         elif kwargs and kwargs.get("out") is not None:
             rule = FUNCTIONS[OUT]
         else:
@@ -584,9 +589,7 @@ class OffloadedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = RULES.get(func)
-        if rule is None:
-            rule = RULES[func] = RULES[BY_SCHEMA](func)
+        rule = RULES.get(func) or RULES.setdefault(func, RULES[BY_SCHEMA](func))
         return rule(func, args, kwargs or {})
 
     def _on_cpu(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor
-from offload.errors import StaleViewError
+from offload.errors import StaleViewError, UnsupportedOpError
 from offload.storage import subclasses
 from tests.processes import run_script
 from tests.quantized import WEIGHT_ONLY, identical, outcome
@@ -123,6 +123,58 @@ def test_every_quantized_weight_is_opened_by_another_process(tmp_path: Path) -> 
     """
 
     assert f"{len(WEIGHT_ONLY)}\n" == run_script(script, tmp_path)
+
+
+IN_MEMORY_ONLY = {"codebook", "gguf"}  # of one compilers make nothing in memory either; the other's class has no repr
+EXPORTED = {"float8", "float8-e5m2", "float8-tensor", "nvfp4"}
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that another test compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layers(config: str) -> tuple[nn.Linear, nn.Linear]:
+    """A quantized layer, in memory and on disk."""
+    made = []
+    in_memory = quantized(config, torch.bfloat16).detach()
+    for value in (in_memory, OffloadedTensor.from_original_tensor(in_memory, "w")):
+        layer = nn.Linear(256, 64, dtype=torch.bfloat16, bias=False)
+        layer.weight = nn.Parameter(value, requires_grad=False)
+        made.append(layer)
+    return made[0], made[1]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("config", sorted(WEIGHT_ONLY.keys() - IN_MEMORY_ONLY))
+def test_a_compiled_layer_gives_what_it_gives_in_memory(config: str) -> None:
+    """In one graph, for rows and for batches of them, called again."""
+    in_memory, on_disk = layers(config)
+
+    compiled = torch.compile(on_disk, backend="aot_eager", fullgraph=True)
+
+    with torch.no_grad():
+        for x in (torch.randn(3, 256), torch.randn(3, 256), torch.randn(2, 3, 256)):
+            assert torch.equal(in_memory(x.bfloat16()), compiled(x.bfloat16()))
+    assert offload.is_offloaded(on_disk.weight)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("config", sorted(WEIGHT_ONLY.keys() - IN_MEMORY_ONLY))
+def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_to_do(config: str) -> None:
+    in_memory, on_disk = layers(config)
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+
+    if config in EXPORTED:
+        assert torch.equal(in_memory(x), torch.export.export(on_disk, (x,)).module()(x))
+        return
+    with pytest.raises(UnsupportedOpError, match=r"can't be exported.*offload\.materialize\(model\)"):
+        torch.export.export(on_disk, (x,))
+    offload.materialize(on_disk)
+    assert torch.equal(in_memory(x), torch.export.export(on_disk, (x,)).module()(x))
 
 
 def test_a_module_says_what_its_weights_are() -> None:

@@ -1,0 +1,118 @@
+"""A packed mixture of experts that is larger than the memory of the machine: loading, and tokens.
+
+Always true:
+- no budget is set, and nothing of the checkpoint is cached when it is loaded; it is made for its figures, and removed
+- it is run by `offload` alone: others dequantize it in memory, which it has no room for
+- before a cold token no file of it is cached; the limit is what the token needs, at the rate of the disk
+- of tokens one after another each goes to other experts, and those that fit stay
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter, sleep
+
+import psutil
+import torch
+
+from bench.apart import run_apart
+from bench.cold import next_token
+from bench.limits import fastest_reader
+from bench.models import toy_fp8_experts
+from bench.packed import needed_by_a_token
+from bench.page_cache import files_in, make_cold
+from bench.peers import OURS, WAYS
+from bench.process import MemoryTrace, read_bytes, written_bytes
+from bench.rounds import Figure, in_turn
+from bench.routed import NOTICED
+from bench.scale import Scale
+
+_TOKENS = 3
+_ENOUGH = 2 << 30  # bytes that tell the rate of the disk
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Seconds, and bytes; of each token, cold and one after another."""
+
+    load_seconds: float
+    loaded_bytes: int
+    bytes_written: int
+    cold_seconds: list[float]
+    cold_read: list[float]
+    seconds: list[float]
+    read: list[float]
+    needed: int
+    peak_bytes: int
+
+
+def figures(scale: Scale, scratch: Path) -> list[Figure]:
+    """Of a mixture of experts in FP8.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    nbytes = psutil.virtual_memory().total * scale.larger_times
+    free = shutil.disk_usage(scratch).free
+    if free < 1.1 * nbytes:
+        raise OSError(f"{nbytes / 1e9:.0f} GB are needed on the disk, and {free / 1e9:.0f} are free")
+    with tempfile.TemporaryDirectory(dir=scratch) as made:
+        folder, small = Path(made) / "large", Path(made) / "small"
+        scale.packed_experts(folder, nbytes / 1e9)
+        toy_fp8_experts(small, 0)
+        files = files_in(folder)
+        make_cold(files)
+        size = sum(path.stat().st_size for path in files)
+        rate = min(_ENOUGH, size) / fastest_reader(files).seconds(files, min(_ENOUGH, size))
+        done = in_turn({OURS: partial(run_apart, trial, folder, small)}, 1, {})
+        return _told(f"larger, {size / 1e9:.1f} GB of experts in FP8", done.results.get(OURS, []), rate, done.missing)
+
+
+def _told(case: str, done: list[Trial], rate: float, missing: dict[str, str]) -> list[Figure]:
+    def figure(
+        what: str, unit: str, value: Callable[[Trial], list[float]], limit: float = 0.0, name: str = ""
+    ) -> Figure:
+        found = [number for one in done for number in value(one)]
+        limits = [limit] * len(found) if limit else []
+        return Figure(f"{case}: {what}", unit, {OURS: found} if done else {}, limits, name, missing)
+
+    needed = float(done[0].needed) if done else 0.0
+    at_the_rate, all_of_it = (needed / rate, "what it needs, at the disk's rate"), (needed, "what it needs")
+    return [
+        figure("load", "s", lambda one: [one.load_seconds]),
+        figure("bytes written by loading", "B", lambda one: [one.bytes_written]),
+        figure("anonymous memory, loaded", "B", lambda one: [one.loaded_bytes]),
+        figure("a token, cold", "s", lambda one: one.cold_seconds, *at_the_rate),
+        figure("bytes read, a token, cold", "B", lambda one: one.cold_read, *all_of_it),
+        figure("a token after another", "s", lambda one: one.seconds, *at_the_rate),
+        figure("bytes read, a token after another", "B", lambda one: one.read, *all_of_it),
+        figure("peak anonymous memory", "B", lambda one: [one.peak_bytes]),
+    ]
+
+
+@torch.inference_mode()
+def trial(folder: Path, small: Path) -> Trial:
+    """Load, and say tokens, once first calls are over."""
+    next_token(WAYS[OURS].load(small, small), torch.tensor([[1]]))
+    make_cold(files_in(folder))
+    with MemoryTrace() as memory:
+        written, start = written_bytes(), perf_counter()
+        model = WAYS[OURS].load(folder, folder)
+        load_seconds, bytes_written, loaded = perf_counter() - start, written_bytes() - written, memory.now()
+        needed = needed_by_a_token(model)
+        next_token(model, torch.tensor([[1]]))
+        runs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        for number, is_cold in enumerate([True] * _TOKENS + [False] * _TOKENS):
+            if is_cold:
+                make_cold(files_in(folder))
+                sleep(NOTICED)
+            before, start = read_bytes(), perf_counter()
+            next_token(model, torch.tensor([[number + 2]]))
+            runs[is_cold].append((perf_counter() - start, float(read_bytes() - before)))
+    (cold_seconds, cold_read), (seconds, read) = (map(list, zip(*runs[key], strict=True)) for key in (True, False))
+    return Trial(load_seconds, loaded, bytes_written, cold_seconds, cold_read, seconds, read, needed, memory.peak)
