@@ -46,6 +46,8 @@ In modules, which `import offload` brings along:
 
 import sys as _sys
 
+from offload import importing as _importing  # first: the command shows on a terminal what takes seconds
+
 if _sys.platform != "linux":
     raise ImportError(f"offload works on Linux, whose mappings, locks and hints it builds on; this is {_sys.platform}")
 
@@ -109,3 +111,4 @@ __all__ = [
     "set_max_memory",
 ]
 __version__ = "0.1.0"
+_importing.end()

@@ -86,19 +86,25 @@ def test_a_table_in_a_pipe_has_a_line_a_row_and_no_escapes(tmp_path: Path) -> No
 def test_a_terminal_shows_that_torch_is_imported_until_it_is(tmp_path: Path) -> None:
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
-    said = _sent_to_a_terminal([sys.executable, "-m", "offload_command", "inspect", str(tmp_path)])
+    said = _sent_to_a_terminal(_command("inspect", str(tmp_path)))
 
     assert said.startswith("importing torch\r\x1b[K")
     assert 1 == said.count("importing torch")
     assert "1 tensor" in said
 
 
+def test_a_program_that_imports_offload_says_nothing_on_a_terminal() -> None:
+    assert "" == _sent_to_a_terminal([sys.executable, "-c", "import offload"])
+
+
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
 def test_in_a_pipe_nothing_is_said_of_imports(tmp_path: Path, term: str) -> None:
     save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-    command = [sys.executable, "-m", "offload_command", "inspect", str(tmp_path)]
+    environment = {**os.environ, "TERM": term}
 
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "TERM": term})
+    done = subprocess.run(
+        _command("inspect", str(tmp_path)), capture_output=True, text=True, check=True, env=environment
+    )
 
     assert "" == done.stderr
     assert "importing" not in done.stdout
@@ -118,6 +124,7 @@ def _command(*words: str) -> list[str]:
 def _on_a_terminal(*words: str) -> list[str]:
     """A command's lines on a terminal of 80 columns, without colours."""
     said = _sent_to_a_terminal(_command(*words))
+    said = said.removeprefix("importing torch\r\x1b[K")
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).replace("\r", "").splitlines()
 
 
