@@ -103,8 +103,16 @@ class Plan:
             f"here: {decimal(self.budget)} may stay in memory, the disk reads {decimal(int(self.disk_rate))}/s",
         ]
         if self.context_bytes:
-            is_all = ", which leaves none for the weights" if self.context_bytes >= self.budget else ""
-            lines.append(f"keys and values of the context take {decimal(self.context_bytes)} of the memory{is_all}")
+            takes = f"keys and values of the context take {decimal(self.context_bytes)} of the memory"
+            if self.context_bytes < self.budget:
+                lines.append(takes)
+            else:
+                reading = _in_words(self.context_bytes / self.disk_rate)
+                lines += [
+                    f"{takes}, which leaves none for the weights: shorten the context,",
+                    f"or keep them on disk, which adds up to {reading} of reading per step:",
+                    "  model.generate(..., past_key_values=offload.integrations.kv_cache(model))",
+                ]
         if self.fits:
             lines.append("It fits in memory: plain transformers does, and no setting of offload makes it quicker.")
         for one in (way, *self.ways):

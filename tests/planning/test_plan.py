@@ -231,9 +231,13 @@ def test_small_numbers_are_said_in_words(saved: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("machine")
 def test_a_context_that_leaves_no_memory_for_weights_is_told(saved: Any) -> None:
-    said = str(offload.plan(saved(LlamaConfig(**SIZES)), max_memory="1MiB", disk_rate="1GB", context=10_000))
+    plan = offload.plan(saved(LlamaConfig(**SIZES)), max_memory="1MiB", disk_rate="1GB", context=10_000)
+    said = str(plan)
 
-    assert "of the memory, which leaves none for the weights" in said
+    assert plan.context_bytes is not None
+    assert "of the memory, which leaves none for the weights: shorten the context," in said
+    assert f"adds up to {plan.context_bytes / 1e6:.0f} ms of reading per step" in said
+    assert "past_key_values=offload.integrations.kv_cache(model)" in said
     assert "\n  0 bytes of " in said
 
 
