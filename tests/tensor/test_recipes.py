@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import offload
-from offload import OffloadedTensor
+from offload import OffloadedTensor, memory
 from offload.errors import ChangedFileError, MissingFileError
 from offload.models.deferred import deferred
 from offload.storage.handle import Handle
@@ -436,6 +436,20 @@ def test_memory_is_used_again_once_nobody_holds_it(folder: Path) -> None:
     assert addresses.isdisjoint({held.untyped_storage().data_ptr(), view.untyped_storage().data_ptr()})
     assert torch.equal(plain, held)
     assert torch.equal(plain[1], view)
+
+
+def test_memory_freed_by_decoding_is_returned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eighth of what is decoded counts as freed: here it is returned after every 80 reads."""
+    value, _ = made("decoded", folder)
+    returned: list[int] = []
+    monkeypatch.setattr(memory, "_malloc_trim", returned.append)
+    monkeypatch.setattr(memory, "_MUCH", 10 * value.nbytes)
+    monkeypatch.setattr(memory, "_freed", 0)
+
+    for _ in range(240):
+        value.materialize()
+
+    assert 3 == len(returned)
 
 
 def test_experts_that_are_packed_apart_are_decoded_straight_to_their_place(
