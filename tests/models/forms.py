@@ -212,7 +212,7 @@ def split(folder: Path) -> None:
 # --- FP8 in blocks ------------------------------------------------------------------------------------------------
 
 
-def _fp8(
+def fp8(
     model_type: str, *, apart: bool = False, rename: str = "weight_scale_inv", as_bytes: bool = False, **config: Any
 ) -> Callable[[Path], None]:
     """A function that writes linear weights in float8 with a scale per block, with transformers' `Fp8Quantize`."""
@@ -292,7 +292,7 @@ def decoded(decode: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], to
 
 def _fp4_experts(folder: Path) -> None:
     """Experts in e2m1, two per byte, with an exponent per 32 columns, like the published DeepSeek-V4; random bits."""
-    _fp8("qwen3_moe", scale_fmt="ue8m0", expert_dtype="fp4")(folder)
+    fp8("qwen3_moe", scale_fmt="ue8m0", expert_dtype="fp4")(folder)
     generator = torch.Generator().manual_seed(0)
 
     def entry(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -606,19 +606,19 @@ def _of_fp8() -> Iterator[tuple[str, Form]]:
     def form(write: Callable[[Path], None]) -> Form:
         return Form(write, loaded(quantization=_fp8_dequantized), note, {})
 
-    yield "fp8-llama", form(_fp8("llama"))
-    yield "fp8-llama-shards", form(_fp8("llama", apart=True))
+    yield "fp8-llama", form(fp8("llama"))
+    yield "fp8-llama-shards", form(fp8("llama", apart=True))
     for name in ("mixtral", "qwen3_moe", "deepseek_v3"):
-        yield f"fp8-{name}", form(_fp8(name))
-    yield "fp8-small-blocks", form(_fp8("llama", weight_block_size=(64, 32)))
-    yield "fp8-ue8m0", form(_fp8("qwen3_moe", scale_fmt="ue8m0"))
-    yield "fp8-ue8m0-bytes", form(_fp8("llama", scale_fmt="ue8m0", as_bytes=True))
-    yield "fp8-tensor-static", form(_fp8("llama", weight_block_size=None, activation_scheme="static"))
-    yield "fp8-scale-name", form(_fp8("llama", rename="scale"))
+        yield f"fp8-{name}", form(fp8(name))
+    yield "fp8-small-blocks", form(fp8("llama", weight_block_size=(64, 32)))
+    yield "fp8-ue8m0", form(fp8("qwen3_moe", scale_fmt="ue8m0"))
+    yield "fp8-ue8m0-bytes", form(fp8("llama", scale_fmt="ue8m0", as_bytes=True))
+    yield "fp8-tensor-static", form(fp8("llama", weight_block_size=None, activation_scheme="static"))
+    yield "fp8-scale-name", form(fp8("llama", rename="scale"))
     yield "fp8-fp4-experts", form(_fp4_experts)
     # transformers 5.23 derives the block size from the shapes, so it refuses 320 rows in 3 blocks, and DeepSeek-V3's
     # 576 in 5; 192 rows in 2 it decodes with blocks of 96.
-    part = _fp8("llama", intermediate_size=320)
+    part = fp8("llama", intermediate_size=320)
     yield "fp8-part-block", Form(part, decoded(_fp8_reference, "weight_scale_inv"), note, {})
     yield "mxfp4-gpt_oss", Form(_mxfp4, loaded(quantization=_mxfp4_dequantized), "Mxfp4Dequantize(blocks, scales)", {})
 
