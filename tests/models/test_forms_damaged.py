@@ -62,6 +62,81 @@ def test_a_configuration_that_says_other_blocks_is_refused(tmp_path: Path) -> No
         offload.from_pretrained(tmp_path)
 
 
+def written_with(folder: Path, size: Any, change: Change = lambda values, _: None, form: str = "fp8-llama") -> Path:
+    """The file of a checkpoint whose configuration says this block size, after a change."""
+    FORMS[form].write(folder)
+    file, settings = folder / "model.safetensors", folder / "config.json"
+    values, config = load_file(file), json.loads(settings.read_text())
+    change(values, config["quantization_config"])
+    save_file(values, file, {"format": "pt"})
+    config["quantization_config"]["weight_block_size"] = size
+    settings.write_text(json.dumps(config))
+    return file
+
+
+def one_scale(*shape: int) -> Change:
+    """Each weight has a single scale of this shape."""
+    return lambda values, _: values.update(
+        {name: value.flatten()[0].reshape(shape).clone() for name, value in values.items() if "_scale_inv" in name}
+    )
+
+
+@pytest.mark.parametrize("size", [[64, 64], [64, 128], [128, 64], [1, 32], [128], [0, 128], [128, 128.5], "128"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_scale_for_more_than_a_block_is_refused(size: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Each weight has 128 columns at least, and 128 rows, or 64 for keys and values."""
+    file = written_with(tmp_path, size, one_scale(*shape))
+
+    with pytest.raises(CheckpointError, match=r"_proj\.weight' in .*do not cover it") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("size", [None, [256, 256], [1024, 512]])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_scale_that_the_configuration_allows_is_used(
+    size: Any, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """For the whole weight: there are no blocks, or it is not larger than one."""
+    file = written_with(tmp_path, size, one_scale(*shape))
+    stored = load_file(file)
+
+    found = offload.from_pretrained(tmp_path).state_dict()
+
+    packed = [name for name in stored if f"{name}_scale_inv" in stored]
+    assert packed
+    for name in packed:
+        expected = (stored[name].float() * stored[f"{name}_scale_inv"]).to(found[name].dtype)
+        assert torch.equal(expected, found[name].materialize())
+
+
+def test_blocks_of_no_stated_size_that_are_not_equal_are_refused(tmp_path: Path) -> None:
+    """320 rows with three scales: blocks of 128, 120 or 107 would all do."""
+    file = written_with(tmp_path, None, form="fp8-part-block")
+
+    with pytest.raises(CheckpointError, match="no weight_block_size, and they do not divide it evenly") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+
+
+def test_experts_of_4_bits_with_other_blocks_are_refused(tmp_path: Path) -> None:
+    """A scale per row."""
+    name = f"{EXPERT}_scale_inv"
+
+    def change(values: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        values[name] = values[name].view(torch.uint8)[:, :1].clone().view(values[name].dtype)
+
+    file = written_with(tmp_path, [128, 128], change, "fp8-fp4-experts")
+
+    with pytest.raises(CheckpointError, match=r"in blocks of \[1, 32\], they do not cover it") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+    assert EXPERT in str(raised.value)
+
+
 def _with_kind(stored: bytes, name: bytes, kind: int) -> bytes:
     """A GGUF file that says another kind of a tensor: after its name, the number of its sides, and these."""
     at = stored.index(name) + len(name)

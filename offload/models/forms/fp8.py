@@ -10,6 +10,7 @@ Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scal
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -24,6 +25,7 @@ from offload.tensor.wrapper import OffloadedTensor, handle_of
 from offload.torch_api import DisableTorchFunctionSubclass
 
 _PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
 
 
 def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
@@ -54,28 +56,52 @@ def _usual(name: str) -> str:
     return name.replace(".qscale_weight", ".weight_scale_inv")
 
 
-def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, size: Any) -> OffloadedTensor:
+def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: Any) -> OffloadedTensor:
     shape = list(weight.shape)
     is_fp4 = weight.dtype == torch.int8
     if is_fp4:
         shape[-1] *= 2
+    rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else said)
     if scales.dim() < 2 or scales.numel() == 1:
         decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)
         return decoded(name, decode, [weight, scales], shape=shape, per=(1, None))
-    grid = scales.shape[-2:]
-    rows, columns = (-(-sides // count) for sides, count in zip(shape[-2:], grid, strict=True))
-    if isinstance(size, list) and len(size) == 2 and not is_fp4:  # the last block may be smaller
-        rows, columns = size
-    fits = all(-(-side // block) == count for side, block, count in zip(shape[-2:], (rows, columns), grid, strict=True))
-    if not fits or scales.dim() != weight.dim():
-        raise CheckpointError(
-            f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
-            f"{list(scales.shape)}: they do not cover it. Download the checkpoint again."
-        )
     decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
     if weight.dim() == 3:
         return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1))
     return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1), is_divisible=True)
+
+
+def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], said: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale.
+
+    Args:
+        shape: of the dense weight.
+        said: the configuration's block size; without one, the scales must divide the weight evenly.
+
+    Raises:
+        CheckpointError: the scales are not those of such blocks.
+    """
+    sides = shape[-2:]
+    is_single = scales.dim() < 2 or scales.numel() == 1
+    grid = [1, 1] if is_single else list(scales.shape[-2:])
+    if said is None:
+        found = [-(-side // max(count, 1)) for side, count in zip(sides, grid, strict=False)]
+        fits = all(block * count == side for block, count, side in zip(found, grid, sides, strict=False))
+        why = "the configuration has no weight_block_size, and they do not divide it evenly, so they do not cover it"
+    else:
+        found = list(said) if isinstance(said, list | tuple) else []
+        is_size = len(found) == 2 and all(type(block) is int and block > 0 for block in found)
+        fits = is_size and all(
+            -(-side // block) == count for side, block, count in zip(sides, found, grid, strict=False)
+        )
+        fits = fits and (scales.numel() == math.prod(shape[:-2]) or not is_single)  # each expert has its own
+        why = f"in blocks of {said}, they do not cover it"
+    if not fits or not (is_single or scales.dim() == weight.dim() >= 2):
+        raise CheckpointError(
+            f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
+            f"{list(scales.shape)}: {why}. Download the checkpoint again, with its config.json."
+        )
+    return found[0], found[-1]
 
 
 def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
