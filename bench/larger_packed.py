@@ -70,7 +70,9 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
         size = sum(path.stat().st_size for path in files)
         rate = min(_ENOUGH, size) / fastest_reader(files).seconds(files, min(_ENOUGH, size))
         done = in_turn({OURS: partial(run_apart, trial, folder, small)}, 1, {})
-        return _told(f"larger, {size / 1e9:.1f} GB of experts in FP8", done.results.get(OURS, []), rate, done.missing)
+        return _told(
+            f"larger-packed, {size / 1e9:.1f} GB of experts in FP8", done.results.get(OURS, []), rate, done.missing
+        )
 
 
 def _told(case: str, done: list[Trial], rate: float, missing: dict[str, str]) -> list[Figure]:
