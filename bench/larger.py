@@ -61,8 +61,13 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
 
 
 @contextmanager
-def made_larger(kind: str, scale: Scale, scratch: Path) -> Iterator[tuple[Path, float]]:
+def made_larger(make: Callable[[Path, float], Path], scale: Scale, scratch: Path) -> Iterator[tuple[Path, float]]:
     """The folder of a checkpoint that exceeds memory, and the disk rate; the folder is removed at the end.
+
+    Args:
+        make: writes a checkpoint of so many gigabytes to a folder.
+        scale: how large it is.
+        scratch: where the folder is made.
 
     Raises:
         OSError: the disk has no room for it.
@@ -72,7 +77,7 @@ def made_larger(kind: str, scale: Scale, scratch: Path) -> Iterator[tuple[Path, 
     if free < 1.1 * nbytes:
         raise OSError(f"{nbytes / 1e9:.0f} GB are needed on the disk, and {free / 1e9:.0f} are free")
     with tempfile.TemporaryDirectory(dir=scratch) as made:
-        folder = scale.larger[kind](Path(made), nbytes / 1e9)
+        folder = make(Path(made), nbytes / 1e9)
         files = files_in(folder)
         make_cold(files)
         enough = min(_ENOUGH, sum(path.stat().st_size for path in files))
@@ -80,7 +85,7 @@ def made_larger(kind: str, scale: Scale, scratch: Path) -> Iterator[tuple[Path, 
 
 
 def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
-    with made_larger(kind, scale, scratch) as (folder, rate):
+    with made_larger(scale.larger[kind], scale, scratch) as (folder, rate):
         missing = absent({arm: PACKAGES[arm] for arm in _ARMS})
         if shutil.disk_usage(scratch).free < 1.1 * sum(path.stat().st_size for path in files_in(folder)):
             missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"

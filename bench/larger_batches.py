@@ -50,7 +50,7 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     Raises:
         OSError: the disk has no room for it.
     """
-    with made_larger("dense", scale, scratch) as (folder, rate):
+    with made_larger(scale.larger["dense"], scale, scratch) as (folder, rate):
         arms = {
             ONE_BY_ONE: partial(run_apart, trial, folder, scratch, 0),
             OURS: partial(run_apart, trial, folder, scratch, _IN_FLIGHT),

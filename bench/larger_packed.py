@@ -1,15 +1,15 @@
-"""A packed mixture of experts that is larger than the memory of the machine: loading, and tokens.
+"""A packed mixture of experts that exceeds the machine's memory: loading it, and single tokens.
 
 Always true:
-- no budget is set, and nothing of the checkpoint is cached when it is loaded; it is made for its figures, and removed
-- it is run by `offload` alone: others dequantize it in memory, which it has no room for
-- before a cold token no file of it is cached; the limit is what the token needs, at the rate of the disk
-- of tokens one after another each goes to other experts, and those that fit stay
+- no budget is set, and the page cache holds nothing of the checkpoint when it is loaded
+- only `offload` runs it: the others dequantize it into memory, where it does not fit
+- before a cold token all of its files are dropped from the page cache; the limit is reading what the token needs, at
+  the disk's rate
+- consecutive tokens are routed to different experts; experts that fit stay in memory
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 
-import psutil
 import torch
 
 from bench.apart import run_apart
 from bench.cold import next_token
-from bench.limits import fastest_reader
+from bench.larger import made_larger
 from bench.models import toy_fp8_experts
 from bench.packed import needed_by_a_token
 from bench.page_cache import files_in, make_cold
@@ -33,12 +32,11 @@ from bench.routed import NOTICED
 from bench.scale import Scale
 
 _TOKENS = 3
-_ENOUGH = 2 << 30  # bytes that tell the rate of the disk
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds, and bytes; of each token, cold and one after another."""
+    """Seconds and bytes; a list has an entry per token."""
 
     load_seconds: float
     loaded_bytes: int
@@ -52,27 +50,17 @@ class Trial:
 
 
 def figures(scale: Scale, scratch: Path) -> list[Figure]:
-    """Of a mixture of experts in FP8.
+    """Figures of a mixture of experts in FP8.
 
     Raises:
         OSError: the disk has no room for it.
     """
-    nbytes = psutil.virtual_memory().total * scale.larger_times
-    free = shutil.disk_usage(scratch).free
-    if free < 1.1 * nbytes:
-        raise OSError(f"{nbytes / 1e9:.0f} GB are needed on the disk, and {free / 1e9:.0f} are free")
-    with tempfile.TemporaryDirectory(dir=scratch) as made:
-        folder, small = Path(made) / "large", Path(made) / "small"
-        scale.packed_experts(folder, nbytes / 1e9)
-        toy_fp8_experts(small, 0)
-        files = files_in(folder)
-        make_cold(files)
-        size = sum(path.stat().st_size for path in files)
-        rate = min(_ENOUGH, size) / fastest_reader(files).seconds(files, min(_ENOUGH, size))
-        done = in_turn({OURS: partial(run_apart, trial, folder, small)}, 1, {})
-        return _told(
-            f"larger-packed, {size / 1e9:.1f} GB of experts in FP8", done.results.get(OURS, []), rate, done.missing
-        )
+    with made_larger(scale.packed_experts, scale, scratch) as (folder, rate), tempfile.TemporaryDirectory() as small:
+        toy_fp8_experts(Path(small), 0)
+        size = sum(path.stat().st_size for path in files_in(folder))
+        done = in_turn({OURS: partial(run_apart, trial, folder, Path(small))}, 1, {})
+    case = f"larger-packed, {size / 1e9:.1f} GB of experts in FP8"
+    return _told(case, done.results.get(OURS, []), rate, done.missing)
 
 
 def _told(case: str, done: list[Trial], rate: float, missing: dict[str, str]) -> list[Figure]:
@@ -99,7 +87,7 @@ def _told(case: str, done: list[Trial], rate: float, missing: dict[str, str]) ->
 
 @torch.inference_mode()
 def trial(folder: Path, small: Path) -> Trial:
-    """Load, and say tokens, once first calls are over."""
+    """Load, then make cold and consecutive tokens; a small model is run before, so that imports do not count."""
     next_token(WAYS[OURS].load(small, small), torch.tensor([[1]]))
     make_cold(files_in(folder))
     with MemoryTrace() as memory:

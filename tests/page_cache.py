@@ -1,4 +1,4 @@
-"""The page cache in tests: whether this machine can drop files from it, and a cache whose rows are in it.
+"""Memory in tests: whether files can be dropped from the page cache here, and memory be capped; a cache in memory.
 
 Memory-backed folders have nothing to drop.
 """
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.memory_cap import memory_cap
 from offload import TensorCache
 from offload.storage.file import TensorFile
 from offload.storage.pages import Range
@@ -31,6 +32,17 @@ def _can_be_dropped() -> bool:
         return probe.cached_bytes() < entry.layout.nbytes // 2
 
 
+def _why_no_memory_cap() -> str:
+    """The reason why this process can make no memory cgroup; empty if it can."""
+    try:
+        with memory_cap(64 << 20):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+_NO_CAP = _why_no_memory_cap()
+needs_memory_cap = pytest.mark.skipif(bool(_NO_CAP), reason=_NO_CAP)
 needs_page_cache = pytest.mark.skipif(
     not _can_be_dropped(), reason="cached files can't be dropped here (a temporary folder in memory)"
 )

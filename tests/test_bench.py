@@ -17,6 +17,7 @@ from bench.limits import MIB, DirectReader, write_durably
 from bench.peers import IN_MEMORY, OURS, WAYS, absent
 from bench.rounds import Figure, in_turn
 from bench.row_stores import Reader, values_of
+from tests.page_cache import needs_memory_cap
 from tests.processes import ROOT
 
 CASES = (
@@ -192,24 +193,20 @@ def test_a_durable_write_replaces_the_whole(file):
     assert [file] == [*file.parent.iterdir()]
 
 
+@needs_memory_cap
 def test_a_process_in_a_capped_group_is_counted_and_the_group_goes():
-    try:
-        with memory_cap.memory_cap(64 * MIB) as group:
-            run_apart(_take, group, 32 * MIB)
-            most = group.facts()["max_usage_in_bytes"]
-    except OSError as error:
-        pytest.skip(str(error))
+    with memory_cap.memory_cap(64 * MIB) as group:
+        run_apart(_take, group, 32 * MIB)
+        most = group.facts()["max_usage_in_bytes"]
 
     assert 32 * MIB <= most <= 64 * MIB
     assert not group.folder.exists()
 
 
+@needs_memory_cap
 def test_a_process_that_takes_more_than_its_cap_is_killed():
-    try:
-        with memory_cap.memory_cap(32 * MIB) as group, pytest.raises(RuntimeError, match="memory cap"):
-            run_apart(_take, group, 64 * MIB)
-    except OSError as error:
-        pytest.skip(str(error))
+    with memory_cap.memory_cap(32 * MIB) as group, pytest.raises(RuntimeError, match="memory cap"):
+        run_apart(_take, group, 64 * MIB)
 
 
 def _take(group, size):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from bench.memory_cap import memory_cap
+from tests.page_cache import needs_memory_cap
 from tests.processes import run_script
 
 MIB = 1 << 20
@@ -39,12 +37,8 @@ SCRIPT = """
 """
 
 
+@needs_memory_cap
 def test_a_cache_of_three_times_the_memory_is_built_scanned_and_read_at_random(tmp_path):
-    try:
-        with memory_cap(64 * MIB):
-            pass
-    except OSError as error:
-        pytest.skip(str(error))
     limit = 48 * MIB
 
     said = json.loads(run_script(SCRIPT, tmp_path, limit))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.memory_cap import memory_cap
+from tests.page_cache import needs_memory_cap
 from tests.processes import run_script
 
 MIB = 1 << 20
@@ -77,12 +76,8 @@ SCRIPT = """
 """
 
 
+@needs_memory_cap
 def test_ranks_with_four_times_their_memory_take_that_of_two_values_and_a_little(tmp_path: Path) -> None:
-    try:
-        with memory_cap(LIMIT):
-            pass
-    except OSError as error:
-        pytest.skip(str(error))
     whole = {f"{at}.weight": torch.full((SIDE, SIDE), 1 / SIDE) for at in range(COUNT)}
     save_file(whole, tmp_path / "model.safetensors")
 

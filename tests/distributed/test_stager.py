@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import offload
-from bench.memory_cap import memory_cap
 from offload import OffloadedTensor
 from offload.distributed.staging import FileStager
+from tests.page_cache import needs_memory_cap
 from tests.processes import run_script
 
 VALUE = torch.arange(24.0).reshape(4, 6)
@@ -160,13 +160,9 @@ MEMORY = """
 """
 
 
+@needs_memory_cap
 def test_a_state_of_four_times_the_memory_is_saved_staged_and_loaded_in_that_of_two_values_and_a_little(tmp_path):
     limit = 48 << 20
-    try:
-        with memory_cap(limit):
-            pass
-    except OSError as error:
-        pytest.skip(str(error))
 
     # otherwise glibc keeps memory freed by torch's reader, sometimes more and sometimes less
     said = json.loads(run_script(MEMORY, tmp_path, limit, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}))
