@@ -57,7 +57,7 @@ from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 log = logging.getLogger("offload.cache")
 LOCK = "rows.lock"
 _LEAST_ROOM = 1024  # rows
-_LEAST_BYTES = 16 << 20  # least capacity when it is first extended
+_LEAST_BYTES = 16 << 20  # of rows of fixed size: the least capacity that an extension gives
 _MOST_BYTES = 256 << 20  # most unflushed bytes; less under a memory cap, as dirty pages can't be dropped
 _LEAST_FLUSHED = 4 << 20
 _ROW = 256  # overhead per row, in the count of unflushed bytes

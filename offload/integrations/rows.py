@@ -49,7 +49,7 @@ def cache_from(
     | `.safetensors`, a dict of tensors from `torch.save`, a dict of tensors | its tensors, of one length |
     | `tensordict.TensorDict`, a tensorclass, a folder of `TensorDict.memmap` | its leaves, nested ones `outer.inner` |
 
-    The kind of a file is recognized by its content. Text, structs and objects become JSON columns. A null is missing,
+    The kind of a file is recognised by its content. Text, structs and objects become JSON columns. A null is missing,
     as in `TensorCache.from_records`: `<column>.present` is False there.
 
     Args:

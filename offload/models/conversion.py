@@ -210,7 +210,7 @@ def identities_of(source: Checkpoint) -> dict[str, list[int]]:
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:
-    """Copy the files of a model's folder other than weights and code.
+    """Copy the configuration and tokenizer files of a model's folder (`COMPANIONS`).
 
     Args:
         source, folder: from where and to where.

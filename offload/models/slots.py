@@ -233,7 +233,7 @@ def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor])
 
 
 def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:
-    """Its place in the map; a buffer goes to disk only if buffers do, or if it is a packed weight."""
+    """Its place in the map. A buffer goes to disk only with `offload_buffers`, or if it is a packed weight."""
     place = placed[slot.name]
     is_packed = slot.tensor.dtype == torch.uint8 and slot.name.rpartition(".")[2] == "weight"  # BitNet's
     is_weight = slot.is_parameter or is_packed

@@ -3,7 +3,8 @@
 Always true:
 - a parsed header has been fully checked: known lengths, no holes, no overlap, nothing missing, nothing after the end,
   dense strides; any input gives either a header or a `CorruptFileError`
-- an entry starts at a multiple of its element size and can be mapped as a tensor; any other value is loose
+- an entry can be mapped as a tensor where it lies, at whatever byte it starts (complex128 only if it is aligned); any
+  other value is loose
 - a built header ends at a multiple of `ALIGNMENT`, padded with spaces
 - what safetensors has no word for is in the metadata under `offload`, as JSON: dtypes, strides, subclasses
 

@@ -221,7 +221,7 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
                     self._queue.append((weakref.ref(content), content.storage.nbytes()))
                     self.wake()
                 else:
-                    here.append(content)  # still held, in order
+                    here.append(content)  # written by this thread, in the order of the stream that computed it
                 self._waiting.discard(content)
         for content in here:
             self._write(content)

@@ -6,7 +6,8 @@ Always true:
 - what is on disk is copied from file to file; nothing is in memory as a whole
 - nothing in a checkpoint is executed: tensors are safetensors, the rest is JSON
 - a checkpoint is read and checked completely before any state is restored from it
-- only earlier checkpoints are removed, file by file as they were written, and never one that tensors refer to
+- earlier checkpoints are removed file by file as they were written, and never one that tensors refer to; besides these
+  only a new one that did not become the latest is removed
 """
 
 from __future__ import annotations
