@@ -97,10 +97,11 @@ def as_bytes(amount: int | float | str, whole: int) -> int:
 
 
 def as_budget(amount: int | float | str, whole: int) -> int:
-    """Like `as_bytes`, for a budget: 1.0 means all of `whole`, and a few bytes are an error.
+    """Like `as_bytes`, for a budget: 1.0 means all of `whole`, and a few bytes are an error unless
+    given as a fraction.
 
     Raises:
-        ArgumentError: as `as_bytes`; or it is less than 1 MiB, and not 0.
+        ArgumentError: it is not an amount; or it is less than 1 MiB, not 0, and not a fraction.
 
     Example:
         >>> as_budget("8GiB", 0), as_budget(1.0, 1000), as_budget(0, 0)
