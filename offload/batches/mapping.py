@@ -56,7 +56,8 @@ def map_batches(
     default dtype and device, modes, context variables. Each batch has random numbers of its own: they
     follow from the caller's generator and the batch's number, whatever is in flight. `fn` must not wait for another
     batch, nor call the model while it holds a lock that another batch needs. Python's and numpy's random numbers, and
-    everything else that a process has once, are shared.
+    everything else that a process has once, are shared; what it keeps in a `threading.local` may be found by a later
+    batch, whose thread may be the same.
 
     With gradients, backward inside `fn` goes down the model in lockstep too, on the CPU; gradients are summed up in the
     order of the batches. On an accelerator each batch's backward runs alone.

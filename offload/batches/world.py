@@ -82,15 +82,15 @@ class Thread:
 
     def __init__(self) -> None:
         self._is_bare = True
-        self._kernels = torch.get_num_threads()
+        self._kernels, self._denormals = torch.get_num_threads(), _has_denormals()
         self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @property
     def is_as_new(self) -> bool:
-        """Whether no mode or hook is left in it, and its number of kernel threads is unchanged."""
-        return self._is_bare and torch.get_num_threads() == self._kernels
+        """Whether no mode or hook is left in it, and kernels have the caller's threads and denormal numbers in it."""
+        return self._is_bare and (torch.get_num_threads(), _has_denormals()) == (self._kernels, self._denormals)
 
     def begin(self, act: Callable[[], None], name: str) -> None:
         """Run a task under a name."""
@@ -109,12 +109,17 @@ class Thread:
         """Check what was left in it; called in this thread."""
         is_inside = transform_on_top() is not None or top_saved_tensors_hooks(True) is not None
         self._is_bare = not (is_inside or function_modes() or dispatch_modes())
-        self._kernels = torch.get_num_threads()
+        self._kernels, self._denormals = torch.get_num_threads(), _has_denormals()
 
     def _run(self) -> None:
         while (act := self._acts.get()) is not None:
             act()
             del act  # with everything it refers to
+
+
+def _has_denormals() -> bool:
+    """Whether this thread computes with denormal numbers, or takes them for 0 (`torch.set_flush_denormal`)."""
+    return _LEAST_NORMAL / 2 > 0
 
 
 def _device_types() -> list[str]:
@@ -225,6 +230,7 @@ def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
 
 
 _MOST_SEED = 2**63 - 1
+_LEAST_NORMAL = sys.float_info.min
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),

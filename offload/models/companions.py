@@ -2,7 +2,7 @@
 
 Always true:
 - the model is not changed: the files are written from a copy of its configuration
-- a configuration says that weights are quantized only if the ones beside it are
+- a configuration that is written says that weights are quantized only if the ones beside it are
 - a file that offload did not write, or that was edited since, is never replaced or removed: the checkpoint stores a
   hash of each file it wrote
 """
@@ -134,14 +134,14 @@ class Companions:
             path.unlink(missing_ok=True)
 
 
-def companions_in(folder: Path, files: Mapping[str, bytes], noted: Mapping[str, str]) -> Companions:
+def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]) -> Companions:
     """What has to be written and removed so that a folder has these files.
 
     An existing tokenizer or generation config from elsewhere is kept, with a warning.
 
     Args:
         folder: of the checkpoint.
-        files: by name.
+        files: by name; None if nothing is known of the model, as for a state dict: then what is there stays.
         noted: the metadata of the existing checkpoint.
 
     Raises:
@@ -149,6 +149,8 @@ def companions_in(folder: Path, files: Mapping[str, bytes], noted: Mapping[str, 
         ReadError
     """
     known = _hashes(noted)
+    if files is None:
+        return Companions({}, {NOTE: noted[NOTE]} if known else {}, ())
     there = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
     ours = {name for name, data in there.items() if _hash(data) in known.get(name, ())}
     new = {name: data for name, data in files.items() if name not in there or (name in ours and there[name] != data)}

@@ -204,9 +204,15 @@ def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
 
 
 def identities_of(source: Checkpoint) -> dict[str, list[int]]:
-    """The files of a checkpoint with size and modification time, to recognise it later."""
+    """The files of a checkpoint, its configuration too, with size and modification time, to recognise it later."""
     files = {file.path: file.identity for value in source.values() for file in value.files}
-    return {str(path): [identity.size, identity.modified] for path, identity in files.items()}
+    found = {str(path): [identity.size, identity.modified] for path, identity in files.items()}
+    config = source.path / _CONFIG
+    if is_folder(source.path) and config.is_file():  # it says how the files are to be read
+        with reading(config):
+            status = config.stat()
+        found[str(config)] = [status.st_size, status.st_mtime_ns]
+    return found
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:

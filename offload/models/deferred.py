@@ -40,6 +40,7 @@ from offload.tensor.wrapper import (
 )
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
 
+_MOST_FILLS = 4  # each makes a recipe over the one before: what it takes to read them multiplies
 _MOST_RUNS = 1024  # most runs of rows in another order
 _BIG = 1 << 20  # size in bytes from which the result of an op is stored at once
 _aten = torch.ops.aten
@@ -55,12 +56,14 @@ class Body:
         made: the only part is a value that was created for it.
         own: no other body has this value among its parts: it may be written to.
         is_fixed: its dtype stays, whatever a loader asks for.
+        fills: how often rows of it were set to a number by a recipe.
     """
 
     parts: tuple[Part, ...]
     made: bool = False
     own: bool = False
     is_fixed: bool = False
+    fills: int = 0
 
     def become(self, stored: OffloadedTensor) -> None:
         self.parts, self.made, self.own = as_parts(stored), True, True
@@ -431,7 +434,8 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if rows is None or not all(map(_is_number, values)):
         return _compute(func, args, kwargs)
     body, root = tensor._body, tensor._root
-    if any(handle.owned for handle in stored_in(handle_of(part.source) for part in body.parts)):  # it was written to
+    is_written = any(handle.owned for handle in stored_in(handle_of(part.source) for part in body.parts))
+    if is_written or body.fills == _MOST_FILLS:
         return _compute(func, args, kwargs)
     number = func(torch.empty((), dtype=tensor.dtype), *values).item()
     whole = _wrapped(body, root, (), root, body.parts)
@@ -441,6 +445,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     new = _row_by_row(old, partial(_applied, name="aten::fill.Scalar", others=(number,)), old._twin)
     joined = _cat(_aten.cat.default, ([before, new, after],), {})
     body.become(wrap_handle(Handle.compose(joined.assembly.recipe(), "deferred"), CPU))
+    body.fills += 1
     return tensor
 
 

@@ -283,7 +283,7 @@ def _is_by_torchao(model: Any) -> bool:
 
 def _beside(source: Any, plan: _Plan, folder: Path, earlier: Iterable[Path]) -> Companions:
     """The files that a folder needs beside the weights, and those of an earlier checkpoint that it does not need."""
-    files = companions_of(source, plan.dtype, plan.quantization) if isinstance(source, nn.Module) else {}
+    files = companions_of(source, plan.dtype, plan.quantization) if isinstance(source, nn.Module) else None
     opened = [file for path in earlier if path.name != _INDEX and (file := _opened(path)) is not None]
     noted = {key: text for file in opened for key, text in file.header.metadata.items() if file.is_ours}
     return companions_in(folder, files, noted)

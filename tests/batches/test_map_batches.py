@@ -338,6 +338,16 @@ def test_what_a_batch_leaves_in_its_thread_is_not_there_for_the_next_one(model, 
 
 
 @torch.no_grad()
+def test_a_batch_that_flushes_denormal_numbers_does_so_for_itself(model):
+    def fn(at: int) -> float:
+        found = (torch.full((), 1e-40) * 0.5).item()
+        torch.set_flush_denormal(at == 1)
+        return found
+
+    assert [True] * 4 == [one > 0 for one in map_batches(fn, range(4), model, in_flight=1)]
+
+
+@torch.no_grad()
 def test_kernels_of_a_batch_have_as_many_threads_as_the_caller_says_when_it_begins(model):
     threads = torch.get_num_threads()
     results = map_batches(lambda _: torch.get_num_threads(), tokens(3), model, in_flight=1)

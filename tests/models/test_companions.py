@@ -267,6 +267,22 @@ def test_what_an_earlier_save_wrote_is_replaced_or_removed(source: Path, tmp_pat
     assert {"model.safetensors"} == names_in(tmp_path / "saved")
 
 
+def test_a_state_dict_takes_nothing_from_beside_the_weights(source: Path, tmp_path: Path) -> None:
+    model = offload.from_pretrained(source)
+    save_checkpoint(model, tmp_path / "saved")
+    before = names_in(tmp_path / "saved")
+    values = {name: value.materialize() for name, value in model.state_dict().items()}
+    values["model.norm.weight"] = values["model.norm.weight"] + 1
+
+    save_checkpoint(values, tmp_path / "saved")
+
+    assert before == names_in(tmp_path / "saved")
+    assert torch.equal(values["model.norm.weight"], offload.from_pretrained(tmp_path / "saved").model.norm.weight)
+    model.resize_token_embeddings(64)
+    save_checkpoint(model, tmp_path / "saved")
+    assert 64 == said_in(tmp_path / "saved")["vocab_size"]
+
+
 def test_what_was_edited_since_is_neither_replaced_nor_removed(source: Path, tmp_path: Path) -> None:
     model = offload.from_pretrained(source)
     save_checkpoint(model, tmp_path / "saved")

@@ -252,6 +252,18 @@ def test_rows_may_be_set_again_and_then_written_to(stored, numbers):
         assert torch.equal(expected, found.materialize())
 
 
+@torch.no_grad()
+def test_many_rows_may_be_set_one_by_one(tmp_path):
+    save_file({"w": torch.rand(64, 3)}, tmp_path / "model.safetensors")
+    tensor = deferred(offload.load_file(tmp_path / "model.safetensors")["w"])
+    expected = tensor.materialize().clone()
+    for row in range(40):
+        for one in (expected, tensor):
+            one[row] = float(row)
+
+    assert torch.equal(expected, tensor.materialize())
+
+
 @pytest.mark.parametrize(
     "part",
     [

@@ -141,6 +141,21 @@ def test_after_a_kill_the_rest_is_dequantized(
         assert torch.equal(outcome(form.plain(source)).logits, outcome(loaded()(target)).logits)
 
 
+def test_a_run_does_not_go_on_with_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    FORMS["fp8-llama"].write(source)
+    words = ["convert", str(source), str(target), "--dequantize", "--max-shard-size", "60KB"]
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), *words, "3"], check=False)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
+
+    assert -signal.SIGKILL == killed.returncode
+    assert 1 == cli.main([*words, "--resume"])
+    assert "holds a run with another source" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_only_a_run_that_dequantizes_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FORMS["llama"].write(tmp_path)
 

@@ -121,6 +121,18 @@ def test_blocks_of_no_stated_size_that_are_not_equal_are_refused(tmp_path: Path)
     assert str(file) in str(raised.value)
 
 
+def test_a_packed_number_is_refused(tmp_path: Path) -> None:
+    def change(values: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        values[LAYER], values[f"{LAYER}_scale_inv"] = values[LAYER][0, 0].clone(), torch.tensor(1.0)
+
+    file = written_with(tmp_path, None, change)
+
+    with pytest.raises(CheckpointError, match="do not cover it") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+
+
 def test_experts_of_4_bits_with_other_blocks_are_refused(tmp_path: Path) -> None:
     """A scale per row."""
     name = f"{EXPERT}_scale_inv"

@@ -96,7 +96,7 @@ def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], s
         )
         fits = fits and (scales.numel() == math.prod(shape[:-2]) or not is_single)  # each expert has its own
         why = f"in blocks of {said}, they do not cover it"
-    if not fits or not (is_single or scales.dim() == weight.dim() >= 2):
+    if not fits or not sides or not (is_single or scales.dim() == weight.dim() >= 2):
         raise CheckpointError(
             f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
             f"{list(scales.shape)}: {why}. Download the checkpoint again, with its config.json."
