@@ -1,13 +1,14 @@
 """Measuring arms in turn, and the resulting figures.
 
 Always true:
-- in every round each arm runs once, in alternating order
+- in every round each arm runs once, in an order of its own: what an arm leaves in memory helps or hinders the next one
 - an arm that fails, or gives a wrong answer, has a reason instead of figures
 - in a figure, less is better; a ratio is the median over rounds, of two values from the same round
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -48,10 +49,13 @@ class Rounds(Generic[T]):
 
 
 def in_turn(arms: Mapping[str, Callable[[], T]], rounds: int, missing: Mapping[str, str]) -> Rounds[T]:
-    """Run the arms, except those listed as missing."""
+    """Run the arms, except those listed as missing: first in the given order, then in orders that are drawn."""
     done: Rounds[T] = Rounds({arm: [] for arm in arms if arm not in missing}, dict(missing))
     for number in range(rounds):
-        for arm in list(done.results)[:: -1 if number % 2 else 1]:
+        order = list(done.results)
+        if number:
+            random.Random(number).shuffle(order)  # the same in each run
+        for arm in order:
             try:
                 done.results[arm].append(arms[arm]())
             except Exception as error:  # a peer's failure is reported, and does not stop the others

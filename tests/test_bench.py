@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -113,12 +114,19 @@ def test_the_table_says_all_and_the_reasons_name_who_is_missing(figure):
     assert ["absent: no figure in a case: absent is not installed"] == report.reasons([figure])
 
 
-def test_arms_run_in_turn_and_the_order_is_reversed_every_other_round():
-    ran = []
+def test_arms_run_in_turn_each_after_different_ones():
+    ran: list[str] = []
+    arms = {name: partial(ran.append, name) for name in "abcd"}
 
-    in_turn({"a": lambda: ran.append("a"), "b": lambda: ran.append("b")}, 3, {})
+    in_turn(arms, 20, {})
 
-    assert ["a", "b", "b", "a", "a", "b"] == ran
+    rounds = ["".join(ran[at : at + 4]) for at in range(0, len(ran), 4)]
+    assert rounds[0] == "abcd"
+    assert {"abcd"} == {"".join(sorted(order)) for order in rounds}
+    assert {"a", "b", "c"} == {order[order.index("d") - 1] for order in rounds if order.index("d")}
+    before, ran[:] = rounds, []
+    in_turn(arms, 20, {})
+    assert before == ["".join(ran[at : at + 4]) for at in range(0, len(ran), 4)]
 
 
 def test_an_arm_that_fails_has_a_reason_and_does_not_stop_the_others():
