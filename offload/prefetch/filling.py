@@ -77,7 +77,7 @@ class Filling:
         if coming is None or not self._has_room(coming.nbytes):
             return False
         if self._in_huge_pages:
-            read_in_huge_pages(coming.data_ptr(), coming.nbytes)
+            read_in_huge_pages(coming.data_ptr(), coming.nbytes, again=True)
         announce(coming.data_ptr(), min(_PART, coming.nbytes))
         self._coming, self._here = coming, None
         _FILLINGS.add(self)

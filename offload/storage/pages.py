@@ -3,7 +3,8 @@
 Always true:
 - nothing here changes what a read returns, only when the disk is read
 - dirty memory is never dropped
-- huge pages are used while there are free ones: if the system has to make them, it evicts pages that should stay
+- huge pages are used while there are free ones: if the system has to make them, it evicts pages that should stay; and
+  in a virtual machine whose host takes free ones, only for what is read again
 - if the kernel has no call for it, pages are read by touching them
 """
 
@@ -37,6 +38,8 @@ _BLOCKS = 4  # blocks in flight
 _HUGE = 2 << 20
 _SPARE = 256 << 20  # bytes of free huge pages to leave for others
 _FREE_BLOCKS = Path("/proc/buddyinfo")
+_REPORTED_ORDER = Path("/sys/module/page_reporting/parameters/page_reporting_order")
+_MOST_ORDER = 16  # of blocks of memory, 1 << order pages: 256 MiB of pages of 4 KiB
 # The kernel can refuse to prefetch pages that are still readable: it lacks the call, or is short of something.
 _MAY_BE_TOUCHED = {errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 _MADV_NORMAL, _MADV_RANDOM, _MADV_WILLNEED = 0, 1, 3
@@ -52,13 +55,24 @@ class Range:
         is_part: whether the rest of the value may stay unread: nothing around them is read along.
     """
 
-    __slots__ = ("__weakref__", "_file", "_may_ask", "_shared", "_start", "calm_until", "is_part", "nbytes")
+    __slots__ = (
+        "__weakref__",
+        "_file",
+        "_may_ask",
+        "_shared",
+        "_start",
+        "_was_read",
+        "calm_until",
+        "is_part",
+        "nbytes",
+    )
 
     def __init__(self, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         self._file = weakref.ref(file)
         self._start = start
         self._shared = shared
         self._may_ask: bool | None = None
+        self._was_read = False
         self.nbytes = nbytes
         self.calm_until = 0.0
         self.is_part = False
@@ -71,6 +85,7 @@ class Range:
         """From the beginning of this one to the end of `last`, in the same file."""
         joined = Range.__new__(Range)
         joined._file, joined._shared, joined._may_ask = self._file, self._shared, self._may_ask
+        joined._was_read = self._was_read and last._was_read
         joined._start, joined.nbytes = self._start, last._start + last.nbytes - self._start
         joined.is_part = self.is_part or last.is_part
         return joined
@@ -135,11 +150,13 @@ class Range:
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
             announce(address + self.nbytes - tail, tail)
-        read = bring_in_exactly if (exactly or self.is_part) and not takes_care else bring_in
+        is_new = _HOST_TAKES_FREE_PAGES and not self._was_read and self.nbytes >= _HUGE
+        read = bring_in_exactly if (exactly or self.is_part or is_new) and not takes_care else bring_in
         try:
             read(address, self.nbytes)
         except OSError as error:
             raise self._explained(error) from error
+        self._was_read = True
 
     def let_go(self) -> None:
         """Drop it from memory unless others use it, writing it out first if needed; the next read brings it back.
@@ -165,7 +182,7 @@ class Range:
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
-        takes_care = read_in_huge_pages(address, self.nbytes, spare=spare)
+        takes_care = read_in_huge_pages(address, self.nbytes, spare=spare, again=self._was_read)
         libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL)
         return takes_care
 
@@ -254,19 +271,23 @@ def populated(address: int, nbytes: int) -> bool:
     return False
 
 
-def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0) -> bool:
+def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0, again: bool = False) -> bool:
     """Read a mapped range in 2 MiB pages from now on, if enough are free; returns whether the system will.
 
     Args:
         spare: bytes of free huge pages to leave.
+        again: whether it was read before, so that as much memory has been freed since. Otherwise a virtual machine
+            whose host takes what is free has no memory behind its huge pages: to get that back takes longer than to
+            read. Small pages that are free it keeps.
     """
-    has_enough = _READS_HUGE_PAGES and free_in_huge_pages() >= nbytes + spare + _SPARE
+    are_there = again or not _HOST_TAKES_FREE_PAGES
+    has_enough = _READS_HUGE_PAGES and are_there and free_in_huge_pages() >= nbytes + spare + _SPARE
     refused = libc.madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE if has_enough else _MADV_NOHUGEPAGE)
     return has_enough and not refused
 
 
 def bring_in_exactly(address: int, nbytes: int) -> None:
-    """Like `bring_in`, block by block, keeping several blocks in flight.
+    """Like `bring_in`, block by block, keeping several blocks in flight; in the smallest pages.
 
     Raises: as `bring_in`.
     """
@@ -326,6 +347,16 @@ def free_in_huge_pages() -> int:
     return sum(count * (PAGE << order) for zone in zones for order, count in enumerate(zone) if PAGE << order >= _HUGE)
 
 
+def host_takes_free_pages(order: Path = _REPORTED_ORDER) -> bool:
+    """Whether this is a virtual machine that tells its host which of its larger blocks of memory are free.
+
+    Source: https://docs.kernel.org/mm/free_page_reporting.html; the order is out of range until a driver has set it.
+    """
+    with suppress(OSError, ValueError):
+        return 0 <= int(order.read_text(encoding="ascii")) <= _MOST_ORDER
+    return False
+
+
 def touch(address: int, nbytes: int) -> None:
     """Read a byte of each page."""
     np.frombuffer(view_memory(address, nbytes), dtype=np.uint8)[::PAGE].sum()
@@ -341,3 +372,4 @@ _ONE_PAGE = ctypes.c_ubyte * 1
 # Since Linux 5.18, a mapping that asks for huge pages is read in them, whatever the disk's read-ahead; before that, a
 # mapping with random access is read in single small pages.
 _READS_HUGE_PAGES = _kernel() >= (5, 18)
+_HOST_TAKES_FREE_PAGES = host_takes_free_pages()

@@ -79,6 +79,7 @@ def test_a_range_that_is_partly_there_is_not_there(file):
 def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge):
     """Nor what shares a 2 MiB page with it at either end, where there are such pages."""
     monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
+    monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", False)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(16 * MIB)}, path)  # 64 MiB
     make_cold(path)
@@ -94,6 +95,7 @@ def test_a_range_can_be_read_without_its_neighbours(tmp_path, monkeypatch, huge)
 def test_a_range_leaves_as_a_whole_and_its_neighbours_stay(tmp_path, monkeypatch, huge, exactly):
     """Even if it shares a 2 MiB page with one of them."""
     monkeypatch.setattr(pages, "_READS_HUGE_PAGES", huge and pages._READS_HUGE_PAGES)
+    monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", False)
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
     make_cold(path)
@@ -115,6 +117,7 @@ def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatc
     save_file({"w": torch.zeros(8 * MIB)}, path)  # 32 MiB
     blocks = tmp_path / "buddyinfo"
     monkeypatch.setattr(pages, "_FREE_BLOCKS", blocks)
+    monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", False)
     file = TensorFile.open(path)
     part = Range(file, 4 * MIB, 8 * MIB, shared=False)
     asked = []
@@ -128,6 +131,40 @@ def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatc
 
     assert [True, False, True] == asked
     assert 2010 * MIB == pages.free_in_huge_pages()
+
+
+@pytest.mark.skipif(not pages._READS_HUGE_PAGES, reason="this kernel reads files in small pages")
+@pytest.mark.parametrize(("takes", "expected"), [(True, [False, True, True]), (False, [True, True, True])])
+def test_huge_pages_that_the_host_has_taken_are_not_asked_for_first(tmp_path, monkeypatch, takes, expected):
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.zeros(8 * MIB)}, path)
+    blocks = tmp_path / "buddyinfo"
+    blocks.write_text(f"Node 0, zone Normal {'9 ' * 9} 1000 0\n")
+    monkeypatch.setattr(pages, "_FREE_BLOCKS", blocks)
+    monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", takes)
+    file = TensorFile.open(path)
+    part = Range(file, 4 * MIB, 8 * MIB, shared=False)
+    asked, small = [], []
+    exactly = pages.bring_in_exactly
+    monkeypatch.setattr(pages, "bring_in_exactly", lambda *given: (small.append(len(asked)), exactly(*given)))
+    for _ in range(3):
+        make_cold(path)
+        part.bring_in()
+        assert part.is_cached()
+        asked.append("hg" in flags_of(path))
+
+    assert expected == asked
+    assert ([0] if takes else []) == small
+
+
+@pytest.mark.parametrize(("text", "expected"), [("9\n", True), ("0\n", True), ("-1\n", False), ("4294967295", False)])
+def test_a_host_that_takes_free_pages_is_known_by_their_order(tmp_path, text, expected):
+    order = tmp_path / "order"
+    assert not pages.host_takes_free_pages(order)
+
+    order.write_text(text)
+
+    assert pages.host_takes_free_pages(order) is expected
 
 
 def flags_of(path: Path) -> set[str]:
