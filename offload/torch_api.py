@@ -85,12 +85,13 @@ try:
     kernel_of: Callable[[Any], Any] = attrgetter("_op_dk")  # of an op: calls its kernel of one dispatch key
     parameters_of: Callable[[nn.Module], Any] = attrgetter("_parameters")  # the dict itself, with its Nones
     buffers_of: Callable[[nn.Module], Any] = attrgetter("_buffers")
+    pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
     unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
     for _names, _owner in (
         ("_version _backward_hooks _post_accumulate_grad_hooks", torch.Tensor),  # the hooks: `share_hooks`
         ("_schema _op_dk", torch.ops.aten.add.Tensor),
-        ("_modules _parameters _buffers _non_persistent_buffers_set", nn.Module()),
+        ("_modules _parameters _buffers _non_persistent_buffers_set _forward_pre_hooks", nn.Module()),
         ("_current_level", forward_ad),
         ("_cdata", _storage := torch.UntypedStorage(0)),
         ("_untyped_storage", torch.TypedStorage(wrap_storage=_storage, dtype=torch.uint8, _internal=True)),
@@ -180,6 +181,7 @@ push_dispatch_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_dispatch_sta
 push_function_mode = _for(_BATCHES, lambda: torch._C._push_on_torch_function_stack)
 push_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._push_saved_tensors_default_hooks)
 top_saved_tensors_hooks = _for(_BATCHES, lambda: torch._C._autograd._top_saved_tensors_default_hooks)
+_compilers_callback = _for(_BATCHES, lambda: torch._C._dynamo.eval_frame.get_eval_frame_callback)
 
 _OFFLOADING = "offloading"
 get_dispatch_mode = _for(_OFFLOADING, lambda: torch._C._get_dispatch_mode)
@@ -213,6 +215,11 @@ if TYPE_CHECKING:
 else:
     Unpickler = _for(_PICKLED, lambda: torch._weights_only_unpickler.Unpickler)  # the one for weights_only=True
     TorchDispatchMode = _for(_OFFLOADING, lambda: torch.utils._python_dispatch.TorchDispatchMode)
+
+
+def is_compiled() -> bool:
+    """Whether the compiler looks at the functions that this thread calls."""
+    return _compilers_callback() not in (None, False)
 
 
 def not_compiled(function: _T) -> _T:

@@ -18,6 +18,7 @@ from tests.test_house import MODULES, dotted
 # Other raised errors, by module and beginning, and why they are right.
 OTHERS = {
     ("offload", "raise ImportError"): "on another system nothing of ours is there to be caught",
+    ("offload.batches.errand", "raise error"): "what a block met; handed over as it was",
     ("offload.batches.lift", "raise Stopped"): "unwinds a call of ours that is not needed any more; `_run` catches it",
     ("offload.batches.mapping", "raise error"): "what the user's function met; handed over as it was",
     ("offload.batches.mapping", "raise failure[1]"): "what the user's function met; handed over as it was",

@@ -83,6 +83,7 @@ STATE = {
     "offload.storage.layout.contiguous": "a pure function, remembered",
     "offload.storage.locks._LOCKS": "which a forked child makes free again",
     "offload.storage.mapping.libc": "does not change",
+    "offload.storage.pages._HOST_TAKES_FREE_PAGES": "does not change",
     "offload.storage.replacing._machine": "does not change",
     "offload.storage.replacing._tag": "one for each process",
     "offload.storage.subclasses._REGISTERED": "what `register_subclass` is for",

@@ -2,6 +2,7 @@
 
 Always true:
 - one thread runs at a time; a batch's results are bit for bit what they would be on its own
+- blocks compute in the iterating thread, unless gradients are recorded
 - a thread inherits the caller's modes, contexts and settings; each batch has its own random numbers
 - when the iteration ends, in whatever way, no thread and no hook is left
 
@@ -9,6 +10,7 @@ Always true:
 | --- | --- |
 | `mapping` | `map_batches` |
 | `lift` | scheduling: which batch continues, and how far, floor by floor |
+| `errand` | calling a block's forward in the thread that iterates |
 | `floors` | the parts of a model that batches pass together |
 | `world` | thread and process state, carried between threads |
 | `waiting` | the tensors of a waiting batch: how much memory they take, and spilling them to disk |

@@ -4,8 +4,10 @@ A batch is a function call in a thread of its own. It waits before each floor; t
 current floor, one after the other, then those at the next. It goes up for forward and down for backward, and starts
 again at the bottom. So every call gets its turn, whatever a function calls, and in any order.
 
+Blocks compute in the iterating thread, for the call whose turn it is, so that the threads of kernels are the same.
+
 Always true:
-- a call runs only while the thread that asked for it waits
+- a call runs only while the iterating thread waits or computes for it
 - at each floor calls run in the order of their numbers: sums over batches are the same as with one batch at a time
 - a call that is stopped leaves its function at the next floor, with an exception that `except Exception` does not catch
 """
@@ -24,13 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.batches.errand import Errand, Forward
 from offload.batches.waiting import Parcel, storages_of, tensors_in, waiting_bytes
 from offload.batches.world import Settings, Thread, World
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
-from offload.torch_api import not_compiled
+from offload.torch_api import not_compiled, pre_hooks_of
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
 
@@ -67,10 +70,11 @@ class Call:
         self.taken: dict[int, bool] = {}
         self._first, self._settings = settings, settings
         self._parcel: Parcel | None = None
+        self._errand: Errand | None = None
         self._is_stopped = False
         # One C call each, which an interrupt can't split.
         self._turn: SimpleQueue[None] = SimpleQueue()
-        self._back: SimpleQueue[None] = SimpleQueue()
+        self._back: SimpleQueue[bool] = SimpleQueue()  # whether it is still its turn, and it has an errand
         thread.begin(partial(self._run, fn, world), f"offload-batch-{number}")
 
     @property
@@ -83,8 +87,11 @@ class Call:
         callers = Settings.now()
         try:
             self._settings.apply()
-            self._turn.put(None)
-            self._back.get()
+            is_busy = True
+            while is_busy:
+                self._run_errand()
+                self._turn.put(None)
+                is_busy = self._back.get()
         except BaseException:  # an interrupt while it runs
             self.stop()
             raise
@@ -103,6 +110,12 @@ class Call:
         self._turn.put(None)
         self.thread.end()
 
+    def _run_errand(self) -> None:
+        errand, self._errand = self._errand, None
+        if errand is not None:
+            with self.lift.lease.joined():
+                errand.run(None if self._parcel is None else self._parcel.bring_back)
+
     def announce(self) -> None:
         """Its turn is near: read ahead what it has on disk."""
         if self._parcel is not None:
@@ -110,8 +123,14 @@ class Call:
 
     # In the call's thread
 
-    def wait_at(self, place: int, given: Sequence[Any] = ()) -> None:
-        """Wait for its turn at a place; `given` is what the module there is called with."""
+    def wait_at(self, place: int, given: Sequence[Any] = (), errand: Errand | None = None) -> None:
+        """Wait for its turn at a place.
+
+        Args:
+            place: where.
+            given: what the module there is called with.
+            errand: to be run first, when it is the turn.
+        """
         self._refuse_stopped()
         tensors = tensors_in(given)
         parcel = Parcel.of(tensors, self.made) if self.lift.spills and self.lift.is_shared else None
@@ -119,12 +138,24 @@ class Call:
         self.waiting_bytes = waiting_bytes(tensors_in(given, caches=True))
         self._parcel, self.place = parcel, place
         del tensors
-        self._back.put(None)
-        self._turn.get()
-        self._parcel, self.place = None, None
-        if parcel is not None:
-            parcel.bring_back()
+        try:
+            self._wait(errand, is_turn=False)
+        finally:
+            self._parcel, self.place = None, None
+            if parcel is not None:
+                parcel.bring_back()
         self._refuse_stopped()
+
+    def send(self, errand: Errand) -> None:
+        """Have the iterating thread run an errand."""
+        self._refuse_stopped()
+        self._wait(errand, is_turn=True)
+        self._refuse_stopped()
+
+    def _wait(self, errand: Errand | None, *, is_turn: bool) -> None:
+        self._errand = errand
+        self._back.put(is_turn)
+        self._turn.get()
 
     def _refuse_stopped(self) -> None:
         if self._is_stopped:
@@ -146,7 +177,7 @@ class Call:
             self.made = []
             self.thread.look()
             self.has_ended = True
-            self._back.put(None)
+            self._back.put(False)
 
 
 class Lift:
@@ -258,7 +289,10 @@ class Lift:
             stack.callback(self.lease.end)
             self.lease.expect(self._lots)
             for floor, module in enumerate(self._floors):
-                before = gate(partial(self._arrive, floor))
+                is_plain = self._is_plain(module)
+                if is_plain:
+                    stack.enter_context(Forward(module, partial(self._pass, floor)).instead())
+                before = gate(partial(self._arrive, floor, is_plain))
                 after = gate(partial(self._leave, self._places - 1 - floor))
                 for handle in (
                     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -269,15 +303,36 @@ class Lift:
             stack.callback(self.stop)  # first: what calls do as they end still happens inside
             yield
 
-    def _arrive(self, floor: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _is_plain(self, module: nn.Module) -> bool:
+        """Whether a floor has its class's forward, and no other floor inside, before which calls wait."""
+        inside = {*module.modules()} - {module}
+        return "forward" not in vars(module) and inside.isdisjoint(self._floors)
+
+    def _arrive(self, floor: int, is_plain: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a floor. A plain one without other hooks, which come later, waits where its forward is called."""
         call = self._mine()
         if call is None:
             return
         if self.spills:
             made = storages_of(call.made)
             call.taken = {key: key in made for key in storages_of(tensors_in((args, kwargs)))}
-        if floor != self._at:
+        if floor != self._at and (not is_plain or len(pre_hooks_of(module)) > 1):
             call.wait_at(floor, (args, kwargs))
+
+    def _pass(self, floor: int, forward: Callable[[], Any] | None, given: Sequence[Any]) -> Errand | None:
+        """At a floor, before its forward: wait, and have it called by the iterating thread if possible.
+
+        Returns the errand if it was called.
+        """
+        call = self._mine()
+        if call is None:
+            return None
+        errand = Errand(forward) if forward is not None and Errand.can_be_run() else None
+        if floor != self._at:
+            call.wait_at(floor, given, errand)
+        elif errand is not None:
+            call.send(errand)
+        return errand if errand is not None and errand.is_done else None
 
     def _leave(self, place: int, module: nn.Module, _args: Any, output: Any) -> None:
         """After a floor: backward will wait for the others before it comes down to this one."""

@@ -53,11 +53,12 @@ def map_batches(
     calling it without this, bit for bit.
 
     Each batch has a thread; one runs at a time, in the context of the caller: gradients, inference mode, autocast,
-    default dtype and device, modes, context variables. Each batch has random numbers of its own: they
-    follow from the caller's generator and the batch's number, whatever is in flight. `fn` must not wait for another
-    batch, nor call the model while it holds a lock that another batch needs. Python's and numpy's random numbers, and
-    everything else that a process has once, are shared; what it keeps in a `threading.local` may be found by a later
-    batch, whose thread may be the same.
+    default dtype and device, the accelerator's stream, modes, context variables. Each batch has random numbers of its
+    own: they follow from the caller's generator and the batch's number, whatever is in flight. `fn` must not wait for
+    another batch, nor call the model while it holds a lock that another batch, or the model, needs. Python's and
+    numpy's random numbers, and everything else that a process has once, are shared. What `fn` keeps in a
+    `threading.local` may be found by a later batch, whose thread may be the same; blocks may not find it: where there
+    is no accelerator, no gradients are recorded and no modes are active, they compute in the iterating thread.
 
     With gradients, backward inside `fn` goes down the model in lockstep too, on the CPU; gradients are summed up in the
     order of the batches. On an accelerator each batch's backward runs alone.

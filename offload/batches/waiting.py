@@ -101,11 +101,13 @@ class Parcel:
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def bring_back(self) -> None:
-        """Bring the storages back into memory.
+        """Bring the storages back into memory, if they are not.
 
         Raises:
             ReadError: the disk failed.
         """
+        if self._file.closed:
+            return
         with self._file:
             while self._storages:
                 address, size = _pages(self._storages[-1])

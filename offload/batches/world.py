@@ -49,24 +49,35 @@ class World:
         self._context = contextvars.copy_context()
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _device_types()
-        ]
-        self._caches = torch.is_autocast_cache_enabled()
+        self._autocast = {kind: _autocast(kind) for kind in _device_types()}
         self._functions = function_modes()
         self._dispatches = dispatch_modes()
         self._saved = top_saved_tensors_hooks(True)
+        self._stream = torch.accelerator.current_stream() if has_accelerator() else None
 
     def run(self, fn: Callable[[], T]) -> T:
         """Call `fn` with this state in another thread; the modes stay on there."""
         return self._context.copy().run(self._inside, fn)
 
+    def lend(self, fn: Callable[[], T]) -> T:
+        """The same; what `fn` sets in context variables is for `keep`."""
+        return self._context.run(self._inside, fn)
+
+    def keep(self) -> None:
+        """Set context variables in this thread as the borrower has left them."""
+        for variable, value in self._context.items():
+            if variable.get(_MISSING) is not value:
+                variable.set(value)
+
     def _inside(self, fn: Callable[[], T]) -> T:
         with ExitStack() as stack:
+            if self._stream is not None:
+                torch.accelerator.set_stream(self._stream)  # its device becomes the current one
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self._caches))
+            for kind, how in self._autocast.items():
+                if how != _autocast(kind):  # a backend without autocast has no context for it
+                    stack.enter_context(torch.autocast(kind, *how))
             # The modes belong to the caller, who has entered them: here they are only put on torch's stacks.
             for mode in self._functions:
                 push_function_mode(mode)
@@ -82,7 +93,7 @@ class Thread:
 
     def __init__(self) -> None:
         self._is_bare = True
-        self._kernels, self._denormals = torch.get_num_threads(), _has_denormals()
+        self._kernels = kernels()
         self._acts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -90,7 +101,7 @@ class Thread:
     @property
     def is_as_new(self) -> bool:
         """Whether no mode or hook is left in it, and kernels have the caller's threads and denormal numbers in it."""
-        return self._is_bare and (torch.get_num_threads(), _has_denormals()) == (self._kernels, self._denormals)
+        return self._is_bare and kernels() == self._kernels
 
     def begin(self, act: Callable[[], None], name: str) -> None:
         """Run a task under a name."""
@@ -107,9 +118,7 @@ class Thread:
 
     def look(self) -> None:
         """Check what was left in it; called in this thread."""
-        is_inside = transform_on_top() is not None or top_saved_tensors_hooks(True) is not None
-        self._is_bare = not (is_inside or function_modes() or dispatch_modes())
-        self._kernels, self._denormals = torch.get_num_threads(), _has_denormals()
+        self._is_bare, self._kernels = is_bare(), kernels()
 
     def _run(self) -> None:
         while (act := self._acts.get()) is not None:
@@ -117,9 +126,27 @@ class Thread:
             del act  # with everything it refers to
 
 
-def _has_denormals() -> bool:
-    """Whether this thread computes with denormal numbers, or takes them for 0 (`torch.set_flush_denormal`)."""
-    return _LEAST_NORMAL / 2 > 0
+def is_bare() -> bool:
+    """Whether this thread is inside no mode, no hook of saved tensors, and no transform."""
+    is_inside = transform_on_top() is not None or top_saved_tensors_hooks(True) is not None
+    return not (is_inside or function_modes() or dispatch_modes())
+
+
+def kernels() -> tuple[int, bool]:
+    """How kernels compute in this thread: on how many threads, and whether with denormal numbers.
+
+    Without them they are taken for 0 (`torch.set_flush_denormal`).
+    """
+    return torch.get_num_threads(), _LEAST_NORMAL / 2 > 0
+
+
+def has_accelerator() -> bool:
+    """Whether this process can use one."""
+    return torch.accelerator.current_accelerator(check_available=True) is not None
+
+
+def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
+    return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
 def _device_types() -> list[str]:
@@ -187,12 +214,10 @@ class Seeds:
 def _generators() -> list[torch.Generator]:
     """The generators that ops use by default: of the CPU, and of the current accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
+    module: Any = None if device is None else torch.get_device_module(device)
+    if not hasattr(module, "default_generators"):  # it has only functions for one of its own
         return [torch.default_generator]
-    return [
-        torch.default_generator,
-        torch.get_device_module(device).default_generators[torch.accelerator.current_device_index()],
-    ]
+    return [torch.default_generator, module.default_generators[torch.accelerator.current_device_index()]]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -229,6 +254,7 @@ def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
     return partial(getattr, holder, name), partial(setattr, holder, name)
 
 
+_MISSING = object()
 _MOST_SEED = 2**63 - 1
 _LEAST_NORMAL = sys.float_info.min
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

@@ -15,7 +15,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from offload.prefetch.reader import Reader
 from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Turns, Value, books_of, let_go, log
@@ -47,9 +48,11 @@ class Streams:
             self.live.append(stream)
         return stream
 
-    def join(self, stream: Stream) -> None:
-        """Make the running thread read as one with others."""
+    def join(self, stream: Stream | None) -> Stream | None:
+        """Make the running thread read as one with others; None: by itself. Returns what it read as before."""
+        before: Stream | None = getattr(self._local, "stream", None)
         self._local.stream = stream
+        return before
 
     def give_up_own(self) -> None:
         """Drop everything that is ahead for the running thread."""
@@ -260,6 +263,18 @@ class Lease:
         """Make the running thread read as one with the others."""
         with self._streams.reader.lock:
             self._streams.join(self._stream)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """In this context, the running thread reads as one with the others."""
+        streams = self._streams
+        with streams.reader.lock:
+            own = streams.join(self._stream)
+        try:
+            yield
+        finally:
+            with streams.reader.lock:
+                streams.join(own)
 
     def move_on(self) -> None:
         """All threads have used what is held. From now on the budget has room for as much."""

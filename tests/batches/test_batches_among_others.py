@@ -12,6 +12,7 @@ import warnings
 import weakref
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_compiled_model_is_not_compiled_with_what_waits():
     assert equal(map(model, batches), found)
     files = [one.co_filename for one in torch._dynamo.utils.get_compilation_metrics()]
     assert files
-    assert not [file for file in files if "offload/batches" in str(file)]
+    assert {"errand.py"} >= {Path(file).name for file in files if "offload/batches" in str(file)}
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import offload
-from offload import OffloadedTensor
+from offload import OffloadedTensor, map_batches
 from offload.prefetch import staging
 from offload.tensor.wrapper import guest_of
 from tests.prefetch import delayed_device as delayed
@@ -223,3 +223,28 @@ def test_a_model_on_disk_runs_within_the_budget_of_the_device(device: torch.devi
         assert 3 * MIB <= delayed.ops.allocated() - before <= 4 * MIB
         offload.budget.evict(model)
         assert MIB > delayed.ops.allocated() - before
+
+
+@on_the_device
+def test_batches_use_the_stream_of_the_caller(device: torch.device) -> None:
+    blocks = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            blocks.append(threading.current_thread())
+            return super().forward(x)
+
+    model = nn.Sequential(Looking(2, 2), Looking(2, 2))
+    own = torch.accelerator.current_stream()
+
+    def fn(x: torch.Tensor) -> tuple[torch.Stream, torch.Tensor]:
+        return torch.accelerator.current_stream(), model(x).detach()
+
+    with torch.no_grad(), torch.Stream(device) as stream:
+        found = list(map_batches(fn, [torch.ones(1, 2)] * 3, model, in_flight=2))
+
+    assert own != stream
+    assert threading.current_thread() not in blocks  # whose stream would be another batch's afterwards
+    assert [stream] * 3 == [used for used, _ in found]
+    assert all(torch.equal(model(torch.ones(1, 2)), out) for _, out in found)
+    assert own == torch.accelerator.current_stream()

@@ -1,0 +1,102 @@
+"""Blocks compute in one thread, whichever batch they are called for.
+
+The kernels of a thread have threads of their own (OpenMP). If batches compute by turns, each in its thread, the system
+wakes other threads for each block, often on the same core; in one thread, they stay where they are.
+
+Always true:
+- a block is called in another thread only if the state of its caller's is one that can be carried over: without
+  gradients, modes, hooks, transforms, a compiler, or kernels that compute in another way
+- what a block sets in context variables, its caller finds there
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.batches.world import World, has_accelerator, is_bare, kernels
+from offload.torch_api import is_compiled, not_compiled
+
+
+class Errand:
+    """A call that one thread may make for another.
+
+    Attributes:
+        is_done: whether it was made.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn, self._kernels, self._world = fn, kernels(), World()
+        self._result: Any = None
+        self._error: Exception | None = None
+        self.is_done = False
+
+    @staticmethod
+    def can_be_run() -> bool:
+        """Whether another thread can make calls for this one."""
+        return not torch.is_grad_enabled() and not has_accelerator() and is_bare()
+
+    def run(self, before: Callable[[], None] | None = None) -> None:
+        """Make the call in this thread, after another one, if it computes as the other thread does."""
+        if kernels() != self._kernels or not is_bare() or is_compiled():
+            return
+        try:
+            if before is not None:
+                before()
+            self._result = self._world.lend(self._fn)
+        except Exception as error:
+            self._error = error
+        self.is_done = True
+
+    def result(self) -> Any:
+        """Its result; called in the other thread. What it raises is raised there."""
+        self._world.keep()
+        error, self._error = self._error, None  # its frames refer to this one
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error
+
+
+class Forward:
+    """A module's forward. In a copy of the module, or an unpickled one, it is the plain one."""
+
+    def __init__(self, module: nn.Module, ask: Callable[..., Errand | None]) -> None:
+        """`ask` is called before: with the call, or None if it is to be compiled, and with the arguments.
+
+        It returns the errand if it has made the call.
+        """
+        self._module, self._plain, self._ask = module, module.forward, ask
+        if "torch._dynamo" in sys.modules:
+            self._ask = not_compiled(ask)
+        functools.update_wrapper(self, module.forward)  # for those who ask for its parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            self._ask(None, (args, kwargs))
+            return self._plain(*args, **kwargs)
+        forward = partial(self._plain, *args, **kwargs)
+        errand = self._ask(None if is_compiled() else forward, (args, kwargs))
+        return forward() if errand is None else errand.result()
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """In this context, the module has it instead of its class's."""
+        vars(self._module)["forward"] = self
+        try:
+            yield
+        finally:
+            if vars(self._module).get("forward") is self:
+                del vars(self._module)["forward"]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (self._module, "forward")  # which has none of its own yet
