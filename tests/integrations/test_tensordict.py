@@ -7,8 +7,10 @@ import itertools
 import json
 import os
 import pickle
+import random
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -570,7 +572,8 @@ def test_a_folder_is_whole_after_each_kill(quick_folder):
         for later in itertools.count(number + 1):
             save_memmap(numbered(later), folder / "a")
 
-    for _ in range(15):
+    kills = 0
+    while kills < 15 or (not left and kills < 300):
         pid = os.fork()
         if not pid:
             with suppress(BaseException):
@@ -578,7 +581,9 @@ def test_a_folder_is_whole_after_each_kill(quick_folder):
             os._exit(1)
         while load_memmap(folder / "a")["number"] == number:
             assert (0, 0) == os.waitpid(pid, os.WNOHANG)
+        time.sleep(random.uniform(0, 0.01))  # so that it is killed at any point of a save
         os.kill(pid, signal.SIGKILL)
+        kills += 1
         os.waitpid(pid, 0)
 
         found = load_memmap(folder / "a")
