@@ -33,6 +33,7 @@ from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
+from offload.tensor.rooms import shared_rooms
 from offload.torch_api import not_compiled, pre_hooks_of
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
@@ -209,8 +210,9 @@ class Lift:
         """Whether several calls are in progress."""
         return len(self._calls) > 1
 
-    def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings) -> Call:
-        """A new call, run up to its first floor or its end."""
+    def begin(self, number: int, fn: Callable[[], Any], world: World, settings: Settings, *, alone: bool) -> Call:
+        """A new call, run up to its first floor or its end; `alone` unless others will be in progress beside it."""
+        self.lease.keeps_results = not alone
         call = Call(self, number, fn, world, settings, self._thread())
         self._calls.append(call)
         self._carry(call)
@@ -286,6 +288,7 @@ class Lift:
         self.lease = lease()
         gate = _uncompiled_gate() if "torch._dynamo" in sys.modules else _Gate
         with ExitStack() as stack:
+            stack.enter_context(shared_rooms())
             stack.callback(self.lease.end)
             self.lease.expect(self._lots)
             for floor, module in enumerate(self._floors):

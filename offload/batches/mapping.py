@@ -172,7 +172,8 @@ class _Mapping:
             self._fail(self._begun, error)
             return
         settings = self._settings.seeded(self._seeds.next())
-        call = self._lift.begin(self._begun, partial(self._fn, batch), self._world, settings)
+        fn = partial(self._fn, batch)
+        call = self._lift.begin(self._begun, fn, self._world, settings, alone=self._limit == 1)
         self._begun += 1
         self._look_at(call)
 

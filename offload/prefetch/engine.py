@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -60,6 +60,34 @@ def brought_in(handle: Handle, twin: torch.Tensor) -> Value:
     if found.calm_until < monotonic():
         _ENGINE.arrive(found)
     return found
+
+
+def kept(
+    key: Hashable, compute: Callable[[], torch.Tensor], views: Callable[[], Iterable[tuple[Handle, torch.Tensor]]]
+) -> torch.Tensor:
+    """What `compute` makes of some views. If other threads are about to need the same, it is computed once for all."""
+    lease, found = _ENGINE.streams.lease(), found_kept(key)
+    if found is not None:
+        return found
+    if lease is None or not lease.keeps_results:
+        return compute()
+    lease.keeps_results = False  # of what this is computed from
+    try:
+        found = compute()
+    finally:
+        lease.keeps_results = True
+    read = list(views())
+    sources = [one for one in (_range_of(handle, twin) for handle, twin in read) if one is not None]
+    if read:
+        with lock():
+            lease.keep(key, found, books_of(read[0][0]).pool or POOL, sources)
+    return found
+
+
+def found_kept(key: Hashable) -> torch.Tensor | None:
+    """What `kept` would return without reading anything."""
+    lease = _ENGINE.streams.lease()
+    return None if lease is None else lease.result(key)
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:

@@ -5,7 +5,8 @@ Always true:
   has been seen twice
 - picked values, such as experts, are not part of the order, which goes on past them: they are ahead once an op says so
 - what is ahead, and what streams and is in use, counts as `in_flight` until it is used, dropped or forgotten
-- what a lease holds stays until the lease moves on; a part of the budget is reserved for it
+- what a lease holds stays until the lease moves on; a part of the budget is reserved for it. A result that it keeps
+  takes the place of the values that it was computed from
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from offload.prefetch.reader import Reader
 from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Turns, Value, books_of, let_go, log
@@ -53,6 +56,11 @@ class Streams:
         before: Stream | None = getattr(self._local, "stream", None)
         self._local.stream = stream
         return before
+
+    def lease(self) -> Lease | None:
+        """The lease under which the running thread reads."""
+        stream: Stream | None = getattr(self._local, "stream", None)
+        return None if stream is None else stream.lease
 
     def give_up_own(self) -> None:
         """Drop everything that is ahead for the running thread."""
@@ -235,6 +243,9 @@ class Lease:
     """Values that several threads use one after the other, and that stay until all of them have.
 
     The threads read as one, in the order of the first of them: the others find everything in memory.
+
+    Attributes:
+        keeps_results: whether what the first thread computes from values is kept for the others, too.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -245,7 +256,10 @@ class Lease:
         self._held: dict[Value, None] = {}
         self._bytes: dict[Pool, int] = {}  # held, per pool
         self._turns: dict[Pool, Turns] = {}
+        self._results: dict[Hashable, torch.Tensor] = {}
+        self._more: dict[Pool, int] = {}  # bytes of results, over what was held for them, per pool
         self._has_told = self._has_ended = False
+        self.keeps_results = False
 
     def expect(self, lots: Sequence[Sequence[Handle]]) -> None:
         """Reserve room for these lots, each used until the lease moves on. Other values may be used, too."""
@@ -281,7 +295,9 @@ class Lease:
         leaving: list[Value] = []
         try:
             with self._streams.reader.lock:
+                self._results = {}
                 held, self._held = self._held, {}
+                more, self._more = self._more, {}
                 sizes, self._bytes = self._bytes, {}
                 for value in held:
                     value.is_held = False
@@ -290,7 +306,7 @@ class Lease:
                         self._streams.reader.drop(value)
                 for pool, size in sizes.items():
                     if size > pool.at_a_time:
-                        leaving.extend(self._take_part(pool, held))
+                        leaving.extend(self._take_part(pool, held, more.get(pool, 0)))
         finally:
             let_go(leaving)
 
@@ -309,7 +325,28 @@ class Lease:
         finally:
             let_go(leaving)
 
+    def result(self, key: Hashable) -> torch.Tensor | None:
+        """A result that is kept."""
+        return self._results.get(key)
+
     # Under the lock
+
+    def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
+        """Keep a result until the lease moves on, if there is room, instead of the values that it was computed from."""
+        held = [value for value in sources if value in self._held]
+        more = result.untyped_storage().nbytes() - sum(value.nbytes for value in held)
+        size = self._bytes.get(pool, 0) + more
+        if size > pool.most_at_a_time or self._has_ended:
+            return
+        for value in held:
+            value.is_held = False
+            value.calm_until = 0.0
+            del self._held[value]
+            if not value.kept and not self._stream.expects(value):
+                self._streams.reader.drop(value)
+        self._results[key] = result
+        self._bytes[pool] = size
+        self._more[pool] = self._more.get(pool, 0) + more
 
     def holds(self, value: Value) -> bool:
         """Whether a value used now stays: it does if there is room for it."""
@@ -325,14 +362,14 @@ class Lease:
         self._bytes[pool] = size
         return True
 
-    def _take_part(self, pool: Pool, held: Iterable[Value] = ()) -> list[Value]:
+    def _take_part(self, pool: Pool, held: Iterable[Value] = (), more: int = 0) -> list[Value]:
         """Reserve room in a budget for the lots, and for what was held beside them. Returns what has to be dropped."""
         turns = self._turns.get(pool)
         if turns is None:
             turns = self._turns[pool] = Turns(self._lots)
             pool.turns.append(turns)
         others = {value for value in held if value.pool is pool}.difference(*turns)
-        turns.others = max(turns.others, sum(value.nbytes for value in others))
+        turns.others = max(turns.others, max(more, 0) + sum(value.nbytes for value in others))
         return pool.reconsider(anew=True)
 
     def _tell(self, size: int) -> None:

@@ -293,7 +293,7 @@ def _row_numbers(func: Any, picks: Any) -> torch.Tensor | None:
     return guest_of(numbers).to(CPU)
 
 
-_TOGETHER = 8  # matrices whose reads start together
+_AT_ONCE = 4  # matrices whose reads start together, while as many are used
 _PICKS = {aten.embedding.default: 1, aten.index_select.default: 2, aten.index.Tensor: 1}  # which argument has the rows
 
 
@@ -333,14 +333,15 @@ def _multiply_one_by_one(
     """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
     recipe, cuts = matrices._handle.composed, current_twin(matrices).split(1)
     assert recipe is not None
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(rows.device)
     results, begin = [], 0
     for place, group in enumerate(groups):
-        if place % (_TOGETHER // 2) == 0:
-            coming(view for one in groups[place : place + _TOGETHER] for view in recipe.reads(cuts[one]))
+        if place % _AT_ONCE == 0:
+            new = groups[place + _AT_ONCE if place else 0 : place + 2 * _AT_ONCE]
+            coming(view for one in new for view in recipe.reads(cuts[one]))
         end = int(ends[group])
-        only = torch.tensor([end - begin], dtype=ends.dtype, device=rows.device)
-        matrix = guest_of(wrap(matrices._handle, cuts[group], matrices._target))
-        arguments = [rows[begin:end], matrix, only, *guests_of(rest[1:], {})]
+        matrix = sent_to(recipe.value(cuts[group]), matrices._target)
+        arguments = [rows[begin:end], matrix, counts[group : group + 1], *guests_of(rest[1:], {})]
         results.append(call(func, arguments, _without_ends(kwargs)))
         begin = end
     if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized

@@ -4,7 +4,8 @@ Always true:
 - their sources are stored values that are never written to; they are read, and read ahead, like any value
 - only what an op needs of a value is computed, its rows, its expert; if a piece is stored exactly as needed, a view of
   its mapping is used and nothing is copied
-- it is computed in blocks that fit the processor's cache, into memory that is reused once nothing refers to it
+- it is computed in blocks that fit the processor's cache, into memory that is reused once nothing refers to it; what
+  several batches need is computed once for all of them
 - the numbers are the same as if the whole were computed at once
 """
 
@@ -16,20 +17,21 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from offload.memory import count_freed
-from offload.prefetch.engine import brought_in, coming
+from offload.prefetch.engine import brought_in, coming, found_kept, kept
 from offload.prefetch.tables import runs_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
-from offload.tensor.rooms import room
+from offload.tensor.rooms import LEAST, room
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
@@ -208,12 +210,23 @@ class Plain(Recipe):
     def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composed`: only what `twin` needs."""
         with no_functions(), no_modes():
-            for piece, part in self._read_in(Box.around(self.layout, twin)) if twin.numel() else ():
-                yield from piece.reads(part)
+            box = Box.around(self.layout, twin)
+            if twin.numel() and found_kept((self, box)) is None:
+                yield from self._views(box)
 
-    @abstractmethod
+    def _views(self, box: Box) -> Iterator[tuple[Handle, torch.Tensor]]:
+        for piece, part in self._read_in(box):
+            yield from piece.reads(part)
+
     def _in_box(self, box: Box) -> torch.Tensor:
         """A tensor whose elements are in the same memory order as those of the box in the whole value."""
+        if math.prod(box.size) * self.layout.dtype.itemsize < LEAST:
+            return self._computed(box)
+        return kept((self, box), partial(self._computed, box), partial(self._views, box))
+
+    @abstractmethod
+    def _computed(self, box: Box) -> torch.Tensor:
+        """Such a tensor, in memory of its own."""
 
     @abstractmethod
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -378,11 +391,17 @@ class Joined(Plain):
         return ((piece, twin) for piece, twin, _ in self._inside(box))
 
     def _in_box(self, box: Box) -> torch.Tensor:
-        inside = list(self._inside(box))
-        found = self._only_one(inside)
+        found = found_kept((self, box))
         if found is not None:
-            piece, twin = found
-            return piece.value(twin)
+            return found
+        only = self._only_one(list(self._inside(box)))
+        if only is None:
+            return super()._in_box(box)
+        piece, twin = only
+        return piece.value(twin)
+
+    def _computed(self, box: Box) -> torch.Tensor:
+        inside = list(self._inside(box))
         whole = room(contiguous(self.layout.dtype, box.size))
         if len(inside) > 1:
             coming(view for piece, twin, _ in inside for view in piece.reads(twin))
@@ -571,7 +590,7 @@ class Decoded(Plain):
             twin = twin[only] if self.stacked else twin
             yield number, twin if per is None else twin[first * per : last * per]
 
-    def _in_box(self, box: Box) -> torch.Tensor:
+    def _computed(self, box: Box) -> torch.Tensor:
         step = math.prod(self._row)
         start, end = self._rows_of(box)
         whole = room(contiguous(self.layout.dtype, (end - start, *self._row)))

@@ -2,10 +2,14 @@
 
 Always true:
 - memory that anything refers to, even a view, is never handed out again
-- of unused memory, no more is kept than the next values are likely to need
+- of unused memory, no more is kept than the next values are likely to need: little, or while results are kept for
+  several threads, as much as they took at most
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +18,7 @@ from offload.storage.locks import fork_safe_lock
 from offload.storage.mapping import scratch
 from offload.torch_api import storage_id, storage_uses
 
-_LEAST = 512 << 10  # smallest size in bytes
+LEAST = 512 << 10  # smallest size in bytes
 _MOST_KEPT = 32 << 20  # bytes of unused memory to keep
 _MOST_TIMES = 4  # most times the needed size that a reused block may have
 _BY_US = 2  # references to an unused storage: the tensor over all of it, and our own
@@ -26,14 +30,16 @@ class _Rooms:
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+        self._most = _MOST_KEPT
+        self._sharers = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` bytes, uninitialized."""
         with self._lock:
             for flat, storage in self._kept:
-                if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, _LEAST) and _is_free(storage):
+                if nbytes <= flat.numel() <= _MOST_TIMES * max(nbytes, LEAST) and _is_free(storage):
                     return flat[:nbytes]
-            flat = scratch(contiguous(torch.uint8, (max(nbytes, _LEAST),)))
+            flat = scratch(contiguous(torch.uint8, (max(nbytes, LEAST),)))
             if nbytes <= _MOST_KEPT:
                 self._kept.append((flat, flat.untyped_storage()))
                 self._shrink()
@@ -42,13 +48,23 @@ class _Rooms:
     def _shrink(self) -> None:
         """Free the oldest unused blocks when there are too many; the newest stays."""
         total = sum(flat.numel() for flat, _ in self._kept)
+        if self._sharers:
+            self._most = max(self._most, sum(flat.numel() for flat, storage in self._kept if not _is_free(storage)))
         left = []
         for flat, storage in self._kept[:-1]:
-            if total > _MOST_KEPT and _is_free(storage):
+            if total > self._most and _is_free(storage):
                 total -= flat.numel()
             else:
                 left.append((flat, storage))
-        self._kept = [*left, self._kept[-1]]
+        self._kept = [*left, *self._kept[-1:]]
+
+    def share(self, by: int) -> None:
+        """So many more share results, or fewer."""
+        with self._lock:
+            self._sharers += by
+            if not self._sharers:
+                self._most = _MOST_KEPT
+                self._shrink()
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
@@ -59,6 +75,16 @@ def room(layout: Layout) -> torch.Tensor:
     """A plain tensor of that dense layout, uninitialized."""
     flat = _ROOMS.take(max(layout.nbytes, 1))
     return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
+
+
+@contextmanager
+def shared_rooms() -> Iterator[None]:
+    """In this context many values are in use together, and then again as many."""
+    _ROOMS.share(1)
+    try:
+        yield
+    finally:
+        _ROOMS.share(-1)
 
 
 _ROOMS = _Rooms()

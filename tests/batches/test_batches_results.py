@@ -1,0 +1,236 @@
+"""What is computed from stored values is computed once for all batches at a block."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import offload
+from offload.batches.mapping import map_batches
+from offload.prefetch.engine import counts
+from offload.prefetch.residency import Pool
+from offload.tensor import rooms
+from offload.tensor.recipes import Joined, Plain
+from offload.tensor.wrapper import OffloadedTensor, handle_of
+from tests.page_cache import needs_page_cache
+from tests.peak import Peak
+
+MIB = 1 << 20
+LAYERS = 12
+
+pytestmark = pytest.mark.usefixtures("computed")
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
+    """Every value that was computed."""
+    found: list[weakref.ref[torch.Tensor]] = []
+    plain = Joined._computed
+
+    def noting(self: Joined, box: object) -> torch.Tensor:
+        made = plain(self, box)
+        found.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Joined, "_computed", noting)
+    return found
+
+
+def cast_on_disk(folder: Path, size: int, **options: object) -> nn.Sequential:
+    """Layers stored in float32, and read in float64."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
+    with torch.no_grad():
+        save_file({name: value / 8 for name, value in layers.state_dict().items()}, folder / "model.safetensors")
+    with offload.init_empty_weights():
+        model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(LAYERS)))
+    return offload.load_checkpoint_and_dispatch(  # type: ignore[arg-type]
+        model, folder, device_map="disk", dtype=torch.float64, **options
+    )
+
+
+def batches_of(size: int, count: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(2, size, dtype=torch.float64) for _ in range(count)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("in_flight", "sweeps"), [(1, 8), (3, 3), (4, 2), (8, 1)])
+def test_a_value_is_computed_once_a_sweep(tmp_path, computed, in_flight, sweeps):
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
+    expected = [model(batch) for batch in batches]
+    assert LAYERS * len(batches) == len(computed)
+    computed.clear()
+
+    found = list(map_batches(model, batches, model, in_flight=in_flight))
+
+    assert all(map(torch.equal, expected, found))
+    assert LAYERS * sweeps == len(computed)
+
+
+def test_with_gradients_too(tmp_path, computed):
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
+
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        inputs = batch.clone().requires_grad_()
+        model(inputs).pow(2).sum().backward()
+        return inputs.grad
+
+    model.requires_grad_(False)
+    expected = [fn(batch) for batch in batches]
+    one_by_one = len(computed)
+    computed.clear()
+
+    found = list(map_batches(fn, batches, model, in_flight=8))
+
+    assert all(map(torch.equal, expected, found))
+    assert len(computed) <= one_by_one / 4
+
+
+@torch.no_grad()
+def test_it_goes_when_the_batches_have_passed(tmp_path, computed):
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
+    alive: list[int] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            alive.append(sum(one() is not None for one in computed))
+            return found
+
+    for layer in model:
+        layer.__class__ = Looking
+
+    list(map_batches(model, batches, model, in_flight=4))
+
+    assert {1} == {*alive}
+    gc.collect()
+    assert not any(one() is not None for one in computed)
+    assert rooms._MOST_KEPT == rooms._ROOMS._most
+
+
+@torch.no_grad()
+def test_memory_of_the_last_block_is_used_for_the_next(tmp_path):
+    """Results of 32 MiB."""
+    model, batches = cast_on_disk(tmp_path, 2048), batches_of(2048, 3)
+
+    with Peak() as peak:
+        list(map_batches(model, batches, model, in_flight=3))
+
+    assert 16 * MIB < peak.nbytes < 4 * 32 * MIB
+
+
+@needs_page_cache
+@torch.no_grad()
+def test_what_it_was_computed_from_is_not_held(tmp_path):
+    model, batches = cast_on_disk(tmp_path, 512, max_memory="6MiB", read_ahead="3MiB"), batches_of(512)
+    held: list[int] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            held.append(sum(value.is_held for pool in Pool.all() for value in pool.values()))
+            return found
+
+    for layer in model:
+        layer.__class__ = Looking
+    expected = [model(batch) for batch in batches]
+    held.clear()
+
+    found = list(map_batches(model, batches, model, in_flight=4))
+
+    assert all(map(torch.equal, expected, found))
+    assert {0} == {*held}
+
+
+@needs_page_cache
+@torch.no_grad()
+def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
+    """Results of 2 MiB; the window and half of the budget take one."""
+    model = cast_on_disk(tmp_path, 512, max_memory="2MiB", read_ahead="1MiB")
+    batches = batches_of(512)
+    expected = [model(batch) for batch in batches]
+    computed.clear()
+
+    found = list(map_batches(model, batches, model, in_flight=4))
+
+    assert all(map(torch.equal, expected, found))
+    assert LAYERS * len(batches) == len(computed)
+
+
+@needs_page_cache
+@torch.no_grad()
+def test_a_sweep_still_reads_what_is_over_the_budget_once(tmp_path):
+    model = cast_on_disk(tmp_path, 512, max_memory="7MiB", read_ahead="3MiB")
+    batches = batches_of(512, 12)
+    list(map_batches(model, batches[:6], model, in_flight=6))
+    before = counts().bytes_read
+
+    list(map_batches(model, batches, model, in_flight=6))
+
+    assert (counts().bytes_read - before) / 2 <= 1.1 * (LAYERS - 7 + 1 + 2) * MIB  # a result takes room for two
+
+
+@torch.no_grad()
+def test_a_value_that_a_batch_replaces_is_the_new_one_for_the_next(tmp_path):
+    model = cast_on_disk(tmp_path, 64)
+    weight = model[5].weight
+    new = torch.full((64, 64), 0.5, dtype=torch.float64)
+    batches = batches_of(64, 3)
+
+    class Replacing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            if x is not None and self.weight is weight and handle_of(weight).composed is not None:
+                weight.update_values(new)
+            return found
+
+    model[5].__class__ = Replacing
+
+    first, *others = map_batches(lambda batch: model[:6](batch), batches, model, in_flight=3)
+
+    assert torch.equal(model[:5](batches[1]) @ new.T, others[0])
+    assert torch.equal(model[:5](batches[2]) @ new.T, others[1])
+    assert not torch.equal(model[:5](batches[0]) @ new.T, first)
+
+
+@torch.no_grad()
+def test_what_a_batch_writes_into_its_result_no_other_batch_sees(tmp_path):
+    """Ops that may return what they are given return a copy of what is kept."""
+    model = cast_on_disk(tmp_path, 64)
+    expected = model[3].weight.to(torch.float64).clone()
+    ways = [
+        lambda weight: weight.contiguous(),
+        lambda weight: weight.to("cpu"),
+        lambda weight: weight.double(),
+        lambda weight: weight.reshape(-1),
+        lambda weight: weight.expand_as(weight),
+        lambda weight: torch.as_tensor(weight),
+        lambda weight: torch.atleast_2d(weight),
+        lambda weight: weight.narrow(0, 0, 64).contiguous(),
+    ]
+
+    class Writing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = ways[int(x[0, 0])](self.weight)
+            if type(found) is not OffloadedTensor:
+                found.zero_()
+            return super().forward(x)
+
+    model[3].__class__ = Writing
+    batches = [torch.full((1, 64), float(at), dtype=torch.float64) for at in range(len(ways))]
+
+    found = list(map_batches(model[3], batches, model, in_flight=len(ways), blocks=[model[3]]))
+
+    for batch, one in zip(batches, found, strict=True):
+        assert torch.equal(batch @ expected.T, one)
+
+
+def test_each_recipe_computes_in_one_place():
+    """A recipe that hands out computed values past `kept` would compute them for each batch."""
+    assert all("_computed" in vars(kind) for kind in Plain.__subclasses__())
