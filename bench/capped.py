@@ -3,7 +3,7 @@
 Always true:
 - a memory cgroup counts what loading and decoding use, including the page cache; earlier memory does not count
 - every arm has the same cap: the budget, and the same allowance for everything but weights; with large values, also
-  for two of them: the one in use, and the next
+  for two of them: the one in use, and the next. If the model fits in that, it is not capped, and not measured
 - nothing of the checkpoint is cached at the start: cached pages would belong to another group, and be free
 """
 
@@ -51,16 +51,18 @@ def figures(scale: Scale, scratch: Path) -> list[Figure]:
     """
     with memory_cap(ALLOWANCE):
         pass
-    found = _figures_of_model("capped", scale.model(), WAYS, ALLOWANCE, scale, scratch)
+    found = _figures_of_model("capped", scale.model(), WAYS, 0, scale, scratch)
     for what, folder, nbytes in scale.by_value(scratch):
-        found += _figures_of_model(f"capped, {what}", folder, IN_PLACE, ALLOWANCE + 2 * nbytes, scale, scratch)
+        found += _figures_of_model(f"capped, {what}", folder, IN_PLACE, 2 * nbytes, scale, scratch)
     return found
 
 
 def _figures_of_model(
-    case: str, folder: Path, ways: Iterable[str], allowance: int, scale: Scale, scratch: Path
+    case: str, folder: Path, ways: Iterable[str], of_values: int, scale: Scale, scratch: Path
 ) -> list[Figure]:
-    of_factors = [_figures_at(factor, case, folder, ways, allowance, scale, scratch) for factor in scale.factors]
+    size, allowance = bytes_of_a_pass(folder), ALLOWANCE + of_values
+    factors = [factor for factor in scale.factors if size / factor + of_values < size]
+    of_factors = [_figures_at(factor, case, folder, ways, allowance, scale, scratch) for factor in factors]
     return [figure for figures in of_factors for figure in figures]
 
 

@@ -4,7 +4,7 @@ Always true:
 - nothing here changes what a read returns, only when the disk is read
 - dirty memory is never dropped
 - huge pages are used while there are free ones: if the system has to make them, it evicts pages that should stay; and
-  in a virtual machine whose host takes free ones, only for what is read again
+  in a virtual machine whose host takes free ones, only for what is read again and again for want of room
 - if the kernel has no call for it, pages are read by touching them
 """
 
@@ -150,8 +150,8 @@ class Range:
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
             announce(address + self.nbytes - tail, tail)
-        is_new = _HOST_TAKES_FREE_PAGES and not self._was_read and self.nbytes >= _HUGE
-        read = bring_in_exactly if (exactly or self.is_part or is_new) and not takes_care else bring_in
+        is_small = exactly or self.is_part or (_HOST_TAKES_FREE_PAGES and self.nbytes >= _HUGE)
+        read = bring_in_exactly if is_small and not takes_care else bring_in
         try:
             read(address, self.nbytes)
         except OSError as error:
@@ -182,7 +182,7 @@ class Range:
         """
         if not _READS_HUGE_PAGES or self._shared or self.is_part or self.nbytes < _HUGE:
             return False
-        takes_care = read_in_huge_pages(address, self.nbytes, spare=spare, again=self._was_read)
+        takes_care = read_in_huge_pages(address, self.nbytes, spare=spare, again=exactly and self._was_read)
         libc.madvise(*_whole_pages(address, self.nbytes), _MADV_RANDOM if exactly and takes_care else _MADV_NORMAL)
         return takes_care
 
@@ -276,7 +276,7 @@ def read_in_huge_pages(address: int, nbytes: int, *, spare: int = 0, again: bool
 
     Args:
         spare: bytes of free huge pages to leave.
-        again: whether it was read before, so that as much memory has been freed since. Otherwise a virtual machine
+        again: whether it is read again and again, in pages that are freed in between. Otherwise a virtual machine
             whose host takes what is free has no memory behind its huge pages: to get that back takes longer than to
             read. Small pages that are free it keeps.
     """

@@ -134,8 +134,18 @@ def test_huge_pages_are_asked_for_while_there_are_free_ones(tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(not pages._READS_HUGE_PAGES, reason="this kernel reads files in small pages")
-@pytest.mark.parametrize(("takes", "expected"), [(True, [False, True, True]), (False, [True, True, True])])
-def test_huge_pages_that_the_host_has_taken_are_not_asked_for_first(tmp_path, monkeypatch, takes, expected):
+@pytest.mark.parametrize(
+    ("takes", "streams", "expected"),
+    [
+        (True, True, [False, True, True]),
+        (True, False, [False, False, False]),
+        (False, True, [True, True, True]),
+        (False, False, [True, True, True]),
+    ],
+)
+def test_huge_pages_that_the_host_has_taken_are_asked_for_where_they_are_used_again(
+    tmp_path, monkeypatch, takes, streams, expected
+):
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8 * MIB)}, path)
     blocks = tmp_path / "buddyinfo"
@@ -149,12 +159,12 @@ def test_huge_pages_that_the_host_has_taken_are_not_asked_for_first(tmp_path, mo
     monkeypatch.setattr(pages, "bring_in_exactly", lambda *given: (small.append(len(asked)), exactly(*given)))
     for _ in range(3):
         make_cold(path)
-        part.bring_in()
+        part.bring_in(exactly=streams)
         assert part.is_cached()
         asked.append("hg" in flags_of(path))
 
     assert expected == asked
-    assert ([0] if takes else []) == small
+    assert [at for at, is_huge in enumerate(expected) if not is_huge] == small
 
 
 @pytest.mark.parametrize(("text", "expected"), [("9\n", True), ("0\n", True), ("-1\n", False), ("4294967295", False)])
