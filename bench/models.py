@@ -312,7 +312,8 @@ def bytes_of_a_pass(folder: Path) -> int:
 def bytes_of_a_token(folder: Path) -> int:
     """Like `bytes_of_a_pass`, with only as many experts as a token uses."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    experts = config.get("num_local_experts", config.get("num_experts", 1))  # transformers 5 writes the first
+    share = config.get("num_experts_per_tok", 1) / experts
     total = 0.0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as shard:

@@ -128,6 +128,17 @@ SENTENCES = [
     ),
     (
         "tutorials/explanation/performance.md",
+        r"with 4 of 64 experts per token and layer, the first pass takes ([\d.]+ s) \(best peer ([\d.]+ s)\), "
+        r"and a token ([\d.]+ s) and ([\d.]+ GB) \(best peer ([\d.]+ s) and ([\d.]+ GB)\)",
+        [
+            (LARGER, f"larger, experts: {what}", arm)
+            for whats in (["first pass"], ["a token", "bytes read, a token"])
+            for arm in (OURS, BEST)
+            for what in whats
+        ],
+    ),
+    (
+        "tutorials/explanation/performance.md",
         r"a batch of 32 tokens takes ([\d.]+ s), and ([\d.]+ s) with the best of the others",
         [(BATCHES, BATCH, OURS), (BATCHES, BATCH, BEST)],
     ),
