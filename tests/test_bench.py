@@ -15,6 +15,7 @@ import torch
 from bench import cache, memory_cap, page_cache, report
 from bench.apart import run_apart, stepping_apart
 from bench.limits import MIB, DirectReader, write_durably
+from bench.models import bytes_of_a_pass, bytes_of_a_token, toy_sliced_experts, toy_sliced_llama
 from bench.peers import IN_MEMORY, OURS, WAYS, absent
 from bench.rounds import Figure, in_turn
 from bench.row_stores import Reader, values_of
@@ -232,6 +233,14 @@ def test_rows_that_were_not_asked_for_are_an_error(read):
 
     with pytest.raises(ValueError, match="these are not the values of the rows"):
         read(shifted, table)
+
+
+def test_a_token_needs_the_experts_that_it_is_routed_to(tmp_path):
+    dense, experts = toy_sliced_llama(tmp_path / "dense", 0), toy_sliced_experts(tmp_path / "experts", 0)
+    layers, each = 2, 3 * 64 * 64 * 2  # of an expert, in bytes
+
+    assert bytes_of_a_pass(dense) == bytes_of_a_token(dense)
+    assert layers * (8 - 4) * each == bytes_of_a_pass(experts) - bytes_of_a_token(experts)
 
 
 def test_a_store_that_takes_long_is_not_read_to_the_end():
