@@ -2,14 +2,10 @@
 
 Always true:
 - memory that anything refers to, even a view, is never handed out again
-- of unused memory, no more is kept than the next values are likely to need: little, or while results are kept for
-  several threads, as much as they took at most
+- of unused memory, no more is kept than the next values are likely to need
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -30,8 +26,6 @@ class _Rooms:
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._kept: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
-        self._most = _MOST_KEPT
-        self._sharers = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         """At least `nbytes` bytes, uninitialized."""
@@ -48,23 +42,18 @@ class _Rooms:
     def _shrink(self) -> None:
         """Free the oldest unused blocks when there are too many; the newest stays."""
         total = sum(flat.numel() for flat, _ in self._kept)
-        if self._sharers:
-            self._most = max(self._most, sum(flat.numel() for flat, storage in self._kept if not _is_free(storage)))
         left = []
         for flat, storage in self._kept[:-1]:
-            if total > self._most and _is_free(storage):
+            if total > _MOST_KEPT and _is_free(storage):
                 total -= flat.numel()
             else:
                 left.append((flat, storage))
         self._kept = [*left, *self._kept[-1:]]
 
-    def share(self, by: int) -> None:
-        """So many more share results, or fewer."""
+    def give_back(self) -> None:
+        """Free what is unlikely to be needed again."""
         with self._lock:
-            self._sharers += by
-            if not self._sharers:
-                self._most = _MOST_KEPT
-                self._shrink()
+            self._shrink()
 
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
@@ -77,14 +66,9 @@ def room(layout: Layout) -> torch.Tensor:
     return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
 
 
-@contextmanager
-def shared_rooms() -> Iterator[None]:
-    """In this context many values are in use together, and then again as many."""
-    _ROOMS.share(1)
-    try:
-        yield
-    finally:
-        _ROOMS.share(-1)
+def give_back_rooms() -> None:
+    """Many values were in use together, and will not be again."""
+    _ROOMS.give_back()
 
 
 _ROOMS = _Rooms()

@@ -15,9 +15,13 @@ import offload
 from offload.batches.mapping import map_batches
 from offload.prefetch.engine import counts
 from offload.prefetch.residency import Pool
+from offload.prefetch.stream import Lease
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
 from offload.tensor import rooms
-from offload.tensor.recipes import Joined, Plain
-from offload.tensor.wrapper import OffloadedTensor, handle_of
+from offload.tensor.guests import twin_of
+from offload.tensor.recipes import Joined, Piece, Plain
+from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
 from tests.page_cache import needs_page_cache
 from tests.peak import Peak
 
@@ -39,6 +43,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]
         return made
 
     monkeypatch.setattr(Joined, "_computed", noting)
+    monkeypatch.setattr(rooms, "_ROOMS", rooms._Rooms())  # none that is too large is left of other tests
     return found
 
 
@@ -111,7 +116,6 @@ def test_it_goes_when_the_batches_have_passed(tmp_path, computed):
     assert {1} == {*alive}
     gc.collect()
     assert not any(one() is not None for one in computed)
-    assert rooms._MOST_KEPT == rooms._ROOMS._most
 
 
 @torch.no_grad()
@@ -123,6 +127,21 @@ def test_memory_of_the_last_block_is_used_for_the_next(tmp_path):
         list(map_batches(model, batches, model, in_flight=3))
 
     assert 16 * MIB < peak.nbytes < 4 * 32 * MIB
+
+
+@torch.no_grad()
+def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
+    """Blocks of three results of 8 MiB: more than is kept unused, and taken once for all blocks."""
+    model, batches = cast_on_disk(tmp_path, 1024), batches_of(1024, 3)
+    monkeypatch.setattr(rooms, "_MOST_KEPT", 8 * MIB)
+    taken: list[int] = []
+    plain = rooms.scratch
+    monkeypatch.setattr(rooms, "scratch", lambda layout: (taken.append(layout.nbytes), plain(layout))[1])
+
+    list(map_batches(model, batches, model, in_flight=3, blocks=[model[at] for at in range(0, LAYERS, 3)]))
+
+    assert 2 <= len(taken) <= 3
+    assert sum(flat.numel() for flat, _ in rooms._ROOMS._kept) <= 8 * MIB
 
 
 @needs_page_cache
@@ -161,6 +180,68 @@ def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
 
     assert all(map(torch.equal, expected, found))
     assert LAYERS * len(batches) == len(computed)
+
+
+@torch.no_grad()
+def test_small_values_are_computed_for_each(tmp_path, computed):
+    """Memory is taken in rooms of half a MiB."""
+    model, batches = cast_on_disk(tmp_path, 64), batches_of(64)
+
+    list(map_batches(model, batches, model, in_flight=8))
+
+    assert LAYERS * len(batches) == len(computed)
+
+
+@torch.no_grad()
+def test_one_batch_at_a_time_keeps_nothing(tmp_path, computed):
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256)
+    alive: list[int] = []
+
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        found = model[0](batch)
+        alive.append(sum(one() is not None for one in computed))
+        return found
+
+    list(map_batches(fn, batches, model, in_flight=1))
+
+    assert {0} == {*alive}
+
+
+@torch.no_grad()
+def test_what_is_kept_is_not_read_ahead_again(tmp_path):
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256, 4)
+    views: list[int] = []
+
+    class Asking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            handle = handle_of(self.weight)
+            views.append(len(list(handle.composed.reads(twin_of(handle)))))
+            return super().forward(x)
+
+    for layer in model:
+        layer.__class__ = Asking
+
+    list(map_batches(model, batches, model, in_flight=4))
+
+    assert [1, 0, 0, 0] * LAYERS == views
+
+
+@torch.no_grad()
+def test_of_recipes_in_recipes_the_last_result_is_kept(tmp_path, monkeypatch):
+    model, batches = cast_on_disk(tmp_path, 256), batches_of(256, 4)
+    weight = model[3].weight
+    halves = [Piece(handle_of(weight), handle_of(weight).twin[at : at + 128]) for at in (0, 128)]
+    swapped = Joined(contiguous(torch.float64, (256, 256)), halves, [(128, 0), (0, 0)])
+    model[3].weight = nn.Parameter(wrap_handle(Handle.compose(swapped, "swapped"), torch.device("cpu")), False)
+    kept: list[int] = []
+    plain = Lease.keep
+    monkeypatch.setattr(Lease, "keep", lambda self, *given: (kept.append(given[1].nbytes), plain(self, *given))[1])
+    expected = [model(batch) for batch in batches]
+
+    found = list(map_batches(model, batches, model, in_flight=4))
+
+    assert all(map(torch.equal, expected, found))
+    assert LAYERS == len(kept)
 
 
 @needs_page_cache
