@@ -167,6 +167,27 @@ def test_what_it_was_computed_from_is_not_held(tmp_path):
     assert {0} == {*held}
 
 
+@torch.no_grad()
+def test_results_take_their_part_of_the_budget(tmp_path):
+    """Each layer has 4 MiB, and its result 8 MiB."""
+    model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
+    pool = handle_of(model[0].weight).composed.pieces[0].handle.books.pool
+    staying: list[int] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            staying.append(sum(value.nbytes for value in pool.values() if value.kept))
+            return found
+
+    for layer in model:
+        layer.__class__ = Looking
+
+    list(map_batches(model, batches, model, in_flight=4))
+
+    assert max(staying[4:]) <= 36 * MIB  # from the second layer on
+
+
 @needs_page_cache
 @torch.no_grad()
 def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
@@ -228,10 +249,10 @@ def test_what_is_kept_is_not_read_ahead_again(tmp_path):
 
 @torch.no_grad()
 def test_of_recipes_in_recipes_the_last_result_is_kept(tmp_path, monkeypatch):
-    model, batches = cast_on_disk(tmp_path, 256), batches_of(256, 4)
+    model, batches = cast_on_disk(tmp_path, 512), batches_of(512, 4)
     weight = model[3].weight
-    halves = [Piece(handle_of(weight), handle_of(weight).twin[at : at + 128]) for at in (0, 128)]
-    swapped = Joined(contiguous(torch.float64, (256, 256)), halves, [(128, 0), (0, 0)])
+    halves = [Piece(handle_of(weight), handle_of(weight).twin[at : at + 256]) for at in (0, 256)]
+    swapped = Joined(contiguous(torch.float64, (512, 512)), halves, [(256, 0), (0, 0)])
     model[3].weight = nn.Parameter(wrap_handle(Handle.compose(swapped, "swapped"), torch.device("cpu")), False)
     kept: list[int] = []
     plain = Lease.keep
