@@ -333,7 +333,7 @@ def _multiply_one_by_one(
     """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
     recipe, cuts = matrices._handle.composed, current_twin(matrices).split(1)
     assert recipe is not None
-    counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(rows.device)
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
     results, begin = [], 0
     for place, group in enumerate(groups):
         if place % _AT_ONCE == 0:
@@ -341,7 +341,8 @@ def _multiply_one_by_one(
             coming(view for one in new for view in recipe.reads(cuts[one]))
         end = int(ends[group])
         matrix = sent_to(recipe.value(cuts[group]), matrices._target)
-        arguments = [rows[begin:end], matrix, counts[group : group + 1], *guests_of(rest[1:], {})]
+        only = counts[group : group + 1].to(rows.device)
+        arguments = [rows[begin:end], matrix, only, *guests_of(rest[1:], {})]
         results.append(call(func, arguments, _without_ends(kwargs)))
         begin = end
     if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized

@@ -210,8 +210,8 @@ class Plain(Recipe):
     def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composed`: only what `twin` needs."""
         with no_functions(), no_modes():
-            box = Box.around(self.layout, twin)
-            if twin.numel() and found_kept((self, box)) is None:
+            box = Box.around(self.layout, twin) if twin.numel() else None
+            if box is not None and found_kept((self, box)) is None:
                 yield from self._views(box)
 
     def _views(self, box: Box) -> Iterator[tuple[Handle, torch.Tensor]]:

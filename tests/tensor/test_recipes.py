@@ -27,7 +27,7 @@ from offload.models.deferred import deferred
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import recipes
-from offload.tensor.guests import CPU
+from offload.tensor.guests import CPU, twin_of
 from offload.tensor.recipes import Decoded, Piece
 from offload.tensor.wrapper import handle_of, wrap_handle
 
@@ -184,6 +184,10 @@ def test_nothing_and_a_number(tmp_path: Path) -> None:
     assert (5.0, torch.float64, ()) == (number.item(), number.dtype, number.shape)
     assert torch.equal(torch.empty(0, 3), nothing.materialize())
     assert torch.equal(torch.empty(3, 0), nothing.t() + 0)
+
+    whole = handle_of(torch.cat([deferred(stored), deferred(stored)]).stored("whole"))  # type: ignore[attr-defined]
+    assert 2 == len(list(whole.composed.reads(twin_of(whole))))
+    assert [] == list(whole.composed.reads(twin_of(whole)[:, :0]))
 
 
 def test_views_of_another_dtype(recipe: OffloadedTensor, plain: torch.Tensor) -> None:
