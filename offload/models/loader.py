@@ -49,7 +49,7 @@ from offload.models.slots import (
     tensor_slots,
     tied_slots,
 )
-from offload.prefetch.engine import expect
+from offload.prefetch.engine import count_in, expect
 from offload.prefetch.residency import SMALL, Pool
 from offload.progress import progress, progress_in_bytes
 from offload.storage.file import TensorFile
@@ -598,9 +598,12 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     """Let a model on disk save itself, and announce its values for read-ahead, block by block, small ones first.
 
     Not those that ops pick from, embeddings (rows) and stacks of matrices (experts): they are not read as wholes. The
-    order is a guess for the first pass; afterwards it is learned from the actual reads.
+    order is a guess for the first pass; afterwards it is learned from the actual reads. All are under its budget.
     """
     let_save(model)
+    if pool is not None:
+        stored_at_all = (slot.tensor for slot in tensor_slots(model) if is_offloaded(slot.tensor))
+        count_in(stored_in(map(handle_of, stored_at_all)), pool)
     handles: dict[int, Handle] = {}
     for block in blocks_of(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]

@@ -316,6 +316,15 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
         let_go(leaving)
 
 
+def count_in(handles: Iterable[Handle], pool: Pool) -> None:
+    """Let these values, which may be read in any order, stay in memory under this budget."""
+    with lock():
+        for books in map(books_of, handles):
+            if books.pool is not pool:
+                books.pool = pool
+                books.begin_anew()
+
+
 def lock() -> threading.RLock:
     """The engine's lock, for changing a pool. Whatever a change wants dropped is dropped without the lock."""
     return _ENGINE.reader.lock

@@ -11,6 +11,10 @@ import torch
 
 import offload
 from offload.models.forms import fp8
+from offload.prefetch.engine import POOL
+from offload.prefetch.residency import books_of
+from offload.tensor.recipes import stored_in
+from offload.tensor.wrapper import handle_of, is_offloaded
 from tests.models.forms import FORMS, outcome
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
@@ -67,3 +71,19 @@ def test_of_the_experts_those_that_have_tokens_are_decoded(
         experts(torch.ones(1, 128, dtype=torch.bfloat16), torch.tensor([[0, 2]]), torch.tensor([[0.5, 0.5]]))
 
     assert 6 == len(decoded)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "fp8-qwen3_moe", "mxfp4-gpt_oss"])
+def test_all_values_are_under_the_models_own_budget(family: str, tmp_path: Path) -> None:
+    """Embeddings and experts too, whose order of reads is unknown."""
+    STORED[family].write(tmp_path)
+    before = {id(value) for value in POOL.values()}
+
+    model = offload.from_pretrained(tmp_path, max_memory="1GiB", **STORED[family].options)
+    model(torch.arange(24)[None])
+
+    stored = stored_in(handle_of(member) for member in model.state_dict().values() if is_offloaded(member))
+    budgets = {books_of(handle).pool for handle in stored}
+    assert [1 << 30] == [pool.max_memory for pool in budgets if pool is not None]
+    assert not [value for value in POOL.values() if id(value) not in before]
