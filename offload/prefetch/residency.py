@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
@@ -204,11 +204,20 @@ class Turns:
 
     Attributes:
         lots: the handles expected to be used together.
-        others: bytes that streamed with a lot without being in any.
+        others: most bytes that were in memory with a lot, without being in any: of results, and of other values.
+        replaced: values of which only results stay.
+        planned: the number of them when the plan was made.
     """
 
     lots: Sequence[Sequence[Handle]] = ()
     others: int = 0
+    replaced: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
+    planned: int = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether many more values are replaced than was planned with."""
+        return len(self.replaced) - self.planned > _NEWS * len(self.replaced)
 
     def __iter__(self) -> Iterator[list[Value]]:
         """The tracked values of each lot."""
@@ -396,7 +405,10 @@ class Pool:
 
     def _due_of_lots(self, kept: set[Value]) -> list[Value]:
         """What has to stay so that no lot streams more than there is room for."""
-        lots = [self._streaming(lot, kept) for turns in self.turns for lot in turns]
+        lots: list[list[Value]] = []
+        for turns in self.turns:
+            apart = kept.union(turns.replaced)
+            lots.extend(self._streaming(lot, apart) for lot in turns)
         others, room = max(turns.others for turns in self.turns), self._room - _size(kept)
         most = min(max(map(_size, lots), default=0), self.most_at_a_time)
         too_small, due = 0, _due(lots, most)

@@ -257,7 +257,8 @@ class Lease:
         self._bytes: dict[Pool, int] = {}  # held, per pool
         self._turns: dict[Pool, Turns] = {}
         self._results: dict[Hashable, torch.Tensor] = {}
-        self._more: dict[Pool, int] = {}  # bytes of results, over what was held for them, per pool
+        self._made: dict[Pool, int] = {}  # bytes of results, per pool
+        self._is_again = False  # whether something is computed that was computed before
         self._has_told = self._has_ended = False
         self.keeps_results = False
 
@@ -297,16 +298,17 @@ class Lease:
             with self._streams.reader.lock:
                 self._results = {}
                 held, self._held = self._held, {}
-                more, self._more = self._more, {}
+                made, self._made = self._made, {}
                 sizes, self._bytes = self._bytes, {}
                 for value in held:
                     value.is_held = False
                     value.calm_until = 0.0
                     if not value.kept and not self._stream.expects(value):
                         self._streams.reader.drop(value)
+                is_again, self._is_again = self._is_again, False
                 for pool, size in sizes.items():
-                    if size > pool.at_a_time:
-                        leaving.extend(self._take_part(pool, held, more.get(pool, 0)))
+                    if size > pool.at_a_time or (is_again and pool in self._turns and self._turns[pool].has_news):
+                        leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
         finally:
             let_go(leaving)
 
@@ -333,11 +335,16 @@ class Lease:
 
     def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
         """Keep a result until the lease moves on, if there is room, instead of the values that it was computed from."""
+        sources = list(sources)
         held = [value for value in sources if value in self._held]
-        more = result.untyped_storage().nbytes() - sum(value.nbytes for value in held)
-        size = self._bytes.get(pool, 0) + more
+        nbytes = result.untyped_storage().nbytes()
+        size = self._bytes.get(pool, 0) + nbytes - sum(value.nbytes for value in held)
         if size > pool.most_at_a_time or self._has_ended:
             return
+        if pool in self._turns:
+            replaced = self._turns[pool].replaced
+            self._is_again = self._is_again or not replaced.isdisjoint(sources)
+            replaced.update(sources)
         for value in held:
             value.is_held = False
             value.calm_until = 0.0
@@ -346,7 +353,7 @@ class Lease:
                 self._streams.reader.drop(value)
         self._results[key] = result
         self._bytes[pool] = size
-        self._more[pool] = self._more.get(pool, 0) + more
+        self._made[pool] = self._made.get(pool, 0) + nbytes
 
     def holds(self, value: Value) -> bool:
         """Whether a value used now stays: it does if there is room for it."""
@@ -362,14 +369,18 @@ class Lease:
         self._bytes[pool] = size
         return True
 
-    def _take_part(self, pool: Pool, held: Iterable[Value] = (), more: int = 0) -> list[Value]:
-        """Reserve room in a budget for the lots, and for what was held beside them. Returns what has to be dropped."""
+    def _take_part(self, pool: Pool, held: Iterable[Value] = (), made: int = 0) -> list[Value]:
+        """Reserve room in a budget for the lots, and for what was held beside them and the bytes of results.
+
+        Returns what has to be dropped.
+        """
         turns = self._turns.get(pool)
         if turns is None:
             turns = self._turns[pool] = Turns(self._lots)
             pool.turns.append(turns)
         others = {value for value in held if value.pool is pool}.difference(*turns)
-        turns.others = max(turns.others, max(more, 0) + sum(value.nbytes for value in others))
+        turns.planned = len(turns.replaced)
+        turns.others = max(turns.others, made + sum(value.nbytes for value in others))
         return pool.reconsider(anew=True)
 
     def _tell(self, size: int) -> None:

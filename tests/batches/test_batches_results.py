@@ -188,6 +188,23 @@ def test_results_take_their_part_of_the_budget(tmp_path):
     assert max(staying[4:]) <= 36 * MIB  # from the second layer on
 
 
+@torch.no_grad()
+def test_room_is_for_results_or_for_what_they_replace_not_for_both(tmp_path):
+    """Each layer has 4 MiB, and its result 8 MiB."""
+    model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
+    pool = handle_of(model[0].weight).composed.pieces[0].handle.books.pool
+    reserved: list[int] = []
+
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        found = model(batch)
+        reserved.append(pool.at_a_time)
+        return found
+
+    list(map_batches(fn, batches, model, in_flight=4))
+
+    assert 8 * MIB == reserved[-1]
+
+
 @needs_page_cache
 @torch.no_grad()
 def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
