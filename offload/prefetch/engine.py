@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
+from typing import Any
 
 import torch
 
@@ -88,6 +89,18 @@ def found_kept(key: Hashable) -> torch.Tensor | None:
     """What `kept` would return without reading anything."""
     lease = _ENGINE.streams.lease()
     return None if lease is None else lease.result(key)
+
+
+def shared(key: Hashable) -> dict[Any, Any] | None:
+    """What threads that are about to use the same values note for one another; None for a thread alone."""
+    lease = _ENGINE.streams.lease()
+    return None if lease is None else lease.shared(key)
+
+
+def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
+    """Whether what several views need is in memory, and will be until these threads have used it."""
+    found = [_range_of(handle, twin) for handle, twin in views]
+    return all(one is UNTRACKED or (one is not None and (one.kept or one.is_held)) for one in found)
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:

@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -258,6 +259,7 @@ class Lease:
         self._turns: dict[Pool, Turns] = {}
         self._results: dict[Hashable, torch.Tensor] = {}
         self._made: dict[Pool, int] = {}  # bytes of results, per pool
+        self._shared: dict[Hashable, dict[Any, Any]] = {}
         self._is_again = False  # whether something is computed that was computed before
         self._has_told = self._has_ended = False
         self.keeps_results = False
@@ -296,7 +298,7 @@ class Lease:
         leaving: list[Value] = []
         try:
             with self._streams.reader.lock:
-                self._results = {}
+                self._results, self._shared = {}, {}
                 held, self._held = self._held, {}
                 made, self._made = self._made, {}
                 sizes, self._bytes = self._bytes, {}
@@ -330,6 +332,10 @@ class Lease:
     def result(self, key: Hashable) -> torch.Tensor | None:
         """A result that is kept."""
         return self._results.get(key)
+
+    def shared(self, key: Hashable) -> dict[Any, Any]:
+        """What the threads note for one another under this key; empty once the lease moves on."""
+        return self._shared.setdefault(key, {})
 
     # Under the lock
 

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import brought_in, coming
+from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.prefetch.tables import has_rows_here, rows_coming
+from offload.storage.handle import Composed
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
-from offload.tensor.guests import CPU, Traced, copied, sent_to
+from offload.tensor.guests import CPU, Traced, copied, metadata_of, sent_to
 from offload.tensor.rules import (
     call,
     decompose_in_sight,
@@ -307,9 +308,10 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     if ends.is_meta or modes_are_on():  # which groups have rows is unknown
         return read(func, args, kwargs)
     ends = guest_of(ends)
-    groups = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu")).nonzero().flatten()
+    counts = torch.diff(ends.cpu(), prepend=ends.new_zeros(1, device="cpu"))
+    groups = counts.nonzero().flatten()
     if matrices._handle.composed is not None:
-        return _multiply_one_by_one(func, guest_of(rows), matrices, ends.cpu(), groups.tolist(), rest, kwargs)
+        return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
     parts = [current_twin(matrices).select(0, group) for group in groups.tolist()]
     coming((matrices._handle, part) for part in parts)
     for part in parts:
@@ -325,29 +327,44 @@ def _multiply_one_by_one(
     func: Any,
     rows: torch.Tensor,
     matrices: OffloadedTensor,
-    ends: torch.Tensor,
+    counts: torch.Tensor,
     groups: list[int],
     rest: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
-    recipe, cuts = matrices._handle.composed, current_twin(matrices).split(1)
+    recipe, twin = matrices._handle.composed, current_twin(matrices)
     assert recipe is not None
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    results, begin = [], 0
-    for place, group in enumerate(groups):
-        if place % _AT_ONCE == 0:
-            new = groups[place + _AT_ONCE if place else 0 : place + 2 * _AT_ONCE]
-            coming(view for one in new for view in recipe.reads(cuts[one]))
-        end = int(ends[group])
-        matrix = sent_to(recipe.value(cuts[group]), matrices._target)
-        only = counts[group : group + 1].to(rows.device)
-        arguments = [rows[begin:end], matrix, only, *guests_of(rest[1:], {})]
-        results.append(call(func, arguments, _without_ends(kwargs)))
+    noted = shared((recipe, metadata_of(twin)))  # matrices that stay in memory for other batches
+    known = noted or {}
+    new = {group: twin[group : group + 1] for group in groups if group not in known}
+    due = list(new.values())
+    coming(view for cut in due[: 2 * _AT_ONCE] for view in recipe.reads(cut))
+    ends, each = counts.cumsum(0).tolist(), counts.split(1)
+    rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
+    results, begin, used = [], 0, 0
+    for group in groups:
+        matrix = known.get(group)
+        if matrix is None:
+            if used and used % _AT_ONCE == 0:
+                coming(view for cut in due[used + _AT_ONCE : used + 2 * _AT_ONCE] for view in recipe.reads(cut))
+            used += 1
+            matrix = recipe.value(new[group])
+            if noted is not None and _is_staying(recipe, new[group]):
+                noted[group] = matrix
+        end = ends[group]
+        matrix, count = sent_to(matrix, matrices._target), each[group].to(rows.device)
+        results.append(call(func, [rows[begin:end], matrix, count, *rest], kwargs))
         begin = end
     if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
         results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
     return torch.cat(results)
+
+
+def _is_staying(recipe: Composed, twin: torch.Tensor) -> bool:
+    """Whether a cut that was just read or computed stays in memory for the next thread."""
+    views = list(recipe.reads(twin))  # none of a result that is kept
+    return not views or (recipe.stands(twin) and are_staying(views))
 
 
 def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
