@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -340,7 +341,7 @@ def _multiply_one_by_one(
     new = {group: twin[group : group + 1] for group in groups if group not in known}
     due = list(new.values())
     coming(view for cut in due[: 2 * _AT_ONCE] for view in recipe.reads(cut))
-    ends, each = counts.cumsum(0).tolist(), counts.split(1)
+    ends, each = [*accumulate(counts.tolist())], counts.split(1)
     rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
     results, begin, used = [], 0, 0
     for group in groups:

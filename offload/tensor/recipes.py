@@ -36,6 +36,7 @@ from offload.tensor.rooms import LEAST, room
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
 _TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back takes some ms
+_BOXES = 16  # of a recipe, whose pieces are noted: they are asked for several times while a box is read
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
@@ -334,7 +335,7 @@ class Joined(Plain):
         places: for each piece, the index of its first element in the value, which has as many dimensions.
     """
 
-    __slots__ = ("_places", "_rows")
+    __slots__ = ("_known", "_places", "_rows")
 
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
@@ -352,6 +353,7 @@ class Joined(Plain):
         ends = [place[0] + piece.twin.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
+        self._known: dict[Box, list[Inside]] = {}  # of boxes that are being read
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.is_picked = True
@@ -373,7 +375,7 @@ class Joined(Plain):
 
     def stands(self, twin: torch.Tensor, /) -> bool:
         """See `Composed`."""
-        found = self._only_one(list(self._inside(Box.around(self.layout, twin)))) if twin.numel() else None
+        found = self._only_one(self._inside(Box.around(self.layout, twin))) if twin.numel() else None
         if found is None:
             return False
         piece, twin = found
@@ -394,14 +396,14 @@ class Joined(Plain):
         found = found_kept((self, box))
         if found is not None:
             return found
-        only = self._only_one(list(self._inside(box)))
+        only = self._only_one(self._inside(box))
         if only is None:
             return super()._in_box(box)
         piece, twin = only
         return piece.value(twin)
 
     def _computed(self, box: Box) -> torch.Tensor:
-        inside = list(self._inside(box))
+        inside = self._inside(box)
         whole = room(contiguous(self.layout.dtype, box.size))
         if len(inside) > 1:
             coming(view for piece, twin, _ in inside for view in piece.reads(twin))
@@ -448,8 +450,16 @@ class Joined(Plain):
     def _turned_shape(self) -> tuple[int, ...]:
         return tuple(self.layout.shape[dim] for dim in self.layout.order)
 
-    def _inside(self, box: Box) -> Iterator[Inside]:
+    def _inside(self, box: Box) -> list[Inside]:
         """The cut of each piece that is in a box, and where in the box it goes."""
+        known = self._known.get(box)
+        if known is None:
+            if len(self._known) >= _BOXES:
+                self._known.clear()
+            known = self._known[box] = list(self._cut_out(box))
+        return known
+
+    def _cut_out(self, box: Box) -> Iterator[Inside]:
         first, end = 0, len(self.pieces)
         if self._rows is not None:
             first = max(0, bisect_right(self._rows, box.start[0]) - 1)
