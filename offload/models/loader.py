@@ -602,8 +602,8 @@ def _settle(model: nn.Module, pool: Pool | None) -> None:
     """
     let_save(model)
     if pool is not None:
-        stored_at_all = (slot.tensor for slot in tensor_slots(model) if is_offloaded(slot.tensor))
-        count_in(stored_in(map(handle_of, stored_at_all)), pool)
+        all_of_them = [handle_of(slot.tensor) for slot in tensor_slots(model) if is_offloaded(slot.tensor)]
+        count_in([*all_of_them, *stored_in(all_of_them)], pool)  # a recipe's, too: something may be stored in its place
     handles: dict[int, Handle] = {}
     for block in blocks_of(model):
         modules = [module for module in block if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]

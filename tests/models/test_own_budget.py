@@ -1,0 +1,84 @@
+"""A model's own budget: it has all of the model's values, and what replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+import offload
+from offload.prefetch.engine import POOL
+from offload.prefetch.residency import SMALL, Pool, books_of
+from offload.tensor.recipes import stored_in
+from offload.tensor.wrapper import handle_of, is_offloaded
+
+SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+CONFIGS = {
+    "dense": LlamaConfig(**SHAPE, **HEADS),
+    "tied": LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(**SHAPE, **HEADS, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=2),
+}
+
+pytestmark = pytest.mark.usefixtures("nothing_new_elsewhere")
+
+
+@pytest.fixture
+def nothing_new_elsewhere() -> Iterator[None]:
+    """The process's budget has no value that it did not have before."""
+    before = {id(value) for value in POOL.values()}
+    yield
+    assert not [value for value in POOL.values() if id(value) not in before]
+
+
+@pytest.fixture(params=[(kind, dtype) for kind in CONFIGS for dtype in (torch.float32, torch.bfloat16)], ids=str)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Stored in float32; what is read in another dtype is cast."""
+    kind, dtype = request.param
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).save_pretrained(tmp_path)
+    return offload.from_pretrained(tmp_path, dtype=dtype, max_memory="1GiB")
+
+
+def budgets_of(model: Any) -> set[Pool | None]:
+    """Of the values of more than 64 KiB."""
+    stored = stored_in(handle_of(member) for member in model.state_dict().values() if is_offloaded(member))
+    return {books_of(handle).pool for handle in stored if handle.extent[1] > SMALL}
+
+
+@torch.no_grad()
+def test_it_has_embeddings_and_experts_too(model):
+    model(torch.arange(64)[None])
+    model.get_input_embeddings().weight.sum()
+
+    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
+
+
+@torch.no_grad()
+def test_it_has_what_replaces_a_value(model):
+    for _, member in model.named_parameters():
+        member.update_values(member.materialize() * 2)
+    model(torch.arange(64)[None])
+    model.get_input_embeddings().weight.sum()
+
+    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
+
+
+@torch.no_grad()
+def test_it_has_what_is_mapped_to_another_dtype(model):
+    offload.map_values(lambda _, value: value.half(), model, strict_dtype=False)
+    model(torch.arange(64)[None])
+
+    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
+
+
+@torch.no_grad()
+def test_it_has_what_a_module_is_cast_to(model):
+    model.half()
+    model(torch.arange(64)[None])
+
+    assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
