@@ -78,7 +78,7 @@ def kept(
     finally:
         lease.keeps_results = True
     read = list(views())
-    sources = [one for one in (_range_of(handle, twin) for handle, twin in read) if one is not None]
+    sources = [one for one in (_range_of(handle, twin) for handle, twin in read) if one not in (None, UNTRACKED)]
     if read:
         with lock():
             lease.keep(key, found, books_of(read[0][0]).pool or POOL, sources)
@@ -98,7 +98,10 @@ def shared(key: Hashable) -> dict[Any, Any] | None:
 
 
 def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
-    """Whether what several views need is in memory, and will be until these threads have used it."""
+    """Whether what several views need is in memory, and will be until these threads have used it.
+
+    If the budget shrinks meanwhile, it may be dropped, and mapped pages are read again as they are touched.
+    """
     found = [_range_of(handle, twin) for handle, twin in views]
     return all(one is UNTRACKED or (one is not None and (one.kept or one.is_held)) for one in found)
 
@@ -330,10 +333,13 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
 
 
 def count_in(handles: Iterable[Handle], pool: Pool) -> None:
-    """Let these values, which may be read in any order, stay in memory under this budget."""
+    """Let these values, which may be read in any order, stay in memory under this budget.
+
+    Not those that are pinned under another one.
+    """
     with lock():
         for books in map(books_of, handles):
-            if books.pool is not pool:
+            if books.pool is not pool and not any(value.pinned for value in books.ranges.values()):
                 books.pool = pool
                 books.begin_anew()
 

@@ -302,6 +302,8 @@ class Lease:
                 held, self._held = self._held, {}
                 made, self._made = self._made, {}
                 sizes, self._bytes = self._bytes, {}
+                for turns in self._turns.values():
+                    turns.replaced.difference_update(held)  # there was no room for the result this time
                 for value in held:
                     value.is_held = False
                     value.calm_until = 0.0
@@ -341,7 +343,7 @@ class Lease:
 
     def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
         """Keep a result until the lease moves on, if there is room, instead of the values that it was computed from."""
-        sources = list(sources)
+        sources = list(dict.fromkeys(sources))  # several pieces may be cuts of one value
         held = [value for value in sources if value in self._held]
         nbytes = result.untyped_storage().nbytes()
         size = self._bytes.get(pool, 0) + nbytes - sum(value.nbytes for value in held)

@@ -36,7 +36,7 @@ from offload.tensor.rooms import LEAST, room
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
 _TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back takes some ms
-_BOXES = 16  # of a recipe, whose pieces are noted: they are asked for several times while a box is read
+_BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
@@ -327,6 +327,13 @@ def _recut(found: torch.Tensor, first: int, twin: torch.Tensor) -> torch.Tensor:
     return with_bits_of(value, twin) if twin.is_conj() or twin.is_neg() else value
 
 
+class _Boxes(dict[Box, list[Inside]]):
+    """The pieces of the boxes that were read last. A copy, or an unpickled one, begins empty."""
+
+    def __reduce__(self) -> tuple[type[_Boxes], tuple[()]]:
+        return _Boxes, ()
+
+
 class Joined(Plain):
     """Pieces that cover a value, each put in its place, converted to the value's dtype and memory order.
 
@@ -353,7 +360,7 @@ class Joined(Plain):
         ends = [place[0] + piece.twin.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
-        self._known: dict[Box, list[Inside]] = {}  # of boxes that are being read
+        self._known = _Boxes()
         if len(order) > 2 and len(turned) > 1:  # a stack of matrices
             for handle in self.handles():
                 handle.is_picked = True
@@ -454,7 +461,7 @@ class Joined(Plain):
         """The cut of each piece that is in a box, and where in the box it goes."""
         known = self._known.get(box)
         if known is None:
-            if len(self._known) >= _BOXES:
+            if len(self._known) >= _BOXES_KNOWN:
                 self._known.clear()
             known = self._known[box] = list(self._cut_out(box))
         return known

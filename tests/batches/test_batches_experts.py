@@ -100,10 +100,13 @@ def test_with_gradients_each_direction_has_its_own(folder, asked):
         return inputs.grad
 
     expected = [fn(batch) for batch in batches]
+    asked.clear()
 
     found = list(map_batches(fn, batches, model, in_flight=4))
 
     assert all(map(torch.equal, expected, found))
+    assert {1} == {*asked.values()}
+    assert {(1, 256, 1024), (1, 1024, 256), (1, 512, 256), (1, 256, 512)} == {shape for shape, *_ in asked}
 
 
 @needs_page_cache

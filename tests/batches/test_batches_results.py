@@ -205,6 +205,58 @@ def test_room_is_for_results_or_for_what_they_replace_not_for_both(tmp_path):
     assert 8 * MIB == reserved[-1]
 
 
+@torch.no_grad()
+def test_what_has_no_room_for_its_result_this_time_is_reserved_for(tmp_path, monkeypatch):
+    """Blocks of three layers, in another order in each sweep: of three results of 8 MiB, two have room."""
+    layers = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB")
+    pool = handle_of(layers[0].weight).composed.pieces[0].handle.books.pool
+    in_memory: list[int] = []
+    plain = Lease.move_on
+
+    def noting(self: Lease) -> None:
+        held = {value for value in pool.values() if value.kept or value.is_held}
+        in_memory.append(sum(self._made.values()) + sum(value.nbytes for value in held))
+        plain(self)
+
+    monkeypatch.setattr(Lease, "move_on", noting)
+
+    class Block(nn.Module):
+        def __init__(self, layers: nn.Sequential) -> None:
+            super().__init__()
+            self.layers, self.calls = layers, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sweep, self.calls = self.calls // 4, self.calls + 1
+            for number in range(3):
+                x = self.layers[(sweep + number) % 3](x)
+            return x
+
+    blocks = nn.Sequential(*(Block(layers[at : at + 3]) for at in range(0, LAYERS, 3)))
+
+    list(map_batches(blocks, batches_of(1024, 20), blocks, in_flight=4, blocks=list(blocks)))
+
+    assert len(in_memory) >= 20
+    assert max(in_memory[8:]) <= (40 + 4) * MIB  # the window has room for half of itself beside the budget
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", ["2MiB", "9MiB"])
+def test_several_pieces_of_a_recipe_may_be_of_one_value(tmp_path, budget):
+    """Each value is joined anew from every other row of it."""
+    layers = cast_on_disk(tmp_path, 512, max_memory=budget, read_ahead="4MiB")
+    for layer in layers:
+        [piece] = handle_of(layer.weight).composed.pieces
+        halves = [Piece(piece.handle, piece.twin[at::2]) for at in (0, 1)]
+        turned = Joined(contiguous(torch.float64, (512, 512)), halves, [(0, 0), (256, 0)])
+        layer.weight = nn.Parameter(wrap_handle(Handle.compose(turned, "turned"), torch.device("cpu")), False)
+    batches = batches_of(512, 4)
+    expected = [layers(batch) for batch in batches]
+
+    found = list(map_batches(layers, batches, layers, in_flight=4))
+
+    assert all(map(torch.equal, expected, found))
+
+
 @needs_page_cache
 @torch.no_grad()
 def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):

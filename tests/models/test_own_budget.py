@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
@@ -82,3 +83,26 @@ def test_it_has_what_a_module_is_cast_to(model):
     model(torch.arange(64)[None])
 
     assert [1 << 30] == [pool.max_memory for pool in budgets_of(model)]
+
+
+def test_what_is_pinned_under_another_budget_stays_there(tmp_path):
+    """An embedding that two models share; the second one's checkpoint lacks it."""
+
+    def load(model: torch.nn.Module, name: str, budget: str) -> None:
+        save_file({name: torch.ones(512, 512)}, tmp_path / f"{budget}.safetensors")
+        offload.load_checkpoint_and_dispatch(
+            model, tmp_path / f"{budget}.safetensors", device_map="disk", max_memory=budget
+        )
+
+    with offload.init_empty_weights():
+        first = torch.nn.Sequential(torch.nn.Embedding(512, 512))
+        second = torch.nn.Sequential(first[0], torch.nn.Linear(512, 512, bias=False))
+    load(first, "0.weight", "1GiB")
+    offload.budget.keep_resident(first)
+
+    load(second, "1.weight", "2GiB")
+
+    books = books_of(handle_of(first[0].weight))
+    assert 1 << 30 == books.pool.max_memory
+    assert [True] == [value.pinned for value in books.ranges.values()]
+    assert 2 << 30 == books_of(handle_of(second[1].weight)).pool.max_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import offload
 from offload import OffloadedTensor
 from offload.models.deferred import DeferredTensor, deferred
 from offload.prefetch.engine import tracked
-from offload.tensor.recipes import Plain, Recipe
+from offload.storage.layout import contiguous
+from offload.tensor.recipes import Joined, Piece, Plain, Recipe
 from offload.tensor.wrapper import handle_of
 
 E, N, K = 8, 48, 64
@@ -152,3 +154,18 @@ def _whole(tensor: OffloadedTensor) -> Recipe:
     cast = handle_of(_stored(deferred(wide).float())).composed
     assert isinstance(cast, Recipe)
     return cast
+
+
+def test_what_is_noted_of_boxes_is_bounded_and_not_pickled(tmp_path: Path) -> None:
+    halves = [
+        Piece(handle_of(OffloadedTensor.from_original_tensor(torch.ones(64, 8), f"half {at}", tmp_path)))
+        for at in (0, 1)
+    ]
+    recipe = Joined(contiguous(torch.float32, (128, 8)), halves, [(0, 0), (64, 0)])
+    twin = torch.empty(128, 8, device="meta")
+
+    for row in range(60, 90):
+        assert torch.equal(torch.ones(2, 8), recipe.value(twin[row : row + 2]))
+
+    assert 0 < len(recipe._known) <= 16
+    assert {} == pickle.loads(pickle.dumps(recipe._known))
