@@ -7,6 +7,7 @@ Always true:
 
 Source: the package bitsandbytes 0.50, `functional` and `backends/default`; it is not needed. On CPUs with AVX-512, that
 version mixes up the scales of 4-bit weights whose rows are not whole blocks; here these are decoded correctly.
+A zero of FP4 with a sign is 0.0 there, as it is here, and -0.0 on other CPUs.
 """
 
 from __future__ import annotations
