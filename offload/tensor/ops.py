@@ -334,32 +334,39 @@ def _multiply_one_by_one(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Of a recipe, one matrix at a time is computed: a whole layer would take many times its stored size."""
+    ends, each = [*accumulate(counts.tolist())], counts.split(1)
+    rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
+    results, begin = [], 0
+    for group, matrix in zip(groups, _each_of(matrices, groups), strict=True):
+        given = [rows[begin : ends[group]], sent_to(matrix, matrices._target), each[group].to(rows.device)]
+        results.append(call(func, [*given, *rest], kwargs))
+        begin = ends[group]
+    if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
+        results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
+    return torch.cat(results)
+
+
+def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Tensor]:
+    """Some matrices of a recipe, one by one: those that stay in memory for other batches are looked up once."""
     recipe, twin = matrices._handle.composed, current_twin(matrices)
     assert recipe is not None
-    noted = shared((recipe, metadata_of(twin)))  # matrices that stay in memory for other batches
+    noted = shared((recipe, metadata_of(twin)))
     known = noted or {}
     new = {group: twin[group : group + 1] for group in groups if group not in known}
     due = list(new.values())
     coming(view for cut in due[: 2 * _AT_ONCE] for view in recipe.reads(cut))
-    ends, each = [*accumulate(counts.tolist())], counts.split(1)
-    rest, kwargs = guests_of(rest[1:], {}), _without_ends(kwargs)
-    results, begin, used = [], 0, 0
+    used = 0
     for group in groups:
-        matrix = known.get(group)
-        if matrix is None:
-            if used and used % _AT_ONCE == 0:
-                coming(view for cut in due[used + _AT_ONCE : used + 2 * _AT_ONCE] for view in recipe.reads(cut))
-            used += 1
-            matrix = recipe.value(new[group])
-            if noted is not None and _is_staying(recipe, new[group]):
-                noted[group] = matrix
-        end = ends[group]
-        matrix, count = sent_to(matrix, matrices._target), each[group].to(rows.device)
-        results.append(call(func, [rows[begin:end], matrix, count, *rest], kwargs))
-        begin = end
-    if begin < len(rows) or not results:  # rows of no group: torch leaves their memory uninitialized
-        results.append(rows.new_zeros(len(rows) - begin, matrices.shape[-1]))
-    return torch.cat(results)
+        if group in known:
+            yield known[group]
+            continue
+        if used and used % _AT_ONCE == 0:
+            coming(view for cut in due[used + _AT_ONCE : used + 2 * _AT_ONCE] for view in recipe.reads(cut))
+        used += 1
+        matrix = recipe.value(new[group])
+        if noted is not None and _is_staying(recipe, new[group]):
+            noted[group] = matrix
+        yield matrix
 
 
 def _is_staying(recipe: Composed, twin: torch.Tensor) -> bool:

@@ -36,8 +36,8 @@ from offload.tensor.rooms import LEAST, room
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
 _TRIMMED = 8  # what is decoded, over what counts as freed: giving memory back takes some ms
-_BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _WRITTEN = 4 << 20  # the same, for blocks written to a file while the next one is computed
+_BOXES_KNOWN = 16  # boxes of a recipe whose pieces are noted: they are asked for several times while a box is read
 _GENERATION = b"1"  # change it when a decoder's numbers change: stored results are then made again
 
 Decode: TypeAlias = Callable[..., torch.Tensor]

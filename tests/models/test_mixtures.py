@@ -85,5 +85,5 @@ def test_all_values_are_under_the_models_own_budget(family: str, tmp_path: Path)
 
     stored = stored_in(handle_of(member) for member in model.state_dict().values() if is_offloaded(member))
     budgets = {books_of(handle).pool for handle in stored}
-    assert [1 << 30] == [pool.max_memory for pool in budgets if pool is not None]
+    assert [1 << 30] == [pool and pool.max_memory for pool in budgets]
     assert not [value for value in POOL.values() if id(value) not in before]
