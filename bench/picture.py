@@ -18,10 +18,10 @@ from bench.peers import IN_MEMORY, OURS
 RESULTS = Path(__file__).parent / "results"
 PICTURE = RESULTS / "in-short.svg"
 CASES = (
-    ("One token of a model 1.5 times the memory it may take", "2026-11-23-capped.json", "capped, 1.5x: a token"),
+    ("One token of a model 1.5 times the memory it may take", "2026-11-24-capped.json", "capped, 1.5x: a token"),
     (
         "One token of a model of 30 GB, with 24 GiB of memory (one round)",
-        "2026-11-23-larger.json",
+        "2026-11-24-larger.json",
         "larger, dense: a token",
     ),
     (

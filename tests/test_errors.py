@@ -42,6 +42,7 @@ OTHERS = {
     ("offload.storage.gguf_header", "raise ValueError"): "`read_header` tells of it, as a damaged file",
     ("offload.storage.mapping", "raise OSError"): "`Parcel` tells of it, as a WriteError",
     ("offload.storage.regular", "raise OSError"): "what a file object says to a place before its beginning",
+    ("offload.storage.disks", "raise errors[0]"): "what a part met; `Range` tells of it, with the path",
     ("offload.storage.pages", "raise OSError"): "readers ahead leave it to the op, which meets it again",
     ("offload.storage.pickled", "raise each"): "what the system refused; `reading` tells of it, with the path",
     ("offload.storage.state_file", "raise ValueError"): "who parses tells of it, with the path",

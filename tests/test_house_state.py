@@ -71,6 +71,8 @@ STATE = {
     "offload.prefetch.residency._TURNS": "which value was asked for last",
     "offload.prefetch.staging._LOCK": "of `_STAGINGS`",
     "offload.prefetch.staging._STAGINGS": "pinned memory, one for each device",
+    "offload.storage.disks._DISKS": "how fast a disk is, is the machine's",
+    "offload.storage.disks._LOCK": "of `_DISKS`",
     "offload.storage.file._LOCK": "of `_OPENED`",
     "offload.storage.file._OPENED": "a file is parsed once, for as long as somebody has it",
     "offload.storage.folders._CLAIMS": "who has which name in which folder",

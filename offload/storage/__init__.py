@@ -6,6 +6,7 @@
 | `file` | a file of tensors, checked and mapped; and the values that are copied out of it |
 | `mapping` | file bytes mapped into memory, and scratch memory for a value in transit |
 | `pages` | which parts of a mapped file are in the page cache |
+| `disks` | how many threads read a large range |
 | `replacing` | how a file or a folder is put in place: whole, or not at all; cleaning up after dead processes |
 | `write` | writing values into a file |
 | `regular` | paths, and opening the regular file that is there |

@@ -5,6 +5,8 @@ Always true:
 - dirty memory is never dropped
 - huge pages are used while there are free ones: if the system has to make them, it evicts pages that should stay; and
   in a virtual machine whose host takes free ones, only for what is read again and again for want of room
+- a large range is read by several threads; announced block by block if it may not be read around, or if only the
+  smallest pages have memory behind them
 - if the kernel has no call for it, pages are read by touching them
 """
 
@@ -17,7 +19,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 
 from offload.errors import CorruptFileError, OffloadError
+from offload.storage.disks import read_shared
 from offload.storage.file import TensorFile
 from offload.storage.mapping import libc, view_memory
 from offload.storage.reasons import explained
@@ -35,6 +38,7 @@ _SAMPLES = 8  # pages to check in a large range
 _ASKED_WHOLE = 1 << 20  # bytes up to which every page is checked
 _BLOCK = 2 << 20  # bytes per read; the kernel honours a hint only up to its read-ahead
 _BLOCKS = 4  # blocks in flight
+_PART = 16 << 20  # bytes that one of several threads announces and reads
 _HUGE = 2 << 20
 _SPARE = 256 << 20  # bytes of free huge pages to leave for others
 _FREE_BLOCKS = Path("/proc/buddyinfo")
@@ -150,10 +154,17 @@ class Range:
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
             announce(address + self.nbytes - tail, tail)
-        is_small = exactly or self.is_part or (_HOST_TAKES_FREE_PAGES and self.nbytes >= _HUGE)
-        read = bring_in_exactly if is_small and not takes_care else bring_in
+        is_announced = (exactly or self.is_part or should_take_small_pages(self.nbytes)) and not takes_care
+        read, part = (bring_in_exactly, _PART) if is_announced else (bring_in, _BLOCK)
+
+        def read_part(start: int, nbytes: int) -> None:
+            read(mapped.data_ptr() + start, nbytes)
+
+        def missing() -> int:
+            return self.missing_bytes() if self.may_ask else 0
+
         try:
-            read(address, self.nbytes)
+            read_shared(_device(file.path), self._start, self.nbytes, part, read_part, missing)
         except OSError as error:
             raise self._explained(error) from error
         self._was_read = True
@@ -203,6 +214,13 @@ class Range:
         with suppress(OffloadError, OSError):
             return None if file is None else file.mapped(shared=self._shared)
         return None
+
+
+def _device(path: Path) -> int:
+    """The number of the file system; 0 if the file was deleted."""
+    with suppress(OSError):
+        return os.stat(path).st_dev
+    return 0
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
@@ -334,8 +352,23 @@ def _count(first: int, length: int) -> int:
     return int(np.count_nonzero(pages & 1))
 
 
+def should_take_small_pages(nbytes: int) -> bool:
+    """Whether there is room for a range in small blocks of free memory, and the host has taken the larger ones."""
+    return _HOST_TAKES_FREE_PAGES and nbytes >= _HUGE and nbytes <= free_in_small_pages() < sys.maxsize
+
+
 def free_in_huge_pages() -> int:
-    """Bytes free in blocks of 2 MiB and more; infinite if the system does not tell.
+    """Bytes free in blocks of 2 MiB and more; infinite if the system does not tell."""
+    return _free_in(lambda size: size >= _HUGE)
+
+
+def free_in_small_pages() -> int:
+    """Bytes free in smaller blocks; infinite if the system does not tell."""
+    return _free_in(lambda size: size < _HUGE)
+
+
+def _free_in(counts: Callable[[int], bool]) -> int:
+    """Bytes free in the blocks of memory whose sizes count.
 
     Source: https://docs.kernel.org/filesystems/proc.html, buddyinfo: free blocks by size, from one page up.
     """
@@ -344,7 +377,7 @@ def free_in_huge_pages() -> int:
     except OSError:
         return sys.maxsize
     zones = [[int(count) for count in line.split()[4:]] for line in lines]
-    return sum(count * (PAGE << order) for zone in zones for order, count in enumerate(zone) if PAGE << order >= _HUGE)
+    return sum(count * (PAGE << order) for zone in zones for order, count in enumerate(zone) if counts(PAGE << order))
 
 
 def host_takes_free_pages(order: Path = _REPORTED_ORDER) -> bool:

@@ -164,7 +164,28 @@ def test_huge_pages_that_the_host_has_taken_are_asked_for_where_they_are_used_ag
         asked.append("hg" in flags_of(path))
 
     assert expected == asked
-    assert [at for at, is_huge in enumerate(expected) if not is_huge] == small
+    assert {at for at, is_huge in enumerate(expected) if not is_huge} == set(small)
+
+
+@pytest.mark.parametrize(
+    ("takes", "small", "nbytes", "expected"),
+    [
+        (True, 2, 2 * MIB, True),  # in blocks of less than 2 MiB there are 2 * (2 MiB - 4 KiB)
+        (True, 2, 4 * MIB - 8192, True),
+        (True, 2, 4 * MIB, False),
+        (True, 2, 2 * MIB - 1, False),  # what is that small is read in small pages anyway
+        (True, None, 2 * MIB, False),  # the system does not tell
+        (False, 2, 2 * MIB, False),
+    ],
+)
+def test_small_pages_are_taken_while_the_host_has_left_them(tmp_path, monkeypatch, takes, small, nbytes, expected):
+    blocks = tmp_path / "buddyinfo"
+    if small is not None:
+        blocks.write_text(f"Node 0, zone Normal {f'{small} ' * 9} 1000 0\n")
+    monkeypatch.setattr(pages, "_FREE_BLOCKS", blocks)
+    monkeypatch.setattr(pages, "_HOST_TAKES_FREE_PAGES", takes)
+
+    assert pages.should_take_small_pages(nbytes) is expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("9\n", True), ("0\n", True), ("-1\n", False), ("4294967295", False)])

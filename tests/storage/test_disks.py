@@ -1,0 +1,234 @@
+"""Several threads read one range: how many, that each byte is read once, and what happens on errors and at the end."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import offload
+from bench.page_cache import make_cold
+from offload.storage import disks
+from offload.storage.disks import Disk, read_shared
+from tests.page_cache import needs_page_cache
+from tests.processes import in_fork, run_script
+
+MIB = 1 << 20
+NUMBERS = itertools.count(-1, -1)  # no file system has these
+
+
+def test_at_first_two_threads_read():
+    assert 2 == Disk().readers
+    assert 1 == Disk(most=1).readers
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0}, 2),
+        ({1: 1.0, 2: 1.1, 4: 1.2}, 2),
+        ({1: 1.0, 2: 1.8, 4: 3.0, 8: 3.1}, 4),
+        ({1: 1.0, 2: 1.8, 4: 3.0, 8: 5.0}, 8),
+        ({1: 1.0, 2: 0.6, 4: 0.3}, 1),
+    ],
+)
+def test_the_number_with_the_clearly_better_rate_stays(rates, expected):
+    disk = Disk()
+    done = measured(disk, lambda count, _: rates[count])
+
+    assert expected == disk.readers
+    assert disk.due == disk.readers
+    assert len(done) <= 30
+
+
+def test_a_rate_that_swings_does_not_decide():
+    """Each third read is three times as fast, whoever reads: medians of pairs do not follow that."""
+    disk = Disk()
+    measured(disk, lambda _, place: 3.0 if place % 3 == 0 else 1.0)
+
+    assert 2 == disk.readers
+
+
+def test_never_more_than_allowed():
+    disk = Disk(most=3)
+    done = measured(disk, lambda count, _: float(count))
+
+    assert 3 == disk.readers
+    assert 3 == max(done)
+
+
+def test_a_measurement_that_was_not_asked_for_is_ignored():
+    disk = Disk()
+    for _ in range(20):
+        disk.learn(4, 9.0)  # never beside one by two threads
+        disk.learn(3, 9.0)
+
+    assert 2 == disk.readers
+    assert disk.other == 4
+
+
+@pytest.mark.parametrize("start", [0, 1, 4096 + 5, 3 * MIB])
+@pytest.mark.parametrize("nbytes", [1, 8 * MIB - 1, 8 * MIB, 9 * MIB + 7, 100 * MIB])
+def test_every_byte_is_read_once(start, nbytes):
+    parts: list[tuple[int, int]] = []
+    read_shared(next(NUMBERS), start, nbytes, 16 * MIB, lambda *part: parts.append(part), lambda: nbytes)
+
+    place = start
+    for first, length in sorted(parts):
+        assert place == first
+        assert length > 0
+        place += length
+    assert start + nbytes == place
+
+
+def test_parts_begin_at_huge_pages():
+    """Two threads would read the same one otherwise."""
+    parts: list[tuple[int, int]] = []
+    read_shared(next(NUMBERS), MIB, 100 * MIB, 16 * MIB, lambda *part: parts.append(part), lambda: 0)
+
+    assert len(parts) > 2
+    assert all(first % (2 * MIB) == 0 for first, _ in sorted(parts)[1:])
+
+
+def test_a_small_range_is_read_at_once():
+    parts: list[tuple[int, int]] = []
+    read_shared(next(NUMBERS), 3, 8 * MIB - 1, 2 * MIB, lambda *part: parts.append(part), lambda: 0)
+
+    assert [(3, 8 * MIB - 1)] == parts
+
+
+def test_two_threads_read_at_the_same_time():
+    both = threading.Barrier(2, timeout=10)
+    read_shared(next(NUMBERS), 0, 8 * MIB, 16 * MIB, lambda *_: both.wait() and None, lambda: 0)
+
+    assert not both.broken
+
+
+def test_there_are_no_more_threads_than_parts(monkeypatch):
+    number, begun = next(NUMBERS), []
+    disks._DISKS[number] = disk = Disk()
+    disk.readers = 8
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: begun.append(self) or start(self))
+    read_shared(number, 0, 8 * MIB, 16 * MIB, lambda *_: None, lambda: 0)  # in four parts
+
+    assert 3 == len(begun)
+
+
+def test_what_was_in_memory_says_nothing_about_the_disk():
+    number = next(NUMBERS)
+    for _ in range(30):
+        read_shared(number, 0, 8 * MIB, 16 * MIB, lambda *_: None, lambda: 7 * MIB)
+
+    assert 4 == disks._DISKS[number].other
+
+
+def test_what_the_disk_delivered_counts():
+    number = next(NUMBERS)
+    asked: list[int] = []
+    for _ in range(40):
+        read_shared(number, 0, 8 * MIB, 16 * MIB, lambda *_: None, lambda: asked.append(1) or 8 * MIB)
+
+    assert disks._DISKS[number].other is None
+    assert 10 <= len(asked) < 40
+
+
+@pytest.mark.parametrize("error", [OSError(5, "the disk failed"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("fails_here", [True, False], ids=["the caller's thread", "another"])
+def test_an_error_of_any_thread_is_raised_and_ends_the_others(fails_here, error):
+    both = threading.Barrier(2, timeout=10)
+    fails = threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def read(start: int, _nbytes: int) -> None:
+        begun.append(start)
+        if start <= 16 * MIB:  # the first two parts
+            both.wait()
+        try:
+            if (threading.current_thread() is threading.main_thread()) == fails_here:
+                fails.set()
+                raise error
+            fails.wait(10)
+            threading.Event().wait(0.05)  # the other one has raised by now
+        finally:
+            ended.append(start)
+
+    with pytest.raises(type(error)):
+        read_shared(next(NUMBERS), 0, 1024 * MIB, 16 * MIB, read, lambda: 0)
+
+    assert begun == [0, 16 * MIB] or begun == [16 * MIB, 0]
+    assert sorted(begun) == sorted(ended)
+
+
+def test_a_forked_child_reads_by_several_threads():
+    def act() -> None:
+        both = threading.Barrier(2, timeout=10)
+        read_shared(next(NUMBERS), 0, 8 * MIB, 16 * MIB, lambda *_: both.wait() and None, lambda: 0)
+        assert not both.broken
+
+    act()
+
+    assert in_fork(act)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    save_file({"w": torch.arange(5 * MIB, dtype=torch.float32)}, tmp_path / "w.safetensors")  # 20 MiB
+    return tmp_path / "w.safetensors"
+
+
+@needs_page_cache
+@pytest.mark.parametrize("readers", [1, 2, 8])
+def test_a_value_is_the_same_whoever_reads_it(large, monkeypatch, readers):
+    disk = Disk()
+    disk.readers = readers
+    read_by, seen = disks._read_by, []
+
+    def seen_by(count: int, *rest: Any) -> None:
+        seen.append(count)
+        read_by(count, *rest)
+
+    monkeypatch.setattr(disks, "_read_by", seen_by)
+    monkeypatch.setattr(disks, "_DISKS", {large.stat().st_dev: disk})
+    monkeypatch.setattr(Disk, "other", None)
+    make_cold([large])
+    found = offload.load_file(large)["w"] + 0
+
+    assert torch.equal(torch.arange(5 * MIB, dtype=torch.float32), found)
+    assert [readers] == seen
+
+
+def test_while_the_interpreter_ends_one_thread_reads(large):
+    """There are no more threads then."""
+    found = run_script(
+        """
+        import atexit, sys
+        import offload
+        w = offload.load_file(sys.argv[1])["w"]
+        import offload.storage.disks as disks
+        def last():
+            parts = []
+            disks.read_shared(-1, 0, 100 << 20, 2 << 20, lambda *part: parts.append(part[1]), lambda: 0)
+            print(sum(parts) >> 20, int(w[-1]))
+        atexit.register(last)
+        """,
+        large,
+    )
+
+    assert f"100 {5 * MIB - 1}" == found.strip()
+
+
+def measured(disk: Disk, rate: Callable[[int, int], float]) -> list[int]:
+    """Reads until nothing is left to compare; returns the numbers of threads."""
+    done: list[int] = []
+    while disk.other is not None:
+        done.append(disk.due)
+        disk.learn(done[-1], rate(done[-1], len(done)))
+    return done
