@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -118,6 +118,12 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
     if len(values) > 1:
         with lock():
             _ENGINE.streams.own().bring_soon(values)
+
+
+def stack_after(handle: Handle, twin: torch.Tensor, numbers: Sequence[int]) -> tuple[Handle, torch.Tensor] | None:
+    """Note which matrices of a stack are picked; tells the stack from which the same were picked next, last time."""
+    with lock():
+        return _ENGINE.streams.own().stack_after(handle, twin, numbers)
 
 
 def span_of(twin: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from offload.storage.locks import Waiters
 
 _NEAR = 4  # entries at the front of the queue among which the next in the file goes first
 _BATCH = 4 << 20  # bytes of small values to request at once
+_BATCH_OF_PARTS = 32 << 20  # the same of parts of values, such as experts, which are announced block by block anyway
 
 
 @dataclass
@@ -183,10 +184,10 @@ class Reader(Background[Work]):
     # The thread
 
     def take(self) -> Work | None:
-        """One value to read, or several small ones; otherwise a part of what can wait."""
+        """One value to read, or several small ones or parts; otherwise a part of what can wait."""
         batch: list[Value] = []
         size = 0
-        while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
+        while self._queue and (not batch or size + self._queue[0].nbytes <= _most(batch[-1], self._queue[0])):
             value = self._next()
             if value.state == QUEUED:
                 value.state = READ
@@ -233,25 +234,32 @@ class Reader(Background[Work]):
     def _read(self, batch: list[Value]) -> None:
         runs = list(_runs(batch))
         joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
+        missing = [0 if extent.is_cached() else extent.missing_bytes() for extent in joined]
         with suppress(Exception):  # the op that needs the value meets the same error, and reports it
             for extent in joined if len(joined) > 1 else ():
                 extent.announce()
-        for run, extent in zip(runs, joined, strict=True):
-            state, read, seconds = AWAY, 0, 0.0
+        read, started = 0, time.monotonic()
+        for run, extent, due in zip(runs, joined, missing, strict=True):
+            state = AWAY
             with suppress(Exception):
-                if not extent.is_cached():
-                    missing = extent.missing_bytes()
-                    started = time.monotonic()
+                if due:
                     extent.bring_in(exactly=not run[0].pool.fits, spare=run[0].spare)
-                    read, seconds = missing, time.monotonic() - started
                 state = HERE
             with self.lock:
                 for value in run:
                     value.state = AWAY if value.is_leaving else state
-                self.counts.bytes_read += read
-                if extent.may_ask:  # otherwise it is unknown whether the disk was read
-                    run[0].pool.learn_rate(read, seconds)
+                if state == HERE:
+                    self.counts.bytes_read += due
+                    read += due
                 self._ops.wake()
+        with self.lock:
+            if joined[0].may_ask:  # otherwise it is unknown whether the disk was read
+                batch[0].pool.learn_rate(read, time.monotonic() - started)
+
+
+def _most(last: Value, following: Value) -> int:
+    """Bytes to request at once, if `following` comes after `last`."""
+    return _BATCH_OF_PARTS if last.is_part and following.is_part else _BATCH
 
 
 def _begin(thread: Reader | Dropper) -> None:

@@ -145,6 +145,25 @@ class Value(Range):
         self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """A view of a stack of matrices. Does not keep the value alive."""
+
+    handle: weakref.ref[Handle]
+    twin: torch.Tensor
+    generation: int
+
+    @classmethod
+    def of(cls, handle: Handle, twin: torch.Tensor) -> Stack:
+        """The view of `handle` described by `twin`."""
+        return cls(weakref.ref(handle), twin, handle.generation)
+
+    def found(self) -> tuple[Handle, torch.Tensor] | None:
+        """The value and the view; None once the value is gone, or has another layout."""
+        handle = self.handle()
+        return None if handle is None or handle.generation != self.generation else (handle, self.twin)
+
+
 class BroughtIn(Protocol):
     """Reads in all rows of a value."""
 
@@ -161,9 +180,10 @@ class Books:
         copies: resident copies on accelerators, by device.
         calm_until: until when (`time.monotonic`) its rows are assumed to be in memory without checking.
         filling: reads in all of it, if rows are picked from it.
+        next_stack: the stack from which the same matrices were picked after this one, last time.
     """
 
-    __slots__ = ("calm_until", "copies", "filling", "pool", "ranges")
+    __slots__ = ("calm_until", "copies", "filling", "next_stack", "pool", "ranges")
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -171,6 +191,7 @@ class Books:
         self.copies: dict[torch.device, Value] = {}
         self.calm_until = 0.0
         self.filling: BroughtIn | None = None
+        self.next_stack: Stack | None = None
 
     def begin_anew(self) -> None:
         """The value is in another file now."""

@@ -16,14 +16,14 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from offload.prefetch.reader import Reader
-from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Turns, Value, books_of, let_go, log
+from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Stack, Turns, Value, books_of, let_go, log
 from offload.storage.handle import Handle
 
 _LEAST_AHEAD = 3  # values, if there is room: one in use, one here, one on its way
@@ -106,6 +106,8 @@ class Stream:
         self._moves = 0
         self._surprises = 0  # in a row
         self._picked = 0  # bytes picked last; the window keeps room for as much
+        self._stack: Callable[[], Handle | None] = lambda: None  # the last one that was picked from
+        self._numbers: Sequence[int] = ()  # which of its matrices
         self._used: deque[Value] = deque()  # streaming values only
 
     def expects(self, value: Value) -> bool:
@@ -137,8 +139,19 @@ class Stream:
     def bring_soon(self, values: Sequence[Value]) -> None:
         """These are about to be read, in this order: before everything else that is ahead."""
         new = [value for value in dict.fromkeys(values) if value.state == AWAY and value not in self._ahead]
-        self._picked = sum(value.nbytes for value in new)
+        self._picked = sum(value.nbytes for value in new) if new else self._picked
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
+
+    def stack_after(
+        self, handle: Handle, twin: torch.Tensor, numbers: Sequence[int]
+    ) -> tuple[Handle, torch.Tensor] | None:
+        """Some matrices of a stack are picked; tells the stack from which the same were picked next, last time."""
+        last = self._stack()
+        if last is not None and last is not handle:
+            books_of(last).next_stack = Stack.of(handle, twin) if self._numbers == numbers else None
+        self._stack, self._numbers = weakref.ref(handle), numbers
+        following = books_of(handle).next_stack
+        return None if following is None else following.found()
 
     def give_up(self) -> None:
         """Drop everything."""

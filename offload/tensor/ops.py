@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import are_staying, brought_in, coming, shared
+from offload.prefetch.engine import are_staying, brought_in, coming, shared, stack_after
 from offload.prefetch.tables import has_rows_here, rows_coming
-from offload.storage.handle import Composed
+from offload.storage.handle import Composed, Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
 from offload.storage.subclasses import is_subclass_value
 from offload.tensor.arguments import checked_device
@@ -314,7 +314,7 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     if matrices._handle.composed is not None:
         return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
     parts = [current_twin(matrices).select(0, group) for group in groups.tolist()]
-    coming((matrices._handle, part) for part in parts)
+    coming([*((matrices._handle, part) for part in parts), *_reads(_picked_next(matrices, groups.tolist()))])
     for part in parts:
         brought_in(matrices._handle, part)
     if matrices._target == CPU:
@@ -353,20 +353,33 @@ def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Ten
     noted = shared((recipe, metadata_of(twin)))
     known = noted or {}
     new = {group: twin[group : group + 1] for group in groups if group not in known}
-    due = list(new.values())
-    coming(view for cut in due[: 2 * _AT_ONCE] for view in recipe.reads(cut))
+    due = [*((handle_of(matrices), cut) for cut in new.values()), *_picked_next(matrices, groups)]
+    coming(_reads(due[: 2 * _AT_ONCE]))
     used = 0
     for group in groups:
         if group in known:
             yield known[group]
             continue
         if used and used % _AT_ONCE == 0:
-            coming(view for cut in due[used + _AT_ONCE : used + 2 * _AT_ONCE] for view in recipe.reads(cut))
+            coming(_reads(due[used + _AT_ONCE : used + 2 * _AT_ONCE]))
         used += 1
         matrix = recipe.value(new[group])
         if noted is not None and _is_staying(recipe, new[group]):
             noted[group] = matrix
         yield matrix
+
+
+def _picked_next(matrices: OffloadedTensor, groups: list[int]) -> list[tuple[Handle, torch.Tensor]]:
+    """The matrices that are multiplied next, where that is known: an expert has one in each of several stacks."""
+    handle, twin = handle_of(matrices), current_twin(matrices)
+    found = stack_after(handle, twin, groups) if len(groups) < len(twin) else None
+    return [] if found is None else [(found[0], found[1][group : group + 1]) for group in groups]
+
+
+def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:
+    """The views of stored values that are read for some views."""
+    for handle, twin in views:
+        yield from [(handle, twin)] if handle.composed is None else handle.composed.reads(twin)
 
 
 def _is_staying(recipe: Composed, twin: torch.Tensor) -> bool:

@@ -237,6 +237,38 @@ def test_a_wrong_guess_is_given_up(engine, memory):
     assert memory.here <= set(others)
 
 
+@pytest.mark.parametrize(
+    ("parts", "expected"), [((True,) * 6, 4), ((False,) * 6, 1), ((True, True, False, True), 2), ((False, True), 1)]
+)
+def test_parts_of_values_are_requested_together_up_to_32_mib(engine, memory, parts, expected):
+    """The disk is faster with more requests; whole values may go to huge pages, and are not announced."""
+    values = made(memory, "abcdef"[: len(parts)], size=8 * MIB, window=64 * MIB)
+    for value, is_part in zip(values, parts, strict=True):
+        value.is_part = is_part
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(values)
+        work = engine.reader.take()
+        assert work is not None
+        assert values[:expected] == work.batch
+    engine.reader.carry_out(work)
+    rest(engine)
+
+    assert all(value.state == HERE for value in values)
+
+
+def test_what_is_requested_together_is_counted_though_it_arrives_meanwhile(engine, memory, monkeypatch):
+    arriving: set[Made] = set()
+    monkeypatch.setattr(Made, "announce", lambda self: arriving.add(self))
+    monkeypatch.setattr(Made, "missing_bytes", lambda self: 0 if self in arriving else self.nbytes)
+    values = made(memory, "abcd", window=16 * MIB)
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(values)
+    rest(engine)
+
+    assert arriving == set(values)
+    assert 4 * MIB == engine.reader.counts.bytes_read
+
+
 @pytest.mark.parametrize("window", [2 * MIB, 4 * MIB, 8 * MIB])
 def test_what_streams_stays_within_the_window(engine, memory, window):
     """Plus a value in use."""

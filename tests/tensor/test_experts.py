@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import offload
 from offload import OffloadedTensor
+from offload.models.deferred import DeferredTensor, deferred
+from offload.storage.handle import Handle
 from offload.storage.pages import Range
+from offload.tensor import ops
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
@@ -101,8 +107,6 @@ def test_no_expert_has_rows(plain: torch.Tensor, cold: OffloadedTensor) -> None:
 @pytest.mark.parametrize("transposed", [True, False])
 def test_elsewhere_the_chosen_experts_are_sent(plain: torch.Tensor, rows: torch.Tensor, transposed: bool) -> None:
     """As on an accelerator, with a function that counts bytes instead of copying."""
-    from offload.tensor import ops
-
     matrices = plain.transpose(-2, -1) if transposed else plain.transpose(-2, -1).contiguous()
     groups = torch.tensor([1, 3])
 
@@ -132,3 +136,118 @@ def test_another_number_of_groups_than_of_experts_is_an_error(
     for weight in (plain, stored):
         with pytest.raises(RuntimeError, match="matrix batch sizes have to match"):
             F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+
+@pytest.fixture(params=["in one tensor", "each in its own"])
+def stacks(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Two stacks of eight matrices of 128 KiB: first an expert's row is multiplied in the one, then in the other."""
+    plain = {name: torch.randn(8, 256, 128) for name in ("up", "down", "other")}
+    if request.param == "in one tensor":
+        save_file(plain, tmp_path / "experts.safetensors")
+        return dict(offload.load_file(tmp_path / "experts.safetensors"))
+    each = {f"{name} {number}": matrix.clone() for name, stack in plain.items() for number, matrix in enumerate(stack)}
+    save_file(each, tmp_path / "experts.safetensors")
+    stored = offload.load_file(tmp_path / "experts.safetensors")
+    return {name: stored_stack([stored[f"{name} {number}"] for number in range(8)]) for name in plain}
+
+
+def stored_stack(matrices: list[torch.Tensor]) -> torch.Tensor:
+    joined = torch.stack([deferred(matrix) for matrix in matrices])
+    assert isinstance(joined, DeferredTensor)
+    return joined.stored("joined")
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which matrices of which stacks are announced."""
+    seen: list[tuple[str, int]] = []
+    coming = ops.coming
+
+    def look(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
+        views = list(views)
+        for handle, twin in views:
+            name, _, number = handle.name.partition(" ")
+            seen.append((name, int(number or twin.storage_offset() // (256 * 128))))
+        coming(views)
+
+    monkeypatch.setattr(ops, "coming", look)
+    return seen
+
+
+def multiply(stack: torch.Tensor, *experts: int) -> None:
+    """One row with each of some experts."""
+    counts = torch.zeros(8, dtype=torch.int32)
+    counts[list(experts)] = 1
+    F.grouped_mm(torch.ones(len(experts), stack.shape[1]), stack, offs=counts.cumsum(0, dtype=torch.int32))
+
+
+def test_the_experts_of_the_stack_that_came_next_are_announced_with_those_of_the_first(
+    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
+) -> None:
+    for name in ("up", "down"):
+        multiply(stacks[name], 1, 3)
+    assert [("up", 1), ("up", 3), ("down", 1), ("down", 3)] == announced
+    announced.clear()
+
+    multiply(stacks["up"], 2, 5)
+
+    assert [("up", 2), ("up", 5), ("down", 2), ("down", 5)] == announced
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [("up", 1, 3), ("down", 1, 4)],  # other experts
+        [("up", 1, 3), ("down", 1, 3), ("up", 1, 4), ("down", 1, 3)],  # the same once, others the last time
+        [("up", *range(8)), ("down", *range(8))],  # all of them, which says nothing
+        [("up", 1, 3), ("up", 1, 3)],
+    ],
+)
+def test_where_others_come_next_nothing_else_is_announced(
+    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]], order: list[tuple[str, int]]
+) -> None:
+    for name, *experts in order:
+        multiply(stacks[name], *experts)
+    announced.clear()
+
+    multiply(stacks["up"], 2, 5)
+
+    assert [("up", 2), ("up", 5)] == announced
+
+
+def test_a_stack_that_is_gone_is_not_announced(
+    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
+) -> None:
+    for name in ("up", "down"):
+        multiply(stacks[name], 1, 3)
+    del stacks["down"]
+    announced.clear()
+
+    multiply(stacks["up"], 2, 5)
+
+    assert [("up", 2), ("up", 5)] == announced
+
+
+def test_a_stack_that_has_another_shape_now_is_not_announced(
+    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
+) -> None:
+    for name in ("up", "down"):
+        multiply(stacks[name], 1, 3)
+    stacks["down"].data = torch.zeros(8, 2, 2)
+    announced.clear()
+
+    multiply(stacks["up"], 2, 5)
+
+    assert [("up", 2), ("up", 5)] == announced
+
+
+def test_several_batches_may_use_one_stack_before_the_next(
+    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
+) -> None:
+    for name in ("up", "down", "up"):
+        multiply(stacks[name], 1, 3)
+    announced.clear()
+
+    multiply(stacks["up"], 2, 5)
+
+    assert [("up", 2), ("up", 5), ("down", 2), ("down", 5)] == announced
