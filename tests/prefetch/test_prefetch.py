@@ -244,7 +244,7 @@ def test_parts_of_values_are_requested_together_up_to_32_mib(engine, memory, par
     """The disk is faster with more requests; whole values may go to huge pages, and are not announced."""
     values = made(memory, "abcdef"[: len(parts)], size=8 * MIB, window=64 * MIB)
     for value, is_part in zip(values, parts, strict=True):
-        value.is_part = is_part
+        value.is_part, value.is_picked = is_part, True
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
         work = engine.reader.take()
