@@ -13,6 +13,8 @@ from bench import architectures, equality
 from bench.architectures import ABSENT, DIFFERS, EQUAL, VALUES, Row, examined, examined_apart, names, prepared
 from bench.tiny import tiny_configs
 
+PRINTED = 16 << 10  # less than any model here has; warnings are written to a file while tests run
+
 GENERATING = [
     ("causal", "llama"),
     ("causal", "gpt2"),  # Conv1D: weights are transposed
@@ -57,7 +59,7 @@ def test_a_model_that_generates_is_equal_in_all(kind, name):
 
     assert EQUAL == row.equal, row.note
     assert "generates" in row.note.split("; ")
-    assert 0 == row.written
+    assert row.written < PRINTED
 
 
 @pytest.mark.parametrize(("kind", "name"), ENCODING, ids=lambda value: value)
@@ -65,7 +67,7 @@ def test_an_encoder_is_equal_in_all(kind, name):
     row = examined(kind, name)
 
     assert EQUAL == row.equal, row.note
-    assert 0 == row.written
+    assert row.written < PRINTED
 
 
 # That the comparison sees what differs
@@ -173,13 +175,14 @@ def test_recipes_are_counted_and_bytes_that_loading_writes(monkeypatch, tmp_path
     load = offload.from_pretrained
 
     def load_and_write(*arguments, **options):
-        (tmp_path / "more").write_bytes(bytes(8192))
+        (tmp_path / "more").write_bytes(bytes(1 << 20))
         return load(*arguments, **options)
 
     monkeypatch.setattr("offload.from_pretrained", load_and_write)
 
     row = examined("causal", "mixtral")
-    assert (EQUAL, 4, 8192) == (row.equal, row.recipes, row.written)
+    assert (EQUAL, 4) == (row.equal, row.recipes), row.note
+    assert 1 << 20 <= row.written < (1 << 20) + PRINTED
 
 
 def test_without_inputs_values_alone_are_compared(monkeypatch):
