@@ -36,17 +36,18 @@ from bench.scale import Scale
 
 _ARMS = (*IN_PLACE, _COPIES := "accelerate")  # needs disk space for another copy of the checkpoint
 _PROMPT, _TOKENS = 16, 3
+_NEW, _SETTLED = 20, 10  # tokens of a mixture in which many experts are used for the first time; and some after them
 _ENOUGH = 2 << 30  # bytes that suffice to measure the disk rate
 
 
 @dataclass(frozen=True)
 class LargerTrial:
-    """Seconds and bytes. The token time is the median of those after the first pass."""
+    """Seconds, and bytes read: of loading, of the first pass, and of each token after it."""
 
     load_seconds: float
     first_seconds: float
-    token_seconds: float
-    bytes_read: float
+    seconds: list[float]
+    bytes_read: list[float]
     peak_bytes: int
     budget: int
     answers: list[int]
@@ -95,12 +96,14 @@ def _figures_of(kind: str, scale: Scale, scratch: Path) -> list[Figure]:
         missing = absent({arm: PACKAGES[arm] for arm in _ARMS})
         if shutil.disk_usage(scratch).free < 1.1 * sum(path.stat().st_size for path in files_in(folder)):
             missing[_COPIES] = "it copies the checkpoint, for which the disk has no room"
-        arms = {arm: partial(run_apart, trial, arm, folder, scratch) for arm in _ARMS}
+        is_mixture = bytes_of_a_token(folder) < bytes_of_a_pass(folder)
+        tokens = _NEW + _SETTLED if is_mixture else _TOKENS
+        arms = {arm: partial(run_apart, trial, arm, folder, scratch, tokens) for arm in _ARMS}
         done = in_turn(arms, 1, missing)
-        return _told(f"larger, {kind}", done, max(rate, disk_rate(folder)), folder)
+        return _told(f"larger, {kind}", done, max(rate, disk_rate(folder)), folder, tokens)
 
 
-def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path) -> list[Figure]:
+def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path, tokens: int) -> list[Figure]:
     size = bytes_of_a_pass(folder)
     budget = min(done.results[OURS][0].budget, size) if OURS in done.results else 0
     least = bytes_of_a_token(folder) * (size - budget) / size
@@ -112,17 +115,24 @@ def _told(case: str, done: Rounds[LargerTrial], rate: float, folder: Path) -> li
     ) -> Figure:
         return Figure(f"{case}: {what}", unit, done.values(value), list(limit), name, done.missing)
 
-    return [
+    found = [
         figure("load", "s", lambda one: one.load_seconds),
         figure("first pass", "s", lambda one: one.first_seconds),
-        figure("a token", "s", lambda one: one.token_seconds, [least / rate], "over the budget"),
-        figure("bytes read, a token", "B", lambda one: one.bytes_read, [least], "over the budget"),
-        figure("peak anonymous memory", "B", lambda one: one.peak_bytes),
     ]
+    spans = {"a token": slice(_TOKENS)} | ({f"a token after {_NEW}": slice(_NEW, None)} if tokens > _NEW else {})
+    for what, span in spans.items():
+        found += [
+            figure(what, "s", lambda one, span=span: median(one.seconds[span]), [least / rate], "over the budget"),
+            figure(
+                f"bytes read, {what}", "B", lambda one, span=span: median(one.bytes_read[span]), [least],
+                "over the budget",
+            ),
+        ]  # fmt: skip
+    return [*found, figure("peak anonymous memory", "B", lambda one: one.peak_bytes)]
 
 
-def trial(arm: str, folder: Path, scratch: Path) -> LargerTrial:
-    """Load, run a prompt, then single tokens."""
+def trial(arm: str, folder: Path, scratch: Path, tokens: int) -> LargerTrial:
+    """Load, run a prompt, then so many single tokens."""
     rehearse(arm, folder, scratch)
     make_cold(files_in(folder))
     with tempfile.TemporaryDirectory(dir=scratch) as own, MemoryTrace() as memory:
@@ -130,11 +140,11 @@ def trial(arm: str, folder: Path, scratch: Path) -> LargerTrial:
         model = WAYS[arm].load(folder, Path(own))
         loaded = time.perf_counter()
         answers = [next_token(model, torch.arange(1, _PROMPT + 1)[None])]
-        seconds, read = [time.perf_counter() - loaded], []
-        for token in range(_TOKENS):
+        first, seconds, read = time.perf_counter() - loaded, [], []
+        for token in range(tokens):
             before, begun = read_bytes(), time.perf_counter()
             answers.append(next_token(model, torch.tensor([[token]])))
             seconds.append(time.perf_counter() - begun)
             read.append(read_bytes() - before)
         budget = offload.memory_summary().budget
-    return LargerTrial(loaded - start, seconds[0], median(seconds[1:]), median(read), memory.peak, budget, answers)
+    return LargerTrial(loaded - start, first, seconds, read, memory.peak, budget, answers)
