@@ -22,8 +22,7 @@ from offload.storage.background import Background
 from offload.storage.locks import Waiters
 
 _NEAR = 4  # entries at the front of the queue among which the next in the file goes first
-_BATCH = 4 << 20  # bytes of small values to request at once
-_BATCH_OF_PARTS = 32 << 20  # the same of parts of values, such as experts, which are announced block by block anyway
+_BATCH = 32 << 20  # bytes of values to request at once
 
 
 @dataclass
@@ -184,10 +183,10 @@ class Reader(Background[Work]):
     # The thread
 
     def take(self) -> Work | None:
-        """One value to read, or several small ones or parts; otherwise a part of what can wait."""
+        """One value to read, or several smaller ones; otherwise a part of what can wait."""
         batch: list[Value] = []
         size = 0
-        while self._queue and (not batch or size + self._queue[0].nbytes <= _most(batch[-1], self._queue[0])):
+        while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
             value = self._next()
             if value.state == QUEUED:
                 value.state = READ
@@ -236,8 +235,9 @@ class Reader(Background[Work]):
         joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
         missing = [0 if extent.is_cached() else extent.missing_bytes() for extent in joined]
         with suppress(Exception):  # the op that needs the value meets the same error, and reports it
-            for extent in joined if len(joined) > 1 else ():
-                extent.announce()
+            for run, extent in zip(runs, joined, strict=True):
+                if len(runs) > 1:
+                    extent.announce(exactly=not run[0].pool.fits, spare=run[0].spare)
         read, started = 0, time.monotonic()
         for run, extent, due in zip(runs, joined, missing, strict=True):
             state = AWAY
@@ -255,11 +255,6 @@ class Reader(Background[Work]):
         with self.lock:
             if joined[0].may_ask:  # otherwise it is unknown whether the disk was read
                 batch[0].pool.learn_rate(read, time.monotonic() - started)
-
-
-def _most(last: Value, following: Value) -> int:
-    """Bytes to request at once, if `following` comes after `last`."""
-    return _BATCH_OF_PARTS if last.is_part and following.is_part else _BATCH
 
 
 def _begin(thread: Reader | Dropper) -> None:

@@ -126,11 +126,14 @@ class Range:
         mapped = None if file is None else file.mapping(shared=self._shared)
         return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
 
-    def announce(self) -> None:
-        """Start reading it in the background."""
-        mapped = self._mapped()
-        if mapped is not None:
-            announce(mapped.data_ptr() + self._start, self.nbytes)
+    def announce(self, *, exactly: bool = False, spare: int = 0) -> None:
+        """Start reading it in the background, if `bring_in` with these arguments would announce it block by block."""
+        file, mapped = self._file(), self._mapped()
+        if file is not None and mapped is not None:
+            address = mapped.data_ptr() + self._start
+            exactly = exactly or file.is_picked_from
+            if self._is_announced(exactly) and not self._ask_for_huge_pages(address, exactly=exactly, spare=spare):
+                announce(address, self.nbytes)
 
     def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
         """Read it from the disk unless it is in memory.
@@ -154,7 +157,7 @@ class Range:
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
             announce(address + self.nbytes - tail, tail)
-        is_announced = (exactly or self.is_part or should_take_small_pages(self.nbytes)) and not takes_care
+        is_announced = self._is_announced(exactly) and not takes_care
         read, part = (bring_in_exactly, _PART) if is_announced else (bring_in, _BLOCK)
 
         def read_part(start: int, nbytes: int) -> None:
@@ -168,6 +171,10 @@ class Range:
         except OSError as error:
             raise self._explained(error) from error
         self._was_read = True
+
+    def _is_announced(self, exactly: bool) -> bool:
+        """Whether it is announced block by block, unless it is read in huge pages."""
+        return exactly or self.is_part or should_take_small_pages(self.nbytes)
 
     def let_go(self) -> None:
         """Drop it from memory unless others use it, writing it out first if needed; the next read brings it back.

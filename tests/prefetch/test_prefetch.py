@@ -47,7 +47,7 @@ class Made(Value):
             raise OSError("the disk is broken")
         self.memory.take(self)
 
-    def announce(self) -> None:
+    def announce(self, *, exactly: bool = False, spare: int = 0) -> None:
         pass
 
     def let_go(self) -> None:
@@ -237,14 +237,12 @@ def test_a_wrong_guess_is_given_up(engine, memory):
     assert memory.here <= set(others)
 
 
-@pytest.mark.parametrize(
-    ("parts", "expected"), [((True,) * 6, 4), ((False,) * 6, 1), ((True, True, False, True), 2), ((False, True), 1)]
-)
-def test_parts_of_values_are_requested_together_up_to_32_mib(engine, memory, parts, expected):
-    """The disk is faster with more requests; whole values may go to huge pages, and are not announced."""
-    values = made(memory, "abcdef"[: len(parts)], size=8 * MIB, window=64 * MIB)
-    for value, is_part in zip(values, parts, strict=True):
-        value.is_part, value.is_picked = is_part, True
+@pytest.mark.parametrize(("size", "expected"), [(8 * MIB, 4), (10 * MIB, 3), (17 * MIB, 1), (40 * MIB, 1)])
+def test_values_are_requested_together_up_to_32_mib(engine, memory, size, expected):
+    """The disk is faster with more requests."""
+    values = made(memory, "abcdef", size=size, window=6 * size)
+    for value in values:
+        value.is_picked = True
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
         work = engine.reader.take()
@@ -256,9 +254,24 @@ def test_parts_of_values_are_requested_together_up_to_32_mib(engine, memory, par
     assert all(value.state == HERE for value in values)
 
 
+@pytest.mark.parametrize(
+    ("names", "budget", "expected"), [("abc", 0, [True] * 3), ("ab", 9, [False] * 2), ("a", 0, [])]
+)
+def test_what_is_requested_together_is_announced_as_it_is_read(engine, memory, monkeypatch, names, budget, expected):
+    """A single one, or one run in a file, is read at once."""
+    announced: list[bool] = []
+    monkeypatch.setattr(Made, "announce", lambda _, exactly, spare: announced.append(exactly))
+    values = made(memory, names, budget=budget * MIB)
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(values)
+    rest(engine)
+
+    assert expected == announced
+
+
 def test_what_is_requested_together_is_counted_though_it_arrives_meanwhile(engine, memory, monkeypatch):
     arriving: set[Made] = set()
-    monkeypatch.setattr(Made, "announce", lambda self: arriving.add(self))
+    monkeypatch.setattr(Made, "announce", lambda self, **_: arriving.add(self))
     monkeypatch.setattr(Made, "missing_bytes", lambda self: 0 if self in arriving else self.nbytes)
     values = made(memory, "abcd", window=16 * MIB)
     with engine.reader.lock:

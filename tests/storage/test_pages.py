@@ -299,12 +299,41 @@ def test_of_a_file_that_may_not_be_asked_about_nothing_is_taken_for_granted(file
     assert not found.is_cached()
 
 
-def test_an_announced_range_comes_in_by_itself(file):
+@pytest.mark.parametrize(
+    ("exactly", "is_part", "picked", "small", "huge", "expected"),
+    [
+        (True, False, False, False, False, True),
+        (False, True, False, False, False, True),
+        (False, False, True, False, False, True),
+        (False, False, False, True, False, True),
+        (False, False, False, False, False, False),  # populated, in pages of any size
+        (True, False, False, True, True, False),  # populated in huge pages; small ones would be in their way
+    ],
+)
+def test_a_range_is_announced_if_it_is_read_block_by_block(
+    file, monkeypatch, exactly, is_part, picked, small, huge, expected
+):
+    announced: list[int] = []
+    monkeypatch.setattr(pages, "announce", lambda _, nbytes: announced.append(nbytes))
+    monkeypatch.setattr(pages, "should_take_small_pages", lambda _: small)
+    monkeypatch.setattr(pages, "read_in_huge_pages", lambda *_, **__: huge)
+    monkeypatch.setattr(pages, "_READS_HUGE_PAGES", True)
+    monkeypatch.setattr(file, "is_picked_from", picked)
     found = whole(file)
-    found.announce()
-    found.bring_in()
+    found.is_part = is_part
+    found.announce(exactly=exactly)
 
-    assert found.is_cached()
+    assert [found.nbytes] * expected == announced
+
+
+def test_a_range_of_a_file_that_is_gone_is_not_announced(tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.zeros(8)}, path)
+    file = TensorFile.open(path)
+    found = whole(file)
+    del file
+
+    found.announce(exactly=True)
 
 
 def test_an_empty_range_is_there(file):
