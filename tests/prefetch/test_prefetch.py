@@ -261,7 +261,7 @@ def test_what_is_requested_together_is_announced_as_it_is_read(engine, memory, m
     """A single one, or one run in a file, is read at once."""
     announced: list[bool] = []
     monkeypatch.setattr(Made, "announce", lambda _, exactly, spare: announced.append(exactly))
-    values = made(memory, names, budget=budget * MIB)
+    values = made(memory, names, budget=budget * MIB, window=8 * MIB)
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
     rest(engine)
