@@ -139,6 +139,15 @@ SENTENCES = [
     ),
     (
         "tutorials/explanation/performance.md",
+        r"After 20 tokens, one takes ([\d.]+ s) and ([\d.]+ GB) \(best peer ([\d.]+ s) and ([\d.]+ GB)\)",
+        [
+            (LARGER, f"larger, experts: {what}", arm)
+            for arm in (OURS, BEST)
+            for what in ("a token after 20", "bytes read, a token after 20")
+        ],
+    ),
+    (
+        "tutorials/explanation/performance.md",
         r"a batch of 32 tokens takes ([\d.]+ s), and ([\d.]+ s) with the best of the others",
         [(BATCHES, BATCH, OURS), (BATCHES, BATCH, BEST)],
     ),
