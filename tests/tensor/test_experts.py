@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -215,25 +215,23 @@ def test_where_others_come_next_nothing_else_is_announced(
     assert [("up", 2), ("up", 5)] == announced
 
 
-def test_a_stack_that_is_gone_is_not_announced(
-    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
-) -> None:
-    for name in ("up", "down"):
-        multiply(stacks[name], 1, 3)
+def remove(stacks: dict[str, torch.Tensor]) -> None:
     del stacks["down"]
-    announced.clear()
-
-    multiply(stacks["up"], 2, 5)
-
-    assert [("up", 2), ("up", 5)] == announced
 
 
-def test_a_stack_that_has_another_shape_now_is_not_announced(
-    stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
+def reshape(stacks: dict[str, torch.Tensor]) -> None:
+    stacks["down"].data = torch.zeros(8, 2, 2)
+
+
+@pytest.mark.parametrize("change", [remove, reshape])
+def test_a_stack_that_is_gone_or_has_another_shape_now_is_not_announced(
+    stacks: dict[str, torch.Tensor],
+    announced: list[tuple[str, int]],
+    change: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
     for name in ("up", "down"):
         multiply(stacks[name], 1, 3)
-    stacks["down"].data = torch.zeros(8, 2, 2)
+    change(stacks)
     announced.clear()
 
     multiply(stacks["up"], 2, 5)
