@@ -121,9 +121,9 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
 
 
 def stack_after(handle: Handle, twin: torch.Tensor, numbers: Sequence[int]) -> tuple[Handle, torch.Tensor] | None:
-    """Note which matrices of a stack are picked; tells the stack from which the same were picked next, last time."""
+    """Note which matrices of a stack are picked; tells from which stack the same are picked next, if that is known."""
     with lock():
-        return _ENGINE.streams.own().stack_after(handle, twin, numbers)
+        return _ENGINE.streams.of_thread().stack_after(handle, twin, numbers)
 
 
 def span_of(twin: torch.Tensor) -> int:

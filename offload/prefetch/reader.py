@@ -234,11 +234,11 @@ class Reader(Background[Work]):
         runs = list(_runs(batch))
         joined = [run[0] if len(run) == 1 else run[0].through(run[-1]) for run in runs]
         missing = [0 if extent.is_cached() else extent.missing_bytes() for extent in joined]
+        pool, read, started = batch[0].pool, 0, time.monotonic()
         with suppress(Exception):  # the op that needs the value meets the same error, and reports it
             for run, extent in zip(runs, joined, strict=True):
                 if len(runs) > 1:
                     extent.announce(exactly=not run[0].pool.fits, spare=run[0].spare)
-        read, started = 0, time.monotonic()
         for run, extent, due in zip(runs, joined, missing, strict=True):
             state = AWAY
             with suppress(Exception):
@@ -246,15 +246,20 @@ class Reader(Background[Work]):
                     extent.bring_in(exactly=not run[0].pool.fits, spare=run[0].spare)
                 state = HERE
             with self.lock:
-                for value in run:
-                    value.state = AWAY if value.is_leaving else state
+                self._has_read(run, state)
                 if state == HERE:
                     self.counts.bytes_read += due
-                    read += due
-                self._ops.wake()
+                    read += due if extent.may_ask and run[0].pool is pool else 0  # else unknown whether from the disk
         with self.lock:
-            if joined[0].may_ask:  # otherwise it is unknown whether the disk was read
-                batch[0].pool.learn_rate(read, time.monotonic() - started)
+            pool.learn_rate(read, time.monotonic() - started)
+
+    def _has_read(self, run: list[Value], state: int) -> None:
+        """Some values are in a state now; what was dropped while it waited for its turn has to go again."""
+        for value in run:
+            value.state = AWAY if value.is_leaving else state
+            if value.is_leaving and state == HERE and not value.kept and value not in self._leaving:
+                self.drop(value)
+        self._ops.wake()
 
 
 def _begin(thread: Reader | Dropper) -> None:

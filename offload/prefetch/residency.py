@@ -147,16 +147,21 @@ class Value(Range):
 
 @dataclass(frozen=True)
 class Stack:
-    """A view of a stack of matrices. Does not keep the value alive."""
+    """A view of a stack of matrices, from which was picked after another. Does not keep the value alive.
+
+    Attributes:
+        is_sure: whether that happened twice in a row.
+    """
 
     handle: weakref.ref[Handle]
     twin: torch.Tensor
     generation: int
+    is_sure: bool
 
     @classmethod
-    def of(cls, handle: Handle, twin: torch.Tensor) -> Stack:
+    def of(cls, handle: Handle, twin: torch.Tensor, *, is_sure: bool) -> Stack:
         """The view of `handle` described by `twin`."""
-        return cls(weakref.ref(handle), twin, handle.generation)
+        return cls(weakref.ref(handle), twin, handle.generation, is_sure)
 
     def found(self) -> tuple[Handle, torch.Tensor] | None:
         """The value and the view; None once the value is gone, or has another layout."""

@@ -44,12 +44,17 @@ class Streams:
 
     def own(self) -> Stream:
         """The stream of the running thread."""
-        stream: Stream | None = getattr(self._local, "stream", None)
-        if stream is None:
-            stream = self._local.stream = Stream(self)
+        stream = self.of_thread()
         if stream not in self.live:
             self.reap()
             self.live.append(stream)
+        return stream
+
+    def of_thread(self) -> Stream:
+        """Like `own`, for a thread that need not have a share of the window."""
+        stream: Stream | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = Stream(self)
         return stream
 
     def join(self, stream: Stream | None) -> Stream | None:
@@ -103,7 +108,7 @@ class Stream:
         self._last: Value | None = None
         self._walked: tuple[Value | None, Value | None] = (None, None)  # how far the order has been followed
         self._ahead: OrderedDict[Value, int] = OrderedDict()  # and the move at which each is due
-        self._moves = 0
+        self._moves = self._picks = 0  # values of the order, and picked ones
         self._surprises = 0  # in a row
         self._picked = 0  # bytes picked last; the window keeps room for as much
         self._stack: Callable[[], Handle | None] = lambda: None  # the last one that was picked from
@@ -125,6 +130,7 @@ class Stream:
         if value is self._last:
             return
         self._moves += not value.is_picked
+        self._picks += value.is_picked
         self._arrive(value)
         self._use(value)
         if not self._ahead:
@@ -145,17 +151,22 @@ class Stream:
     def stack_after(
         self, handle: Handle, twin: torch.Tensor, numbers: Sequence[int]
     ) -> tuple[Handle, torch.Tensor] | None:
-        """Some matrices of a stack are picked; tells the stack from which the same were picked next, last time."""
-        last = self._stack()
-        if last is not None and last is not handle:
-            books_of(last).next_stack = Stack.of(handle, twin) if self._numbers == numbers else None
-        self._stack, self._numbers = weakref.ref(handle), numbers
+        """Some matrices of a stack are picked; tells from which stack the same were picked next, the last two times.
+
+        Once may be chance; and where all are picked, as by long prompts, it says nothing.
+        """
+        last, has_all = self._stack(), len(numbers) == len(twin)
+        if last is not None and last is not handle and not has_all:
+            before = books_of(last).next_stack
+            is_known = before is not None and before.handle() is handle
+            books_of(last).next_stack = Stack.of(handle, twin, is_sure=is_known) if self._numbers == numbers else None
+        self._stack, self._numbers = (lambda: None) if has_all else weakref.ref(handle), numbers
         following = books_of(handle).next_stack
-        return None if following is None else following.found()
+        return None if has_all or following is None or not following.is_sure else following.found()
 
     def give_up(self) -> None:
         """Drop everything."""
-        self._forget(len(self._ahead))
+        self._forget(list(self._ahead))
         while self._used:
             self._drop(self._used.popleft())
         self._before = self._last = None
@@ -171,9 +182,15 @@ class Stream:
         if self.lease is not None:  # what one thread does not use, the next one may
             return
         if self._surprises > _PATIENCE:
-            self._forget(len(self._ahead))
-        while self._ahead and self._moves - next(iter(self._ahead.values())) > _OVERDUE:
-            self._forget(1)
+            self._forget(list(self._ahead))
+        if value.is_picked:
+            ahead = ((other, self._picks - due) for other, due in self._ahead.items() if other.is_picked)
+            self._forget([other for other, late in ahead if late > _OVERDUE])
+            return
+        while (first := next((one for one in self._ahead.items() if not one[0].is_picked), None)) is not None:
+            if self._moves - first[1] <= _OVERDUE:
+                break
+            self._forget([first[0]])
 
     def _use(self, value: Value) -> None:
         """An op may use several values, so streaming ones are dropped slightly after their use."""
@@ -189,10 +206,10 @@ class Stream:
         while len(self._used) > 1 and sum(value.nbytes for value in self._used) > most:
             self._drop(self._used.popleft())
 
-    def _forget(self, count: int) -> None:
-        """The next `count` values were not needed after all."""
-        for _ in range(count):
-            value, _ = self._ahead.popitem(last=False)
+    def _forget(self, values: Iterable[Value]) -> None:
+        """These values, which are ahead, were not needed after all."""
+        for value in values:
+            del self._ahead[value]
             if value.state != QUEUED:
                 self._reader.counts.wasted += 1
             self._drop(value)
@@ -225,7 +242,7 @@ class Stream:
         """Count a value as ahead, if it fits in the window."""
         if not self._has_room(value):
             return False
-        self._ahead[value] = self._moves + len(self._ahead)
+        self._ahead[value] = (self._picks if value.is_picked else self._moves) + len(self._ahead)
         self.in_flight += value.nbytes
         return True
 

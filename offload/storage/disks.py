@@ -4,7 +4,8 @@ Always true:
 - that is measured once per file system and process, on reads that are needed anyway: twice as many threads, and then
   half as many, take turns with the usual number, and replace it if the median of the pairs is clear
 - the threads take parts of the range in the order of the file
-- when the call returns or raises, no thread reads any more; but a process that ends waits for none of them
+- when the call returns or raises, no thread reads any more (an interrupt may leave one the part that it reads); but a
+  process that ends waits for none of them
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class Disk:
     Attributes:
         readers: threads that are best so far.
         under_way: reads of large ranges.
+        begun: their number so far.
     """
 
     def __init__(self, most: int = _MOST) -> None:
         self.readers = min(_USUAL, most)
-        self.under_way = 0
+        self.under_way = self.begun = 0
         self._most = most
         self._tried = {self.readers}
         self._before: float | None = None  # rate of the last read by `readers` threads, the first of a pair
@@ -96,19 +98,23 @@ def read_shared(device: int, start: int, nbytes: int, part: int, read: Read, mis
     with _LOCK:
         disk = _DISKS.setdefault(device, Disk())
     tells = disk.other is not None and missing() > _COLD * nbytes
-    with _LOCK:
-        disk.under_way += 1
-        is_alone = disk.under_way == 1
-        count = disk.due if tells else disk.readers
+    counted = mine = count = 0
     started = time.perf_counter()
     try:
+        with _LOCK:
+            counted = 1
+            disk.under_way += counted
+            disk.begun = mine = disk.begun + 1
+            tells = tells and disk.under_way == 1
+            count = disk.due if tells else disk.readers
         _read_by(count, _parts(start, nbytes, part, count), read)
     finally:
         with _LOCK:
-            disk.under_way -= 1
-    if tells and is_alone:
+            disk.under_way -= counted
+    if tells:
         with _LOCK:
-            disk.learn(count, nbytes / (time.perf_counter() - started))
+            if disk.begun == mine:  # it was alone all the time
+                disk.learn(count, nbytes / (time.perf_counter() - started))
 
 
 def _read_by(count: int, parts: deque[tuple[int, int]], read: Read) -> None:
@@ -135,11 +141,15 @@ def _read_by(count: int, parts: deque[tuple[int, int]], read: Read) -> None:
                 other.start()
         work()
     finally:
+        parts.clear()
         for other in others:
             if other.ident is not None:
                 other.join()
-    if errors:
-        raise errors[0]
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # its traceback refers to this list
 
 
 def _taken(parts: deque[tuple[int, int]]) -> tuple[int, int] | None:

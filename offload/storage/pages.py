@@ -127,12 +127,14 @@ class Range:
         return 0 if mapped is None else min(cached_bytes(mapped.data_ptr() + self._start, self.nbytes), self.nbytes)
 
     def announce(self, *, exactly: bool = False, spare: int = 0) -> None:
-        """Start reading it in the background, if `bring_in` with these arguments would announce it block by block."""
+        """Start reading it in the background, unless `bring_in` with these arguments reads it in larger pages."""
         file, mapped = self._file(), self._mapped()
         if file is not None and mapped is not None:
             address = mapped.data_ptr() + self._start
             exactly = exactly or file.is_picked_from
-            if self._is_announced(exactly) and not self._ask_for_huge_pages(address, exactly=exactly, spare=spare):
+            is_small = self.nbytes < _HUGE  # it is never read in huge pages, which those here would be in the way of
+            takes_care = not is_small and self._ask_for_huge_pages(address, exactly=exactly, spare=spare)
+            if is_small or (not takes_care and self._is_announced(exactly)):
                 announce(address, self.nbytes)
 
     def bring_in(self, *, exactly: bool = False, spare: int = 0) -> None:
@@ -157,7 +159,7 @@ class Range:
             tail = min((self._start + self.nbytes) % _HUGE, self.nbytes - head)
             announce(address, head)
             announce(address + self.nbytes - tail, tail)
-        is_announced = self._is_announced(exactly) and not takes_care
+        is_announced = not takes_care and self._is_announced(exactly)
         read, part = (bring_in_exactly, _PART) if is_announced else (bring_in, _BLOCK)
 
         def read_part(start: int, nbytes: int) -> None:

@@ -372,14 +372,15 @@ def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Ten
 def _picked_next(matrices: OffloadedTensor, groups: list[int]) -> list[tuple[Handle, torch.Tensor]]:
     """The matrices that are multiplied next, where that is known: an expert has one in each of several stacks."""
     handle, twin = handle_of(matrices), current_twin(matrices)
-    found = stack_after(handle, twin, groups) if len(groups) < len(twin) else None
+    found = stack_after(handle, twin, groups)
     return [] if found is None else [(found[0], found[1][group : group + 1]) for group in groups]
 
 
 def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:
     """The views of stored values that are read for some views."""
     for handle, twin in views:
-        yield from [(handle, twin)] if handle.composed is None else handle.composed.reads(twin)
+        composed = handle.composed
+        yield from [(handle, twin)] if composed is None else composed.reads(twin)
 
 
 def _is_staying(recipe: Composed, twin: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from offload.prefetch.tables import has_rows_here, runs_of
 from offload.storage import pages
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
-from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest  # noqa: F401
+from tests.prefetch.test_prefetch import MIB, Made, engine, made, memory, read, rest, seed  # noqa: F401
 
 COUNT, LENGTH = 32, 2500
 ORDERS = orders(COUNT, LENGTH)
@@ -186,6 +186,63 @@ def test_what_is_announced_stays_within_the_window(engine: Engine, memory: objec
     with engine.reader.lock:
         engine.streams.own().bring_soon(values)
         assert 3 * MIB == engine.streams.in_flight()
+
+
+def test_what_was_announced_in_vain_gives_its_part_of_the_window_back(engine: Engine, memory: object) -> None:  # noqa: F811
+    """A guess may be wrong: of which experts come next, too."""
+    wrong, right = made(memory, "abcdefgh", window=8 * MIB), made(memory, "stuvwxyz", window=8 * MIB)  # type: ignore[arg-type]
+    for value in (*wrong, *right):
+        value.is_picked = True
+        value.pool = wrong[0].pool
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(wrong)
+    rest(engine)
+    for _ in range(3):
+        read(engine, right)
+    assert len(wrong) == engine.reader.counts.wasted
+    assert not any(value.is_cached() for value in wrong)
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(right[:4])
+    rest(engine)
+    before = engine.reader.counts.ahead
+    read(engine, right[:4])
+
+    assert 4 == engine.reader.counts.ahead - before
+
+
+def test_picked_values_that_are_ahead_wait_for_picked_ones_only(engine: Engine, memory: object) -> None:  # noqa: F811
+    """However many values of the order come before them."""
+    values = made(memory, "abcdefghijklmnopqrwxyz", window=8 * MIB)  # type: ignore[arg-type]
+    experts = values[-4:]
+    for value in experts:
+        value.is_picked = True
+    with engine.reader.lock:
+        engine.streams.own().bring_soon(experts)
+    rest(engine)
+    read(engine, seed(values[:-4]))
+    before = engine.reader.counts.ahead
+    for value in experts:
+        engine.arrive(value)
+
+    assert len(experts) == engine.reader.counts.ahead - before
+    assert not engine.reader.counts.wasted
+
+
+def test_to_note_what_is_picked_takes_no_part_of_the_window(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4, 64, 64)}, tmp_path / "w.safetensors")
+    stack = offload.load_file(tmp_path / "w.safetensors")["w"]
+    live: list[int] = []
+
+    def act() -> None:
+        engines.stack_after(handle_of(stack), torch.empty(4, 64, 64, device="meta"), [1])
+        live.append(len(engines._ENGINE.streams.live))
+
+    before = len(engines._ENGINE.streams.live)
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+    assert [before] == live
 
 
 @needs_page_cache

@@ -338,6 +338,34 @@ def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
     assert value.is_cached()
 
 
+def test_what_is_dropped_while_it_waits_in_a_batch_does_not_stay(engine, memory, monkeypatch):
+    """The reader has asked for it already."""
+    values = made(memory, "abcd", window=16 * MIB)
+    for value in values:
+        value.is_picked = True
+    bring_in, begins, goes_on = Made.bring_in, threading.Event(), threading.Event()
+
+    def slowly(self: Made, **given: object) -> None:
+        begins.set()
+        goes_on.wait(10)
+        bring_in(self, **given)
+
+    monkeypatch.setattr(Made, "bring_in", slowly)
+    with engine.reader.lock:
+        stream = engine.streams.own()
+        stream.bring_soon(values)
+    begins.wait(10)
+    with engine.reader.lock:
+        stream.give_up()
+    goes_on.set()
+    for thread in (engine.reader.thread, engine.reader.dropper.thread):
+        if thread is not None:
+            thread.join(10)
+
+    assert not memory.here
+    assert 0 == engine.reader.leaving_bytes
+
+
 def test_threads_that_come_and_go_leave_nothing(engine, memory):
     values = made(memory, "abcd", budget=8 * MIB)
     for _ in range(20):

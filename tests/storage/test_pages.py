@@ -326,6 +326,15 @@ def test_a_range_is_announced_if_it_is_read_block_by_block(
     assert [found.nbytes] * expected == announced
 
 
+def test_a_range_smaller_than_a_huge_page_is_announced_in_any_case(file, monkeypatch):
+    announced: list[int] = []
+    monkeypatch.setattr(pages, "announce", lambda _, nbytes: announced.append(nbytes))
+    monkeypatch.setattr(pages, "should_take_small_pages", lambda _: False)
+    Range(file, 4096, MIB, shared=False).announce()
+
+    assert [MIB] == announced
+
+
 def test_a_range_of_a_file_that_is_gone_is_not_announced(tmp_path):
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.zeros(8)}, path)

@@ -184,9 +184,10 @@ def multiply(stack: torch.Tensor, *experts: int) -> None:
 def test_the_experts_of_the_stack_that_came_next_are_announced_with_those_of_the_first(
     stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
 ) -> None:
-    for name in ("up", "down"):
-        multiply(stacks[name], 1, 3)
-    assert [("up", 1), ("up", 3), ("down", 1), ("down", 3)] == announced
+    for expert in 3, 4:
+        for name in ("up", "down"):
+            multiply(stacks[name], 1, expert)
+    assert ["up", "up", "down", "down"] * 2 == [name for name, _ in announced]
     announced.clear()
 
     multiply(stacks["up"], 2, 5)
@@ -197,10 +198,13 @@ def test_the_experts_of_the_stack_that_came_next_are_announced_with_those_of_the
 @pytest.mark.parametrize(
     "order",
     [
-        [("up", 1, 3), ("down", 1, 4)],  # other experts
-        [("up", 1, 3), ("down", 1, 3), ("up", 1, 4), ("down", 1, 3)],  # the same once, others the last time
-        [("up", *range(8)), ("down", *range(8))],  # all of them, which says nothing
-        [("up", 1, 3), ("up", 1, 3)],
+        [("up", 1, 3), ("down", 1, 4)] * 2,  # other experts
+        [("up", 1, 3), ("down", 1, 3)],  # the same once, which may be chance
+        [("up", 1, 3), ("down", 1, 3), ("up", 1, 3), ("down", 1, 3), ("up", 1, 4), ("down", 1, 3)],  # others since
+        [("up", 1, 3), ("down", 1, 3), ("up", 1, 3), ("other", 1, 3)],  # of different stacks
+        [("up", *range(8)), ("down", *range(8))] * 2,  # all of them, which says nothing
+        [("up", 1, 3), ("other", *range(8)), ("down", 1, 3)] * 2,  # another one in between
+        [("up", 1, 3), ("up", 1, 3)] * 2,
     ],
 )
 def test_where_others_come_next_nothing_else_is_announced(
@@ -229,7 +233,7 @@ def test_a_stack_that_is_gone_or_has_another_shape_now_is_not_announced(
     announced: list[tuple[str, int]],
     change: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
-    for name in ("up", "down"):
+    for name in ("up", "down") * 2:
         multiply(stacks[name], 1, 3)
     change(stacks)
     announced.clear()
@@ -242,7 +246,7 @@ def test_a_stack_that_is_gone_or_has_another_shape_now_is_not_announced(
 def test_several_batches_may_use_one_stack_before_the_next(
     stacks: dict[str, torch.Tensor], announced: list[tuple[str, int]]
 ) -> None:
-    for name in ("up", "down", "up"):
+    for name in ("up", "down", "up", "down", "up"):
         multiply(stacks[name], 1, 3)
     announced.clear()
 
