@@ -212,7 +212,7 @@ def test_what_was_announced_in_vain_gives_its_part_of_the_window_back(engine: En
 
 def test_picked_values_that_are_ahead_wait_for_picked_ones_only(engine: Engine, memory: object) -> None:  # noqa: F811
     """However many values of the order come before them."""
-    values = made(memory, "abcdefghijklmnopqrwxyz", window=32 * MIB)  # type: ignore[arg-type]
+    values = made(memory, "abcdefghijklmnopqrwxyz", window=12 * MIB)  # type: ignore[arg-type]
     first, *dense, experts = *seed(values[:-4]), values[-4:]
     for value in experts:
         value.is_picked = True
