@@ -290,6 +290,7 @@ def test_a_rate_beside_another_read_says_nothing():
 
     assert 10 * 2 == disk.begun
     assert disk._before is None
+    assert not disk._ratios
 
 
 def measured(disk: Disk, rate: Callable[[int, int], float]) -> list[int]:
