@@ -172,7 +172,7 @@ def test_a_setting_ends_with_its_with_and_else_stays():
         with offload.set_max_memory({"cpu": 5 * MIB}):
             assert 5 * MIB == POOL.max_memory
         assert 1 << 30 == POOL.max_memory
-    assert (None, 64 * MIB) == (POOL.max_memory, POOL.window)
+    assert (None, None) == (POOL.max_memory, POOL.fixed_window)
 
     offload.set_max_memory(7 * MIB)
     assert 7 * MIB == POOL.max_memory
