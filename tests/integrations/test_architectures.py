@@ -13,8 +13,6 @@ from bench import architectures, equality
 from bench.architectures import ABSENT, DIFFERS, EQUAL, VALUES, Row, examined, examined_apart, names, prepared
 from bench.tiny import tiny_configs
 
-PRINTED = 16 << 10  # less than any model here has; warnings are written to a file while tests run
-
 GENERATING = [
     ("causal", "llama"),
     ("causal", "gpt2"),  # Conv1D: weights are transposed
@@ -38,6 +36,12 @@ ENCODING = [
 ]
 
 
+def examined_quietly(kind: str, name: str, written: int = 0) -> Row:
+    """Again if other bytes were written: warnings go to a file while tests run, and are printed once per process."""
+    row = examined(kind, name)
+    return row if row.written == written else examined(kind, name)
+
+
 @pytest.fixture
 def subject(tmp_path):
     return prepared("mixtral", "MixtralForCausalLM", tmp_path / "source")
@@ -55,19 +59,19 @@ def model(subject):
 
 @pytest.mark.parametrize(("kind", "name"), GENERATING, ids=lambda value: value)
 def test_a_model_that_generates_is_equal_in_all(kind, name):
-    row = examined(kind, name)
+    row = examined_quietly(kind, name)
 
     assert EQUAL == row.equal, row.note
     assert "generates" in row.note.split("; ")
-    assert row.written < PRINTED
+    assert 0 == row.written
 
 
 @pytest.mark.parametrize(("kind", "name"), ENCODING, ids=lambda value: value)
 def test_an_encoder_is_equal_in_all(kind, name):
-    row = examined(kind, name)
+    row = examined_quietly(kind, name)
 
     assert EQUAL == row.equal, row.note
-    assert row.written < PRINTED
+    assert 0 == row.written
 
 
 # That the comparison sees what differs
@@ -175,14 +179,13 @@ def test_recipes_are_counted_and_bytes_that_loading_writes(monkeypatch, tmp_path
     load = offload.from_pretrained
 
     def load_and_write(*arguments, **options):
-        (tmp_path / "more").write_bytes(bytes(1 << 20))
+        (tmp_path / "more").write_bytes(bytes(8192))
         return load(*arguments, **options)
 
     monkeypatch.setattr("offload.from_pretrained", load_and_write)
 
-    row = examined("causal", "mixtral")
-    assert (EQUAL, 4) == (row.equal, row.recipes), row.note
-    assert 1 << 20 <= row.written < (1 << 20) + PRINTED
+    row = examined_quietly("causal", "mixtral", 8192)
+    assert (EQUAL, 4, 8192) == (row.equal, row.recipes, row.written), row.note
 
 
 def test_without_inputs_values_alone_are_compared(monkeypatch):
