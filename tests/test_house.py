@@ -19,6 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each subpackage, or top-level module, with its floor. Imports go down, or stay inside a subpackage.
 FLOORS = {
     "errors": -2,
+    "annotations": -2,
     "importing": -2,
     "torch_api": -1,
     "memory": 0,
