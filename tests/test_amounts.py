@@ -40,12 +40,12 @@ def test_an_amount_is_bytes_text_or_a_fraction(amount, expected):
 @pytest.mark.parametrize(
     "amount", ["many", "", "0.5", "8G", "-1GiB", -1, 1.5, -0.5, float("nan"), float("inf"), True, None, [1], "9" * 400]
 )
-def test_what_is_none_is_refused(parse, amount):
+def test_invalid_amounts_are_refused(parse, amount):
     with pytest.raises(ArgumentError, match="is not an amount of memory"):
         parse(amount, WHOLE)
 
 
-def test_one_and_one_point_nought_never_both_mean_something():
+def test_the_integer_1_and_the_fraction_1_0_are_not_confused():
     """They would differ by all of the memory."""
     assert as_bytes(1, WHOLE) == 1
     with pytest.raises(ArgumentError, match=r"1\.0 may mean all of the memory, or one byte"):
@@ -69,7 +69,7 @@ BUDGETS = {
     [(8, "8GiB"), ("8", "8GiB"), ("512KiB", "512MiB"), ("0.5KB", "0.5MiB"), (1_048_575, "1048575MiB")],
 )
 @pytest.mark.parametrize("way", BUDGETS)
-def test_a_budget_of_some_bytes_is_refused_with_what_was_probably_meant(way, amount, meant):
+def test_a_budget_of_a_few_bytes_is_refused_with_a_suggestion(way, amount, meant):
     before = POOL.max_memory, POOL.window
 
     with pytest.raises(ArgumentError, match=f"{meant!r} was probably meant"):
@@ -79,7 +79,7 @@ def test_a_budget_of_some_bytes_is_refused_with_what_was_probably_meant(way, amo
 
 
 @pytest.mark.parametrize("amount", [0, "0", 0.0, 1 << 20, "1MiB"])
-def test_a_budget_of_nothing_and_a_small_one_are_budgets(amount):
+def test_a_budget_of_zero_and_a_small_one_are_accepted(amount):
     with offload.set_max_memory(amount), offload.budget.set_read_ahead(amount):
         assert POOL.max_memory in (0, 1 << 20)
 
@@ -108,13 +108,13 @@ def kept(min_bytes):
 
 @pytest.mark.parametrize("way", [made, saved, kept])
 @pytest.mark.parametrize(("amount", "is_on_disk"), [(1, True), ("1KiB", True), (0.5, False), ("1GiB", False)])
-def test_the_least_size_is_the_same_amount_in_all_that_take_one(way, amount, is_on_disk):
+def test_min_bytes_means_the_same_everywhere(way, amount, is_on_disk):
     """Half of the memory is more than a few kilobytes."""
     assert way(amount) is is_on_disk
 
 
 @pytest.mark.parametrize("way", [made, saved, kept])
 @pytest.mark.parametrize("amount", [1.0, "0.5", "lots"])
-def test_a_least_size_that_is_none_is_refused(way, amount):
+def test_invalid_minimum_sizes_are_refused(way, amount):
     with pytest.raises(ArgumentError):
         way(amount)

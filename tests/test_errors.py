@@ -131,13 +131,13 @@ def is_excused(raised: Raised) -> bool:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_what_is_raised_on_purpose_is_an_offload_error(path):
+def test_errors_raised_on_purpose_are_offload_errors(path):
     bare = [str(raised) for raised in raised_in(path) if not is_ours(raised) and not is_excused(raised)]
 
     assert [] == bare
 
 
-def test_every_excuse_is_needed():
+def test_every_exception_in_the_table_is_needed():
     needed = {
         (module, text)
         for path in MODULES
@@ -163,5 +163,5 @@ def test_the_finder_finds_bare_errors(tmp_path, text, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [getattr(errors, name) for name in errors.__all__], ids=lambda kind: kind.__name__)
-def test_an_error_says_its_words_without_quotes(kind):
+def test_the_text_of_an_error_has_no_quotes_around_it(kind):
     assert "the words" == str(kind("the words"))

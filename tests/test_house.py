@@ -185,18 +185,18 @@ def test_imports_go_down_a_floor_or_stay_inside_a_wing(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_nobody_inside_imports_the_package_root(path):
+def test_no_module_imports_the_package_root(path):
     if dotted(path) != "offload":
         assert "offload" not in {name for name, _ in own_imports(path)}
 
 
-def test_no_modules_import_each_other_in_a_ring():
+def test_no_modules_import_each_other_in_a_cycle():
     graph = {dotted(path): {name for name, at_import in own_imports(path) if at_import} for path in MODULES}
 
     assert cycle_in(graph) is None
 
 
-def test_the_ring_finder_finds_rings():
+def test_the_finder_finds_cycles():
     assert ["b", "c"] == cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}}) is None
 
@@ -285,7 +285,7 @@ def test_a_module_has_at_most_some_700_lines(path):
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room(dotted(path)) != "tensor"], ids=dotted)
-def test_a_tensor_is_asked_by_functions_of_its_wing(path):
+def test_only_the_tensor_wing_looks_into_a_tensor(path):
     """`is_offloaded(x)`, `handle_of(x)`, `target_of(x)`: only the class inlines them, where ops are waiting."""
     tree = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     calls = [ast.unparse(node) for node in tree if isinstance(node, ast.Call | ast.Compare)]
@@ -311,7 +311,7 @@ def test_errors_import_nothing():
     assert {"__future__"} == {name for name, _ in imports(PACKAGE / "errors.py")}
 
 
-def test_every_error_is_ours_and_one_that_a_stranger_would_catch():
+def test_every_error_derives_from_a_builtin_too():
     from offload import errors
 
     kinds = [getattr(errors, name) for name in errors.__all__]
@@ -371,7 +371,7 @@ def test_importing_offload_on_another_system_says_where_it_works():
     assert said.endswith("this is darwin False\n")
 
 
-def test_importing_a_part_of_offload_works_by_itself():
+def test_importing_any_module_of_offload_works_by_itself():
     """Without the package's own `__init__`, which imports the parts in an order that works."""
     script = """
         import os, sys, types, torch
@@ -390,7 +390,7 @@ def test_importing_a_part_of_offload_works_by_itself():
     run_script(script, str(PACKAGE), *sorted(KNOWN - {"offload"}))
 
 
-def test_pickles_are_read_by_the_unpickler_of_weights_only_or_as_notes_and_in_one_place():
+def test_pickles_are_read_in_one_place_by_the_weights_only_unpickler():
     from offload.storage import pickled
 
     uses = {

@@ -166,7 +166,7 @@ def named_in_strings(tree: ast.AST) -> set[str]:
     return {node.value for node in strings if isinstance(node.value, str)} & KNOWN
 
 
-def test_nobody_names_a_module_of_a_higher_floor_in_a_string():
+def test_no_string_names_a_module_of_a_higher_floor():
     """For `importlib.import_module` or `sys.modules`: an import that goes up unnoticed."""
     found = {
         (module, name)
@@ -199,11 +199,11 @@ def ghosts(package: Path) -> Iterator[str]:
                     yield f"{wing.parent.name}: {name}"
 
 
-def test_no_room_is_a_ghost():
+def test_no_empty_package_folder_is_left():
     assert [] == list(ghosts(PACKAGE))
 
 
-def test_the_finder_finds_ghosts(tmp_path):
+def test_the_finder_finds_empty_package_folders(tmp_path):
     for name in ("full", "empty/__pycache__"):
         (tmp_path / "offload" / name).mkdir(parents=True)
     (tmp_path / "offload" / "__init__.py").touch()
@@ -274,7 +274,7 @@ def of_any_type(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node.target)
 
 
-def test_what_is_of_any_type_below_is_listed():
+def test_names_of_type_any_on_lower_floors_are_listed():
     """`Any` could hide a class of a higher floor."""
     found = {
         module: set(of_any_type(tree)) for module, tree in TREES.items() if room(module) in ("storage", "prefetch")
@@ -284,5 +284,5 @@ def test_what_is_of_any_type_below_is_listed():
 
 
 @pytest.mark.parametrize("code", ["def f(a: Any): ...", "class C:\n    a: Any", "a: Any = 1"])
-def test_the_finder_finds_what_is_of_any_type(code):
+def test_the_finder_finds_names_of_type_any(code):
     assert ["a"] == list(of_any_type(ast.parse(code)))

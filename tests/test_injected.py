@@ -265,7 +265,7 @@ READS |= {"update to another shape"}  # which a tensor of another process does n
 
 
 @pytest.mark.parametrize("name", [*ACTS, *MODELS])
-def test_an_error_of_the_system_is_told_and_costs_nothing_else(name, private_place):
+def test_an_error_of_the_system_is_reported_and_leaves_the_rest_intact(name, private_place):
     assert meets_each_fault({**ACTS, **MODELS}[name], private_place) > 3
 
 

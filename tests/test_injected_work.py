@@ -132,7 +132,7 @@ WRITES_IN_PASSING = {"offload_activations", "offload_optimizer", "offloading of 
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_an_error_of_the_system_is_told_and_costs_nothing_else(name, private_place):
+def test_an_error_of_the_system_is_reported_and_leaves_the_rest_intact(name, private_place):
     assert meets_each_fault(ACTS[name], private_place) > 3
 
 

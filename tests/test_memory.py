@@ -143,7 +143,7 @@ def test_anonymous_memory_is_what_was_allocated_and_not_what_was_mapped(tmp_path
     assert 48 << 20 < with_allocation < 90 << 20
 
 
-def test_where_the_kernel_does_not_tell_resident_memory_is_taken(monkeypatch, tmp_path):
+def test_resident_memory_is_used_where_the_kernel_reports_no_anonymous_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
 
     resident = psutil.Process().memory_info().rss
@@ -166,7 +166,7 @@ def own(tmp_path):
     return write
 
 
-def test_the_tightest_limit_above_us_counts_and_cached_files_are_room(tmp_path, own):
+def test_the_tightest_limit_counts_and_cached_files_are_free_memory(tmp_path, own):
     stat = "anon 1\nfile 999\ninactive_file 20\nactive_file 5"
     cgroup(tmp_path / "cg" / "a", memory__max=1000, memory__current=400, memory__stat=stat)
     cgroup(tmp_path / "cg" / "a" / "b", memory__max="max", memory__current=100, memory__stat=stat)
@@ -191,14 +191,14 @@ def test_a_cgroup_of_version_1_limits_too(tmp_path, own):
     [["0::/"], ["0::/a"], ["4:memory:/not/mounted/here"], ["3:cpu:/a"], []],
     ids=["root", "max", "v1", "cpu", "none"],
 )
-def test_without_a_limit_there_is_no_room_to_tell(tmp_path, own, lines):
+def test_without_a_limit_the_free_memory_of_a_cgroup_is_none(tmp_path, own, lines):
     cgroup(tmp_path / "cg" / "a", memory__max="max", memory__current=400)
 
     assert cgroup_room(own(*lines), tmp_path / "cg") is None
     assert cgroup_room(tmp_path / "no such file", tmp_path / "cg") is None
 
 
-def test_a_cgroup_beyond_its_limit_has_no_room(tmp_path, own):
+def test_a_cgroup_beyond_its_limit_has_no_free_memory(tmp_path, own):
     cgroup(tmp_path / "cg" / "a", memory__max=100, memory__current=400)
 
     assert 0 == cgroup_room(own("0::/a"), tmp_path / "cg")
@@ -210,7 +210,7 @@ def test_a_path_of_the_host_seen_from_a_container_ends_at_what_is_mounted(tmp_pa
     assert 300 == cgroup_room(own("0::/docker/0123"), tmp_path / "cg")
 
 
-def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allows(monkeypatch):
+def test_available_memory_is_the_smaller_of_free_memory_and_the_cgroups(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(memory, "cgroup_room", lambda **_: None)
     free = available_bytes()
@@ -221,7 +221,7 @@ def test_available_memory_is_the_least_of_what_is_free_and_what_the_cgroup_allow
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("4", 4), ("1", 1), ("0", 1), ("many", 1)])
-def test_ranks_of_a_host_have_a_share_each_of_its_memory(monkeypatch, said, ranks):
+def test_each_rank_of_a_host_has_a_share_of_its_memory(monkeypatch, said, ranks):
     """So has what is a fraction of it, and a budget that nobody sets."""
     monkeypatch.setattr(memory, "cgroup_room", lambda *, ranks: (1 << 20) // ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
@@ -233,7 +233,7 @@ def test_ranks_of_a_host_have_a_share_each_of_its_memory(monkeypatch, said, rank
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_ranks_share_what_a_cgroup_allows_and_each_has_all_of_one_for_itself(tmp_path, own, ranks):
+def test_ranks_in_one_cgroup_share_its_memory_and_a_rank_alone_has_all_of_it(tmp_path, own, ranks):
     """A rank's child processes are not other ranks; if a cgroup's members are unknown, it counts as shared."""
     child = subprocess.Popen(["sleep", "60"])
     try:
@@ -324,7 +324,7 @@ def test_rows_set_in_place_write_their_own_pages_and_not_the_value(tmp_path, nam
     assert rows <= written <= 4 * rows
 
 
-def test_where_the_system_does_not_tell_memory_apart_all_of_it_counts(tmp_path, monkeypatch):
+def test_all_memory_counts_where_the_system_reports_no_kinds(tmp_path, monkeypatch):
     monkeypatch.setattr("offload.memory._STATUS", tmp_path / "status")
 
     assert anonymous_bytes() > 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.processes import run_script
 
 
-def test_a_child_that_is_killed_with_the_lock_of_bars_holds_up_nobody():
+def test_a_child_killed_while_it_holds_the_lock_of_bars_blocks_no_other_process():
     """tqdm's own lock would be held forever: it is shared with forked children."""
     script = """
         import os, signal

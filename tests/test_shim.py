@@ -138,6 +138,6 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_page_cache
-def test_what_libc_refuses_is_an_error_or_is_done_in_another_way(shim, tmp_path):
+def test_a_failing_libc_call_is_an_error_or_is_done_another_way(shim, tmp_path):
     """Which function, with which errno, how often it failed, what happened, and what the next call gives."""
     assert EXPECTED == json.loads(run_script(SCRIPT, tmp_path, env={"LD_PRELOAD": str(shim)}))

@@ -58,7 +58,7 @@ def model(subject):
 
 
 @pytest.mark.parametrize(("kind", "name"), GENERATING, ids=lambda value: value)
-def test_a_model_that_generates_is_equal_in_all(kind, name):
+def test_a_generating_model_is_equal_in_every_respect(kind, name):
     row = examined_quietly(kind, name)
 
     assert EQUAL == row.equal, row.note
@@ -67,7 +67,7 @@ def test_a_model_that_generates_is_equal_in_all(kind, name):
 
 
 @pytest.mark.parametrize(("kind", "name"), ENCODING, ids=lambda value: value)
-def test_an_encoder_is_equal_in_all(kind, name):
+def test_an_encoder_is_equal_in_every_respect(kind, name):
     row = examined_quietly(kind, name)
 
     assert EQUAL == row.equal, row.note
@@ -78,7 +78,7 @@ def test_an_encoder_is_equal_in_all(kind, name):
 
 
 @torch.no_grad()
-def test_another_value_is_seen(plain, model, subject):
+def test_a_changed_value_is_found(plain, model, subject):
     model.model.norm.weight[3] += 1
 
     assert ["state_dict: model.norm.weight has other values"] == list(equality.in_states(plain, model))
@@ -87,33 +87,33 @@ def test_another_value_is_seen(plain, model, subject):
 
 
 @torch.no_grad()
-def test_the_sign_of_zero_is_seen(plain, model):
+def test_a_changed_sign_of_zero_is_found(plain, model):
     plain.model.norm.weight[0] = 0.0
     model.model.norm.weight[0] = -0.0
 
     assert ["state_dict: model.norm.weight has other values"] == list(equality.in_states(plain, model))
 
 
-def test_another_dtype_is_seen(plain, model):
+def test_a_changed_dtype_is_found(plain, model):
     model.lm_head.weight.data = model.lm_head.weight.half()
 
     (line,) = equality.in_states(plain, model)
     assert line.startswith("state_dict: lm_head.weight is torch.float16")
 
 
-def test_another_name_is_seen(plain, model):
+def test_a_changed_name_is_found(plain, model):
     model.extra = torch.nn.Linear(1, 1, bias=False)
 
     assert ["state_dict has other names: ['extra.weight']"] == list(equality.in_states(plain, model))
 
 
-def test_a_parameter_in_memory_is_seen(model):
+def test_a_parameter_in_memory_is_found(model):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.materialize())
 
     assert ["lm_head.weight is in memory"] == list(equality.not_on_disk(model))
 
 
-def test_what_the_plain_model_gives_at_random_is_told_and_not_ours(plain, model, subject, monkeypatch):
+def test_random_outputs_of_the_plain_model_are_noted_and_not_compared(plain, model, subject, monkeypatch):
     passes = iter(range(10))
     monkeypatch.setattr(plain, "forward", lambda **_: {"a": torch.tensor(next(passes)), "b": torch.ones(1)})
     monkeypatch.setattr(model, "forward", lambda **_: {"a": torch.tensor(-1), "b": torch.zeros(1)})
@@ -123,14 +123,14 @@ def test_what_the_plain_model_gives_at_random_is_told_and_not_ours(plain, model,
     assert [".a is not the same in two passes of the plain model"] == notes
 
 
-def test_a_tie_is_seen(plain, model):
+def test_a_missing_tie_is_found(plain, model):
     model.lm_head.weight = model.model.embed_tokens.weight
 
     (line,) = equality.in_ties(plain, model)
     assert "lm_head.weight" in line
 
 
-def test_other_tokens_are_seen(plain, model, subject):
+def test_different_tokens_are_found(plain, model, subject):
     with torch.no_grad():
         model.lm_head.weight[7] = 100 * model.lm_head.weight[7].sign()
 
@@ -155,7 +155,7 @@ def _drop(folder: Any) -> None:
 # The run
 
 
-def test_what_transformers_cannot_build_is_absent_with_its_reason(monkeypatch):
+def test_a_model_that_transformers_cannot_build_is_absent_with_the_reason(monkeypatch):
     def refuse(*_):
         raise ValueError("not today")
 
@@ -165,7 +165,7 @@ def test_what_transformers_cannot_build_is_absent_with_its_reason(monkeypatch):
     assert (ABSENT, "not built: ValueError: not today") == (row.equal, row.note)
 
 
-def test_what_fails_on_disk_alone_is_ours(monkeypatch):
+def test_a_failure_on_disk_alone_counts_as_a_difference(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("not today")
 
@@ -196,7 +196,7 @@ def test_without_inputs_values_alone_are_compared(monkeypatch):
     assert row.note.startswith("forward not run: pixel_values: ValueError: You must specify")
 
 
-def test_a_worker_that_is_slow_costs_its_row(monkeypatch):
+def test_a_slow_worker_costs_its_own_row_only(monkeypatch):
     monkeypatch.setattr(architectures, "_SECONDS", 0)
 
     assert [(DIFFERS, "it took more than 0 s")] * 2 == [
@@ -224,7 +224,7 @@ def test_a_hybrid_keeps_layers_of_each_kind():
     assert len(config.layer_types) == config.num_hidden_layers == 2
 
 
-def test_the_report_counts_and_tells_reasons():
+def test_the_report_has_counts_and_reasons():
     rows = [Row("causal", "a", "A", EQUAL, "input_ids", 2, 0), Row("causal", "b", "B", ABSENT, "not built"), _miss()]
 
     lines = list(architectures.report(rows))

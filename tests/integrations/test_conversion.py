@@ -188,7 +188,7 @@ def test_an_expert_that_is_missing_is_an_error_of_the_checkpoint(folder: Path) -
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_the_folder_of_a_checkpoint_is_no_offload_folder(folder: Path, form: str) -> None:
+def test_the_folder_of_a_checkpoint_is_refused_as_offload_dir(folder: Path, form: str) -> None:
     """With a .bin and some files of ours, these would be the checkpoint, and all other weights random."""
     if form == "bin":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -294,7 +294,7 @@ def test_a_whole_model_is_copied_and_pickled(folder: Path, tmp_path: Path, token
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), loaded, tokens)
 
 
-def test_saved_values_are_those_of_now(folder: Path, tmp_path: Path) -> None:
+def test_the_current_values_are_saved(folder: Path, tmp_path: Path) -> None:
     """After an in-place change, and after a replacement."""
     model = offload.from_pretrained(folder)
     experts = model.model.layers[0].mlp.experts
@@ -336,7 +336,7 @@ def test_a_base_model_is_filled_from_a_checkpoint_with_a_head(tmp_path: Path, to
         assert torch.equal(expected(tokens).last_hidden_state, model.eval()(tokens).last_hidden_state)
 
 
-def test_what_does_not_fit_is_named_under_the_names_of_the_model(folder: Path) -> None:
+def test_mismatched_values_are_reported_under_the_names_of_the_model(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if "o_proj" in name)
     tensors[name] = tensors[name][:5].contiguous()
@@ -372,7 +372,7 @@ def test_weights_that_a_model_keeps_in_float32_are_not_rounded_on_the_way(tmp_pa
         assert torch.equal(one, other.materialize()), name
 
 
-def test_a_map_puts_each_where_it_says(folder: Path, tokens: torch.Tensor) -> None:
+def test_a_map_places_each_module(folder: Path, tokens: torch.Tensor) -> None:
     device_map = {"": "disk", "model.layers.0": "cpu", "lm_head": "cpu"}
 
     model = offload.from_pretrained(folder, device_map=device_map)
@@ -418,7 +418,7 @@ def test_weights_are_not_quantized_while_they_are_loaded(llama_folder: Path) -> 
         offload.from_pretrained(llama_folder, quantization_config=object())
 
 
-def test_nothing_of_the_conversion_is_left(folder: Path) -> None:
+def test_no_deferred_tensor_stays_in_the_model(folder: Path) -> None:
     """No deferred tensor stays in the model, not even as a buffer or on meta."""
     model = offload.from_pretrained(folder, device_map={"": "cpu", "model.layers.1": "meta"})
 

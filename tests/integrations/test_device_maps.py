@@ -104,7 +104,7 @@ def test_each_tensor_is_where_the_map_says_and_results_are_those_of_the_plain_mo
     assert torch.equal(net(x), loaded(x))
 
 
-def test_what_the_map_puts_on_meta_is_not_loaded_and_the_rest_runs(net: Net, checkpoint: Path) -> None:
+def test_modules_on_meta_are_not_loaded_and_the_rest_runs(net: Net, checkpoint: Path) -> None:
     x = torch.randn(5, 8)
 
     loaded = offload.load_checkpoint_and_dispatch(
@@ -194,9 +194,7 @@ LOADERS = [offload.load_checkpoint_and_dispatch, offload.load_checkpoint_in_mode
 
 
 @pytest.mark.parametrize("load", LOADERS)
-def test_a_name_that_the_model_has_not_is_told_and_the_rest_is_placed(
-    load: Callable[..., object], checkpoint: Path
-) -> None:
+def test_an_unknown_name_gives_a_warning_and_the_rest_is_placed(load: Callable[..., object], checkpoint: Path) -> None:
     model = empty_net()
 
     with pytest.warns(UserWarning, match=r"they are ignored: 'layer\.0', did you mean 'layers\.0'\?$"):
@@ -233,7 +231,7 @@ def test_an_automatic_word_is_for_the_function_that_knows_the_budget(load: Any, 
         load(empty_net(), checkpoint, "auto")
 
 
-def test_nonsense_in_max_memory_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
+def test_an_invalid_max_memory_is_refused_before_anything_is_loaded(checkpoint: Path) -> None:
     model = empty_net()
 
     with pytest.raises(DeviceMapError, match="max_memory for 'cpu': 'much' is not an amount of memory"):
@@ -255,7 +253,9 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("words", [("cpu", "disk"), ("disk", "cpu"), ("disk", "disk:cpu")])
-def test_tied_weights_that_the_map_parts_are_where_their_first_name_is(words: tuple[str, str], tmp_path: Path) -> None:
+def test_tied_weights_that_the_map_separates_go_where_their_first_name_goes(
+    words: tuple[str, str], tmp_path: Path
+) -> None:
     plain, x = Tied(), torch.randn(2, 4)
     save_file({"first.weight": plain.first.weight.data}, tmp_path / "model.safetensors")
 
@@ -298,7 +298,7 @@ def test_on_one_device_nothing_moves_activations(planned: dict[str, torch.device
     assert {} == planned
 
 
-def test_hooks_bring_what_a_module_gets_to_its_device_and_the_result_back(net: Net) -> None:
+def test_hooks_move_the_inputs_of_a_module_to_its_device_and_the_result_back(net: Net) -> None:
     """The CPU stands in for several devices."""
     x = torch.randn(5, 8)
     expected = net(x)

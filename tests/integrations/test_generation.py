@@ -126,7 +126,7 @@ def test_an_assistant_in_memory_helps_a_model_on_disk(folder: Path, tokens: torc
     assert torch.equal(expected, got)
 
 
-def test_a_text_generation_pipeline(llama: Path) -> None:
+def test_a_text_generation_pipeline_gives_the_same_text(llama: Path) -> None:
     plain, model = both(llama)
     words = {word: place for place, word in enumerate(["<unk>", "<pad>", *(f"w{n}" for n in range(94))])}
     splitter = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -145,7 +145,7 @@ def test_a_text_generation_pipeline(llama: Path) -> None:
     assert is_on_disk(model)
 
 
-def test_a_generation_config_is_heeded(llama: Path, tokens: torch.Tensor) -> None:
+def test_a_generation_config_is_used(llama: Path, tokens: torch.Tensor) -> None:
     settings = GenerationConfig(max_new_tokens=5, num_beams=2, do_sample=False, repetition_penalty=2.0)
     settings.save_pretrained(llama)
     plain, model = both(llama)
@@ -162,7 +162,7 @@ def test_a_generation_config_is_heeded(llama: Path, tokens: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("size", [130, 40], ids=["grow", "shrink"])
 @pytest.mark.parametrize("mean_resizing", [True, False])
-def test_token_embeddings_of_another_size(folder: Path, size: int, mean_resizing: bool) -> None:
+def test_token_embeddings_are_resized_as_in_memory(folder: Path, size: int, mean_resizing: bool) -> None:
     """They stay on disk, the checkpoint is unchanged, and tied weights stay tied. A separate head becomes a new module,
     which transformers creates in memory."""
     plain, model = both(folder)
@@ -182,7 +182,7 @@ def test_token_embeddings_of_another_size(folder: Path, size: int, mean_resizing
     assert torch.equal(plain.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
 
 
-def test_a_head_that_was_made_anew_goes_to_disk_when_asked(tmp_path: Path) -> None:
+def test_a_new_head_goes_to_disk_on_request(tmp_path: Path) -> None:
     plain, model = both(saved(CONFIGS["llama untied"], tmp_path))
     for who in (plain, model):
         torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_a_named_folder_has_one_file_for_what_is_tied(llama: Path, tmp_path: Pat
 # Training
 
 
-def test_a_step_with_gradient_checkpointing(folder: Path, tokens: torch.Tensor) -> None:
+def test_a_step_with_gradient_checkpointing_is_that_in_memory(folder: Path, tokens: torch.Tensor) -> None:
     plain, model = both(folder)
 
     for who in (plain, model):
@@ -241,7 +241,7 @@ def test_a_step_with_gradient_checkpointing(folder: Path, tokens: torch.Tensor) 
     assert is_on_disk(model)
 
 
-def test_a_step_that_leaves_the_checkpoint_as_it_is(llama: Path, tokens: torch.Tensor) -> None:
+def test_a_training_step_leaves_the_checkpoint_as_it_is(llama: Path, tokens: torch.Tensor) -> None:
     model, before = offload.from_pretrained(llama), contents(llama)
 
     model(tokens, labels=tokens).loss.backward()
@@ -296,7 +296,7 @@ def mean_of_tokens(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.T
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_vectors_of_sentences(tmp_path: Path, mode: Any) -> None:
+def test_sentence_vectors_equal_those_in_memory(tmp_path: Path, mode: Any) -> None:
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=96)
     folder = saved(config, tmp_path, AutoModel)
     plain, model = AutoModel.from_pretrained(folder), offload.from_pretrained(folder, model_class=AutoModel)

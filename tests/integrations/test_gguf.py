@@ -72,7 +72,7 @@ def test_a_file_itself_is_a_model(small: Path) -> None:
 
 
 @pytest.mark.parametrize("processor", sorted(_KNOWN))
-def test_what_is_done_to_a_value_is_what_a_processor_of_transformers_does(processor: str, tmp_path: Path) -> None:
+def test_values_are_processed_as_by_the_processors_of_transformers(processor: str, tmp_path: Path) -> None:
     """For matrices and vectors of every name that a processor handles."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
@@ -142,7 +142,7 @@ def test_a_model_is_saved_dense(name: str, save: str, tmp_path: Path) -> None:
     assert torch.equal(expected.tokens, found.tokens)
 
 
-def test_copies_and_pickles_of_a_model_say_the_same(small: Path) -> None:
+def test_copies_and_pickles_of_a_model_give_the_same_output(small: Path) -> None:
     model = offload.from_pretrained(small, gguf_file=FILE)
     expected = outcome(model).logits
 
@@ -163,7 +163,7 @@ def test_a_write_gives_a_value_a_file_of_its_own(small: Path) -> None:
     assert before == (small / FILE).read_bytes()
 
 
-def test_what_is_wrong_is_told(small: Path, tmp_path: Path) -> None:
+def test_wrong_files_and_arguments_are_refused_by_name(small: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"other\.gguf"):
         offload.from_pretrained(small, gguf_file="other.gguf")
     (small / "notes.txt").write_text("no model")
@@ -190,14 +190,14 @@ def _empty_file(path: Path, architecture: str, **said: int) -> Path:
     return path
 
 
-def test_what_transformers_can_t_load_is_told(tmp_path: Path) -> None:
+def test_files_that_transformers_cannot_load_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"one\.gguf.*bert-like"):
         offload.from_pretrained(_empty_file(tmp_path / "one.gguf", "bert-like"))
     with pytest.raises(CheckpointError, match="one of 3 parts"):
         offload.from_pretrained(_empty_file(tmp_path / "part.gguf", "llama", split_count=3))
 
 
-def test_inspect_and_verify_know_a_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_read_a_gguf_file(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from offload.cli.main import main
 
     main(["inspect", str(small / FILE)])

@@ -56,7 +56,7 @@ def test_a_file_is_refused_with_the_folder_that_it_is_in(tmp_path: Path) -> None
         folder_of(tmp_path / "model.safetensors")
 
 
-def test_what_the_hub_says_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_hub_ends_with_one_full_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(name: str, **options: Any) -> str:
         raise OSError("It is not there.\nLook at it.")
 

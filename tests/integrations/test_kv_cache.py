@@ -119,7 +119,7 @@ def test_a_padded_batch_generates_as_with_a_cache_in_memory(
 
 
 @pytest.mark.parametrize("options", SPECULATIVE.values(), ids=SPECULATIVE)
-def test_guesses_that_are_taken_back_leave_the_cache_as_in_memory(model: Any, options: dict[str, Any]) -> None:
+def test_rejected_draft_tokens_leave_the_cache_as_in_memory(model: Any, options: dict[str, Any]) -> None:
     options = dict(options)
     if options.pop("assistant", False):
         options["assistant_model"] = model_of(model.config, seed=3)
@@ -145,7 +145,7 @@ def test_a_conversation_goes_on_with_the_same_cache(model: Any) -> None:
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
-def test_a_cache_that_was_reset_begins_anew(model: Any) -> None:
+def test_a_cache_that_was_reset_starts_empty(model: Any) -> None:
     past = offload.integrations.kv_cache(model)
     first = generated(model, ids(2, 13), past)
     file = past.layers[0]._rows_of_keys._file.offload_path
@@ -193,7 +193,7 @@ def test_tokens_that_may_be_taken_back_are_not_seen_through_the_window() -> None
 
 
 @torch.no_grad()
-def test_the_room_grows_and_the_tokens_stay(model: Any) -> None:
+def test_the_capacity_grows_and_the_tokens_stay(model: Any) -> None:
     """A capacity of 256 tokens at first, then grown by half; a window moves to the start."""
     caches = DynamicCache(config=model.config), offload.integrations.kv_cache(model)
     rooms = set()
@@ -206,7 +206,7 @@ def test_the_room_grows_and_the_tokens_stay(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_room_that_was_reserved_does_not_grow_before_it_is_full(llama: Any) -> None:
+def test_a_reserved_capacity_does_not_grow_before_it_is_full(llama: Any) -> None:
     past = offload.integrations.kv_cache(llama, max_length=640)
 
     for tokens in ids(1, 640).split(320, dim=1):
@@ -218,7 +218,7 @@ def test_room_that_was_reserved_does_not_grow_before_it_is_full(llama: Any) -> N
 
 
 @torch.no_grad()
-def test_sliding_layers_need_no_more_room_than_their_window() -> None:
+def test_sliding_layers_take_no_more_than_their_window() -> None:
     past = offload.integrations.kv_cache(CONFIGS["sliding"], max_length=4096)
     token = torch.ones(1, 2, 1, 8)
 
@@ -245,7 +245,7 @@ def test_a_token_writes_its_own_rows_alone(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_view_from_before_the_room_grew_says_that_it_is_stale(llama: Any) -> None:
+def test_a_view_from_before_the_capacity_grew_is_refused_as_stale(llama: Any) -> None:
     past = offload.integrations.kv_cache(llama)
     llama(ids(1, 200), past_key_values=past)
     earlier = past.layers[0].keys
@@ -277,7 +277,7 @@ def test_tokens_cropped_repeated_and_picked_are_those_of_a_cache_in_memory(llama
 
 
 @torch.no_grad()
-def test_a_deep_copy_goes_its_own_way(model: Any, tmp_path: Path) -> None:
+def test_a_deep_copy_is_independent(model: Any, tmp_path: Path) -> None:
     """For prompts that many conversations share."""
     past = offload.integrations.kv_cache(model, tmp_path)
     model(ids(1, 12), past_key_values=past)
@@ -301,7 +301,7 @@ def test_a_deep_copy_of_an_empty_cache_does_not_claim_its_names(llama: Any, tmp_
     assert torch.equal(llama(ids(1, 3), past_key_values=past).logits, llama(ids(1, 3), past_key_values=other).logits)
 
 
-def test_under_inference_mode_and_outside_it(llama: Any) -> None:
+def test_a_cache_works_inside_and_outside_inference_mode(llama: Any) -> None:
     caches = DynamicCache(config=llama.config), offload.integrations.kv_cache(llama)
     with torch.inference_mode():
         expected, got = (llama(ids(1, 9), past_key_values=past).logits for past in caches)
@@ -312,7 +312,7 @@ def test_under_inference_mode_and_outside_it(llama: Any) -> None:
     assert torch.equal(expected, got)
 
 
-def test_an_encoder_with_a_decoder() -> None:
+def test_an_encoder_decoder_model_generates_as_in_memory() -> None:
     torch.manual_seed(0)
     sides = {"layers": 2, "attention_heads": 2, "ffn_dim": 32}
     config = BartConfig(
@@ -347,7 +347,7 @@ def test_states_of_linear_attention_stay_in_memory() -> None:
     assert not offload.is_offloaded(past.layers[0].conv_states[0])
 
 
-def test_a_model_and_its_cache_on_disk(llama_folder: Path, tokens: torch.Tensor) -> None:
+def test_a_model_on_disk_generates_with_its_cache_on_disk(llama_folder: Path, tokens: torch.Tensor) -> None:
     plain, model = AutoModelForCausalLM.from_pretrained(llama_folder), offload.from_pretrained(llama_folder)
 
     expected = generated(plain, tokens, DynamicCache(config=plain.config))
@@ -415,7 +415,7 @@ def test_gradients_are_refused(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_another_batch_is_refused_and_not_broadcast(llama: Any) -> None:
+def test_a_batch_of_another_size_is_refused_and_not_broadcast(llama: Any) -> None:
     past = offload.integrations.kv_cache(llama)
     llama(ids(2, 5), past_key_values=past)
     layer = past.layers[0]
@@ -492,8 +492,6 @@ def test_a_token_leaves_nothing_behind(llama: Any) -> None:
 
 
 @pytest.mark.parametrize(("max_length", "error"), [(0, ValueError), (-5, ValueError), ("9", TypeError)])
-def test_a_length_that_is_no_number_of_tokens_is_an_error(
-    llama_folder: Path, max_length: Any, error: type[Exception]
-) -> None:
+def test_an_invalid_max_length_is_an_error(llama_folder: Path, max_length: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="max_length, a number of tokens, should be "):
         offload.integrations.kv_cache(offload.from_pretrained(llama_folder), max_length=max_length)

@@ -177,7 +177,7 @@ def three() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 4))
 
 
-def test_a_process_that_is_killed_goes_on_and_merges_nothing_twice(
+def test_a_merge_that_was_killed_resumes_and_merges_nothing_twice(
     private_place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each call that changes files; also if a bias is merged after its weight."""
@@ -274,7 +274,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_peft_does_not_merge_is_refused_by_name(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_adapters_that_peft_does_not_merge_are_refused_by_name(kind: str, folder: Path, tmp_path: Path) -> None:
     """And the model is unchanged."""
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), REFUSED[kind]()).save_pretrained(tmp_path / "adapter")
     model = offload.from_pretrained(folder, offload_dir=tmp_path / "values")
@@ -312,7 +312,7 @@ def test_a_quantized_base_is_refused(folder: Path, tmp_path: Path) -> None:
     assert nn.Linear is type(model.model.layers[0].self_attn.q_proj)
 
 
-def test_an_adapter_of_another_model_and_no_adapter_at_all_are_told(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_or_a_missing_one_is_refused(folder: Path, tmp_path: Path) -> None:
     adapter = adapter_for(
         AutoModelForCausalLM.from_pretrained(folder), LoraConfig(**ONE, **NOT_NEUTRAL), tmp_path / "adapter"
     )

@@ -69,7 +69,7 @@ def test_adapters_that_peft_makes_and_loads_are_on_disk(tokens, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", ["memory", "disk"])
-def test_what_torchao_quantizes_inside_is_on_disk(start):
+def test_weights_that_torchao_quantizes_inside_are_on_disk(start):
     quantization = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)).bfloat16()

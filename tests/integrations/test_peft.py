@@ -180,7 +180,9 @@ def test_a_saved_adapter_merges_into_files_and_out_again(
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
-def test_virtual_tokens_before_a_model_on_disk(kind: str, folder: Path, tmp_path: Path, tokens: torch.Tensor) -> None:
+def test_virtual_tokens_work_before_a_model_on_disk(
+    kind: str, folder: Path, tmp_path: Path, tokens: torch.Tensor
+) -> None:
     """They train, and give the same logits when loaded again."""
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
     plain, on_disk = both(folder, lambda model: get_peft_model(model, copy.deepcopy(config)))

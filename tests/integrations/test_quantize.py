@@ -233,7 +233,7 @@ def test_a_checkpoint_stays_as_it_is_and_values_of_a_folder_are_replaced(folder:
     assert identical(expected.lm_head.weight.detach(), offload.load_file(tmp_path)["lm_head.weight"].materialize())
 
 
-def test_what_is_in_memory_stays_there(folder: Path) -> None:
+def test_weights_in_memory_stay_in_memory(folder: Path) -> None:
     model = offload.from_pretrained(folder, device_map={"": "disk", "lm_head": "cpu"})
 
     offload.quantize_(model, int8())
@@ -259,7 +259,7 @@ def test_a_tied_embedding_stays_when_the_head_is_quantized(folders: dict[str, Pa
     assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
 
 
-def test_weights_tied_under_the_name_of_the_quantized_one_are_told_apart(tmp_path: Path) -> None:
+def test_a_weight_tied_to_a_quantized_one_becomes_separate(tmp_path: Path) -> None:
     """Also for two layers that share a weight, which torchao splits."""
     layers = nn.ModuleDict({"b": nn.Linear(256, 64), "a": nn.Linear(256, 64), "e": nn.Embedding(64, 256)})
     stored = OffloadedTensor.from_original_tensor(torch.randn(64, 256), "a.weight", tmp_path)
@@ -274,7 +274,7 @@ def test_weights_tied_under_the_name_of_the_quantized_one_are_told_apart(tmp_pat
     assert identical(layers["a"].weight.materialize(), layers["b"].weight.materialize())
 
 
-def test_a_module_that_takes_anothers_place_is_brought_to_disk(tmp_path: Path) -> None:
+def test_a_module_that_replaces_another_goes_to_disk(tmp_path: Path) -> None:
     """Its weight, which torchao never assigned to the old module, replaces the old value."""
     from torchao.core.config import AOBaseConfig
 
@@ -329,7 +329,7 @@ def test_an_interruption_leaves_a_model_that_works_and_a_second_call_does_the_re
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_run_goes_on_in_another_process(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_a_run_resumes_in_another_process(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """From the checkpoint: quantized weights are taken from the folder, and not written again."""
     expected = in_memory(folders[kind])
     torchao.quantize_(expected, int8())
@@ -354,7 +354,7 @@ def test_a_run_goes_on_in_another_process(folders: dict[str, Path], tmp_path: Pa
     assert ("torchao", True) == (str(model.quantization_method.value), model.is_quantized)
 
 
-def test_a_run_that_is_finished_is_taken_up(folder: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_resumed_without_quantizing_again(folder: Path, tmp_path: Path) -> None:
     offload.quantize_(offload.from_pretrained(folder, offload_dir=tmp_path), int8())
     gc.collect()  # torchao's layers refer to themselves
     stood = contents(tmp_path)
@@ -367,7 +367,7 @@ def test_a_run_that_is_finished_is_taken_up(folder: Path, tmp_path: Path) -> Non
     assert "Int8Tensor" == type(model.lm_head.weight.materialize()).__name__
 
 
-def test_a_process_that_is_killed_goes_on_where_it_was(private_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_killed_resumes_where_it_was(private_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each call that changes files; the result is the same as without kills."""
     monkeypatch.setattr(journal, "_PATIENCE", -1)  # written after each value
     folder = private_place
@@ -420,7 +420,7 @@ def test_an_error_of_torchao_names_the_layer(by_name: bool) -> None:
 
 
 @pytest.mark.parametrize("config", ["int8", torch.int8, None, str.upper], ids=["text", "dtype", "none", "function"])
-def test_what_is_no_configuration_is_told(config: Any) -> None:
+def test_an_invalid_configuration_is_refused(config: Any) -> None:
     with pytest.raises(TypeError, match=r"a configuration of torchao, such as .*Int8WeightOnlyConfig") as caught:
         offload.quantize_(nn.Linear(2, 2), config)
 
@@ -447,7 +447,7 @@ def test_a_failed_write_leaves_the_old_value(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob(".offload-tmp*"))
 
 
-def test_a_class_that_is_not_known_is_named_and_the_old_value_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_class_is_named_and_the_old_value_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(subclasses._KNOWN["torchao"], "Int8Tensor")
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
 
@@ -457,7 +457,7 @@ def test_a_class_that_is_not_known_is_named_and_the_old_value_stands(monkeypatch
     assert type(model[0].weight.materialize()) is torch.Tensor
 
 
-def test_other_threads_see_nothing_of_it() -> None:
+def test_quantizing_does_not_affect_other_threads() -> None:
     """A parameter that another thread sets meanwhile is left alone; the same here afterwards."""
     model = offload.disk_offload(nn.Sequential(nn.Linear(256, 64)))
     other = offload.disk_offload(nn.Linear(8, 8))
@@ -547,7 +547,7 @@ def test_quantizing_takes_the_memory_of_one_weight(tmp_path: Path) -> None:
     assert saving < 16e6
 
 
-def test_an_interrupt_while_the_hook_is_registered_leaves_nothing_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_hook_is_registered_leaves_no_run_active(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(hook: Any) -> None:
         raise KeyboardInterrupt
 

@@ -84,7 +84,7 @@ SAVERS = [by_safetensors, by_hub, by_hub_in_shards, by_hub_from_a_state_dict]
 
 
 @pytest.mark.parametrize("save", SAVERS)
-def test_what_they_save_of_a_model_on_disk_is_what_they_save_in_memory(
+def test_a_model_on_disk_is_saved_as_one_in_memory(
     on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[[nn.Module, Path], Any]
 ) -> None:
     """Byte for byte. Tied weights are saved once, under the same name."""
@@ -112,7 +112,7 @@ def load_by_hub(model: nn.Module, folder: Path) -> None:
     ("save", "load"),
     [(by_safetensors, load_by_safetensors), (by_hub, load_by_hub), (by_hub_in_shards, load_by_hub)],
 )
-def test_what_they_load_goes_to_files_of_the_models_own(
+def test_loaded_values_go_to_own_files_of_the_model(
     on_disk: Tied, checkpoint: Path, tmp_path: Path, save: Callable[..., Any], load: Callable[..., Any]
 ) -> None:
     """Neither the checkpoint that the model referred to nor the loaded one is written to."""
@@ -170,7 +170,7 @@ MEASURED = """
 
 
 @pytest.mark.parametrize("what", ["save_model", "save_torch_model", "load_model"])
-def test_they_do_it_in_little_memory(tmp_path: Path, what: str) -> None:
+def test_saving_and_loading_take_little_memory(tmp_path: Path, what: str) -> None:
     """A model of 250 MB, with 8 values."""
     values = {f"{layer}.weight": torch.full((2800, 2800), layer + 0.5) for layer in range(8)}
     save_file(values, tmp_path / "source")

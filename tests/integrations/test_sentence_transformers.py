@@ -74,7 +74,7 @@ def test_an_encoder_on_disk_takes_the_place_of_the_one_in_memory(plain: Any, fol
     assert all_on_disk(plain)
 
 
-def test_one_that_is_on_disk_is_saved_and_loaded_again(plain: Any, tmp_path: Path) -> None:
+def test_a_sentence_transformer_on_disk_is_saved_and_loaded_again(plain: Any, tmp_path: Path) -> None:
     """In memory, with the same values."""
     expected = dict(plain.state_dict())
 

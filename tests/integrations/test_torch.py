@@ -185,7 +185,7 @@ def test_an_exponential_average_is_kept_on_disk(with_buffers: bool) -> None:
     assert not paths
 
 
-def test_a_plain_average_and_its_batch_norm() -> None:
+def test_a_plain_average_updates_its_batch_norm() -> None:
     """Stochastic weight averaging; the statistics are recomputed."""
 
     def act(model: nn.Sequential) -> list[Any]:
@@ -211,7 +211,7 @@ def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
     assert on_disk_names(twin) == EVERY
 
 
-def test_weights_set_aside_and_put_back() -> None:
+def test_weights_are_set_aside_and_restored() -> None:
     """Through `.data`, as averaged weights are swapped in for evaluation."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
@@ -233,7 +233,7 @@ def test_weights_set_aside_and_put_back() -> None:
 # All parameters as one, or replaced for a call
 
 
-def test_parameters_as_a_vector_and_back() -> None:
+def test_parameters_become_a_vector_and_come_back() -> None:
     """The vector is plain; `vector_to_parameters` stores its parts."""
 
     def act(model: nn.Sequential) -> list[torch.Tensor]:
@@ -247,7 +247,7 @@ def test_parameters_as_a_vector_and_back() -> None:
     assert on_disk_names(model) == EVERY
 
 
-def test_a_functional_call_in_place_of_weights_on_disk() -> None:
+def test_a_functional_call_replaces_weights_on_disk() -> None:
     """The given values are used for the call, and the files keep theirs."""
 
     def act(model: nn.Sequential) -> torch.Tensor:

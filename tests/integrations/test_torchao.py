@@ -80,7 +80,7 @@ def every_class_is_known_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @BOTH_DTYPES
 @EVERY_CONFIG
-def test_all_that_a_quantized_weight_can_do_it_does_from_disk(config: str, dtype: torch.dtype) -> None:
+def test_a_quantized_weight_on_disk_does_all_that_it_does_in_memory(config: str, dtype: torch.dtype) -> None:
     """The same result, bit for bit, or the same error as in memory."""
     in_memory = quantized(config, dtype)
     on_disk = OffloadedTensor.from_original_tensor(in_memory, "w")
@@ -91,7 +91,7 @@ def test_all_that_a_quantized_weight_can_do_it_does_from_disk(config: str, dtype
 
 @BOTH_DTYPES
 @EVERY_CONFIG
-def test_a_quantized_weight_stays_what_it_is(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
+def test_a_quantized_weight_keeps_its_class(tmp_path: Path, config: str, dtype: torch.dtype) -> None:
     """Materialized, copied, detached, moved, as the new value of a plain weight, and opened again."""
     value = quantized(config, dtype)
     expected = value.detach()
@@ -193,7 +193,7 @@ def test_an_exported_layer_gives_what_it_gives_in_memory_or_the_error_says_what_
     assert torch.equal(in_memory(x), torch.export.export(on_disk, (x,)).module()(x))
 
 
-def test_a_module_says_what_its_weights_are() -> None:
+def test_the_repr_of_a_module_shows_its_weights() -> None:
     """torchao's own description of a layer is shown."""
     from torchao.quantization import quantize_
 
@@ -205,7 +205,7 @@ def test_a_module_says_what_its_weights_are() -> None:
     assert "qdata=" in repr(layer[0].weight)
 
 
-def test_a_view_of_what_was_plain_is_stale_when_it_is_quantized() -> None:
+def test_a_view_of_a_plain_weight_is_stale_once_it_is_quantized() -> None:
     """It never returns the whole value in place of the part; a view of the whole goes on working."""
     stored = OffloadedTensor.from_original_tensor(weight(), "w")
     row, turned, whole = stored[3], stored.t(), stored.detach()

@@ -120,7 +120,7 @@ def test_quantizing_while_loading_is_refused_with_the_way_out(option: str, llama
     assert offload.from_pretrained(llama_folder, **{option: False})
 
 
-def test_an_automatic_map_on_a_machine_without_accelerators(
+def test_an_automatic_map_works_on_a_machine_without_accelerators(
     llama_folder: Path, in_memory: Any, tokens: torch.Tensor
 ) -> None:
     """With room for about one layer: the rest goes to disk."""
@@ -131,7 +131,7 @@ def test_an_automatic_map_on_a_machine_without_accelerators(
     assert torch.equal(in_memory(tokens).logits, model(tokens).logits)
 
 
-def test_an_encoder_with_buffers(tmp_path: Path) -> None:
+def test_an_encoder_with_buffers_gives_the_same_output(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50)
     plain = AutoModel.from_config(config).eval()
@@ -292,7 +292,7 @@ def test_a_checkpoint_of_another_model_is_refused(llama_folder: Path, tmp_path: 
         offload.from_pretrained(tmp_path)
 
 
-def test_a_folder_without_a_configuration_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
 
     with pytest.raises(CheckpointError, match=rf"^{tmp_path} has no config.json"):
@@ -329,20 +329,20 @@ def test_a_name_on_the_hub_is_found_in_the_local_cache(
     assert torch.equal(AutoModelForCausalLM.from_pretrained(llama_folder)(tokens).logits, model(tokens).logits)
 
 
-def test_neither_a_folder_nor_on_the_hub(tmp_path: Path) -> None:
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path: Path) -> None:
     for name in ("nobody/nothing-like-this", str(tmp_path / "nowhere")):
         with pytest.raises(CheckpointError, match=r"nothing-like-this|nowhere"):
             offload.from_pretrained(name)
 
 
 @pytest.mark.parametrize("model_class", ["AutoModel", torch.nn.Linear, None.__class__])
-def test_what_is_no_model_class_is_told(llama_folder: Path, model_class: Any) -> None:
+def test_an_invalid_model_class_is_refused(llama_folder: Path, model_class: Any) -> None:
     with pytest.raises(TypeError, match="model_class should be a model class of transformers"):
         offload.from_pretrained(llama_folder, model_class=model_class)
 
 
 @pytest.mark.parametrize("name", ["torch_dtype", "subfolder", "variant", "state_dict", "offload_folder"])
-def test_an_option_that_would_be_left_out_is_told(llama_folder: Path, name: str) -> None:
+def test_an_option_that_would_be_ignored_is_refused(llama_folder: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"takes no '{name}': "):
         offload.from_pretrained(llama_folder, **{name: "any"})
 
