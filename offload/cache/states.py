@@ -40,7 +40,7 @@ from offload.storage.replacing import put_file
 FILE = "rows.state"
 PAGE = 4096
 MAGIC = b"offload rows".ljust(16, b"\0")
-VERSION = 2  # version 1 did not count changes
+VERSION = 2
 EMPTY, BEGUN, _LAST = 0, 1, 255
 _LENGTHS = 16 + 5 * 8  # offset of the sizes of values
 _MOST_LENGTHS = (PAGE - _LENGTHS) // 8  # further columns have no known size
@@ -161,7 +161,7 @@ class States:
         if self._looked_at * _QUICKER >= rows * self._columns:
             self._looked_at = 0
             parts = (self._part(at, min(_PART, rows - at)) for at in range(0, rows, _PART))
-            if int(self._counts[0]) == VERSION and all(map(_is_filled, parts)):
+            if all(map(_is_filled, parts)):
                 self._known_filled = (changes, rows)
 
     def _part(self, first: int, count: int) -> bytes:
@@ -334,14 +334,12 @@ class States:
             self._map()  # another process is raising the capacity
             return
         self._check(size, version, columns, rows, room)
-        if self._writes:
-            self._counts[0] = VERSION
         flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=room * columns)
         self._bytes = flat.reshape(room, columns)
         self._durable = max(self._durable, PAGE + flat.nbytes)
 
     def _check(self, size: int, version: int, columns: int, rows: int, room: int) -> None:
-        if version not in (1, VERSION):
+        if version != VERSION:
             raise CacheError(
                 f"{self.path} is of version {version}, and this release of offload reads version {VERSION}"
             )

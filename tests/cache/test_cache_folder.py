@@ -58,6 +58,12 @@ def edited(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def counted_as(folder, version):
+    with (folder / "rows.state").open("r+b") as file:
+        file.seek(16)
+        file.write(version.to_bytes(8, "little"))
+
+
 def declared(folder, **changes):
     columns = json.loads((folder / "manifest.json").read_text())["columns"]
     edited(folder, columns={**columns, "x": {**columns["x"], **changes}})
@@ -123,6 +129,12 @@ def broken(name, act, kind, said):
             lambda f: edited(f, version=2),
             CacheError,
             "is of version 2, and this release of offload reads version 1",
+        ),
+        broken(
+            "states of another version",
+            lambda f: counted_as(f, 1),
+            CacheError,
+            "rows.state is of version 1, and this release of offload reads version 2",
         ),
         broken(
             "odd column",

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offload import TensorCache
 from offload.cache import rowfile
-from offload.cache.states import FILE
 from offload.errors import CacheError, ColumnError, CorruptFileError, MissingRowsError, RowIndexError, WriteError
 from tests.page_cache import made_hot
 
@@ -307,21 +306,3 @@ def test_rows_whose_writing_failed_before_it_began_are_missing_and_not_left_out(
     with pytest.raises(MissingRowsError):
         list(reader.batches(16))
     assert [39, 3] == reader[torch.tensor([39, 3])]["y"].tolist()
-
-
-def test_a_cache_of_the_first_version_is_read_and_has_the_next_one_when_it_is_written(folder):
-    def version():
-        return int.from_bytes((folder / FILE).read_bytes()[16:24], "little")
-
-    with (folder / FILE).open("r+b") as file:
-        file.seek(16)
-        file.write((1).to_bytes(8, "little"))
-    cache = TensorCache.open(folder)
-
-    for _ in range(9):  # the change counter would stay the same: nothing is assumed
-        assert torch.equal(values(range(ROWS))["x"], cache[torch.arange(ROWS)]["x"])
-    assert cache._store._hot is None
-    assert version() == 1
-    TensorCache.open(folder, "r+").close()
-    assert version() == 2
-    hot(folder)
