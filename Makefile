@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One test worker a core, eight at most: each of them imports torch.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); [ $$n -le 8 ] || n=8; echo $$n)
 
-.PHONY: run test lint format bench docs clean
+.PHONY: run test campaign lint format bench docs clean
 
 # make run [MODEL=org/name] [PROMPT="..."]
 # The shell reads both from its environment, so a quote in a prompt is safe.
@@ -20,6 +20,12 @@ run: $(VENV)/.installed
 # make test [ARGS="-k views -x"] [WORKERS=0] [TORCH=2.11.0]
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# make campaign [CAMPAIGN=kills,faults]: what is too much for each run of the suite, for hours (tests/campaigns.py)
+CAMPAIGN ?= all
+campaign: $(VENV)/.installed
+	OFFLOAD_CAMPAIGN=$(CAMPAIGN) OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m campaign --timeout 10000 $(ARGS)
+	$(PY) -m bench.fuzz --seconds 600
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -12,9 +12,22 @@ import torch
 
 from offload.storage import folders
 from offload.testing import tiny_checkpoint
+from tests.campaigns import asked, left_out
 
 pytest.register_assert_rewrite("tests.acts")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure() -> None:
+    """Campaigns that do not exist are an error at once."""
+    asked()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only a campaign runs."""
+    absent = [item for item in items if left_out(item)]
+    config.hook.pytest_deselected(items=absent)
+    items[:] = [item for item in items if item not in absent]
 
 
 @pytest.fixture(scope="session")

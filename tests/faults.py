@@ -6,7 +6,7 @@ Always true:
 - a failed call is not made; a write at which a process dies is half done
 - nothing is patched outside the blocks
 
-`OFFLOAD_FAULTS=all` tries every call, not only the first and the last one from each line.
+The campaign `faults` tries every call, not only the first and the last one from each line.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import offload
 from offload.storage.folders import _PRIVATE
 from offload.storage.mapping import libc
 from offload.storage.replacing import sweep
+from tests.campaigns import campaign
 from tests.processes import ended, forked
 
 T = TypeVar("T")
@@ -223,8 +224,8 @@ def may_fail(call: Call, code: int) -> bool:
 
 
 def sampled(calls: Sequence[Call]) -> list[int]:
-    """Indexes of the first and last call of each kind from each line; of all calls if `OFFLOAD_FAULTS` is `all`."""
-    if os.environ.get("OFFLOAD_FAULTS") == "all":
+    """Indexes of the first and last call of each kind from each line; of all calls in the campaign."""
+    if campaign("faults"):
         return list(range(len(calls)))
     last = {call: index for index, call in enumerate(calls)}
     first = {call: index for index, call in reversed(list(enumerate(calls)))}

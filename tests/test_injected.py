@@ -21,6 +21,9 @@ from offload import OffloadedTensor
 from offload.storage import folders
 from tests import faults
 from tests.acts import Act, dies_at_each_call, meets_each_fault
+from tests.campaigns import campaign
+
+pytestmark = pytest.mark.campaign("faults")
 
 ONES, TWOS = torch.ones(5), torch.full((5,), 2.0)
 
@@ -272,7 +275,7 @@ def test_an_error_of_the_system_is_reported_and_leaves_the_rest_intact(name, pri
 @pytest.mark.parametrize("name", [*ACTS, *MODELS])
 def test_an_error_that_lasts_is_told_and_when_it_has_gone_all_is_well(name, private_place):
     """A full disk, or too many open files, can persist while the act is undone."""
-    codes = faults.CODES if os.environ.get("OFFLOAD_FAULTS") == "all" else [errno.ENOSPC, errno.EMFILE]
+    codes = faults.CODES if campaign("faults") else [errno.ENOSPC, errno.EMFILE]
 
     meets_each_fault({**ACTS, **MODELS}[name], private_place, codes, lasting=True)
 

@@ -17,6 +17,8 @@ from offload.training.optimizer import is_on_disk
 from tests.acts import Act, dies_at_each_call, meets_each_fault
 from tests.training.test_activations import settled
 
+pytestmark = pytest.mark.campaign("faults")
+
 ONES = torch.ones(5)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from tests.campaigns import amount
 from tests.interrupts import Place, interrupted
 from tests.public_calls import CALLS, new_folder
 
-# A place is tried in the first call that reaches it: every sixth one, or with OFFLOAD_INTERRUPTS=all every one.
-_STEP = 1 if os.environ.get("OFFLOAD_INTERRUPTS") == "all" else 6
+# A place is tried in the first call that reaches it: every twelfth one, or all of them in the campaign.
+_STEP = amount("interrupts", 12, 1)
 _TRIED: set[Place] = set()
 
 
+@pytest.mark.campaign("interrupts")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_interrupted(name, tmp_path):
     call = CALLS[name]

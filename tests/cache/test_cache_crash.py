@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
+from tests.campaigns import amount, campaign
 from tests.processes import run_script
 
-KILLS = int(os.environ.get("OFFLOAD_CACHE_KILLS", "24"))  # 500 for the full campaign
+KILLS = amount("kills", 24, 500)
 LIMIT = 1000  # seconds
 
 # All of a row is one number, its stamp, unique to a write: a mix of two writes is recognised.
@@ -208,6 +208,7 @@ LINE_BY_LINE = """
 
 
 @pytest.mark.slow
+@pytest.mark.campaign("kills")
 @pytest.mark.timeout(1200)
 def test_after_each_kill_what_is_filled_is_right_and_what_was_flushed_is_filled(quick_folder):
     rounds = [
@@ -221,10 +222,11 @@ def test_after_each_kill_what_is_filled_is_right_and_what_was_flushed_is_filled(
 
 
 @pytest.mark.slow
+@pytest.mark.campaign("kills")
 @pytest.mark.timeout(1200)
 def test_a_writer_that_is_killed_at_a_line_of_its_own_leaves_a_folder_that_is_right(quick_folder):
     """Every time a line runs, in the full campaign; else when the line before it has changed a file."""
-    said = json.loads(run_script(COMMON + LINE_BY_LINE, quick_folder, 0, int(KILLS >= 500), limit=LIMIT))
+    said = json.loads(run_script(COMMON + LINE_BY_LINE, quick_folder, 0, int(campaign("kills")), limit=LIMIT))
 
     assert said["lines"] > 300
     assert said["kills"] >= said["others"] > 50

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +15,9 @@ from offload.cache import store as store_module
 from offload.cache.states import FILE
 from offload.errors import OffloadError
 from tests import faults
+from tests.campaigns import campaign
+
+pytestmark = pytest.mark.campaign("faults")
 
 COLUMNS = {"x": (torch.float32, (3,)), "t": (torch.int32, (None,)), "note": "json"}
 ROWS = 12
@@ -34,7 +36,7 @@ def row_of(found, at):
     return found["x"][at].tolist(), found["t"][at].tolist(), found["note"][at]
 
 
-ALL = os.environ.get("OFFLOAD_FAULTS") == "all"
+ALL = campaign("faults")
 READING = faults.CODES if ALL else (errno.EIO, errno.EMFILE)
 WRITING = faults.CODES if ALL else (errno.EIO, errno.ENOSPC)
 MOST = 4 * ROWS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch.utils.data import Dataset, StackDataset
 
 from offload import TensorCache, progress
 from offload.errors import ArgumentError, ArgumentTypeError, ColumnError, ShapeMismatchError
+from tests.campaigns import amount
 from tests.processes import run_script
 
 ROWS = 10
@@ -173,9 +173,10 @@ def test_a_model_is_read_in_lockstep_for_the_batches(cache):
     assert list(range(0, 2 * ROWS, 2)) == cache[:]["x"].tolist()
 
 
+@pytest.mark.campaign("kills")
 def test_several_processes_share_the_rows_and_a_killed_one_loses_little(tmp_path):
     """Each row is computed once, except those that a killed process had not flushed."""
-    kills = int(os.environ.get("OFFLOAD_FILL_KILLS", "3"))
+    kills = amount("kills", 3, 60)
     count = 60 + 10 * kills  # leaves work for each one
     TensorCache.create(tmp_path / "cache", {"x": (torch.int64, ())}, count).close()
     script = """

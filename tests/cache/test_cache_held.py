@@ -28,6 +28,7 @@ from offload.errors import (
 )
 from offload.storage.file import TensorFile
 from offload.storage.layout import _NAMED
+from tests.campaigns import amount
 from tests.processes import in_fork, run_script
 
 FORMS = [
@@ -601,8 +602,9 @@ KILLED = """
 """
 
 
+@pytest.mark.campaign("kills")
 def test_a_process_that_is_killed_in_to_disk_leaves_the_old_file_or_the_new_one_whole(tmp_path: Path) -> None:
-    kills = int(os.environ.get("OFFLOAD_KILLS", 25))
+    kills = amount("kills", 25, 500)
 
     values, files = run_script(KILLED, tmp_path / "cache.pt", kills).split(maxsplit=1)
 

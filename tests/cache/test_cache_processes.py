@@ -16,9 +16,10 @@ from offload import TensorCache
 from offload.cache import states as states_module
 from offload.cache.indexing import Rows as SomeRows
 from offload.errors import MissingRowsError
+from tests.campaigns import amount
 from tests.processes import in_fork
 
-ROWS = int(os.environ.get("OFFLOAD_CACHE_ROWS", "40000"))  # 1000000 for the full test
+ROWS = amount("rows", 40_000, 1_000_000)
 COLUMNS = {"a": (torch.int64, (4,)), "b": (torch.int32, (3,))}
 
 
@@ -52,6 +53,7 @@ def forked(*acts):
     return [os.waitpid(pid, 0)[1] for pid in pids] == [0] * len(acts)
 
 
+@pytest.mark.campaign("rows")
 def test_what_four_processes_write_at_random_is_all_there_and_a_reader_sees_no_half_rows(tmp_path):
     TensorCache.create(tmp_path, COLUMNS, ROWS).close()
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))

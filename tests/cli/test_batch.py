@@ -14,9 +14,10 @@ import pytest
 
 from offload.cli import main
 from offload.cli.requests import lines_of, parsed
+from tests.campaigns import amount
 from tests.processes import run_script
 
-KILLS = int(os.environ.get("OFFLOAD_BATCH_KILLS", "4"))
+KILLS = amount("kills", 4, 60)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -291,6 +292,7 @@ def test_samples_follow_their_seed_and_stop_where_they_are_told(folder, tmp_path
     assert "stop" == said["response"]["body"]["choices"][0]["finish_reason"]
 
 
+@pytest.mark.campaign("kills")
 def test_a_killed_process_loses_nothing_and_nothing_is_done_twice(folder, tmp_path):
     """Killed at random times, then run to the end."""
     count = 8 + 3 * KILLS  # leaves work for each one

@@ -9,6 +9,8 @@ from torch import nn
 import offload
 from tests.acts import Act, meets_each_fault
 
+pytestmark = pytest.mark.campaign("faults")
+
 pytest.importorskip("transformers")
 torchao = pytest.importorskip("torchao.quantization")
 pytest.importorskip("tensordict")

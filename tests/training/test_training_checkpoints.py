@@ -23,6 +23,7 @@ from offload.errors import CheckpointError, DtypeMismatchError, ForeignFileError
 from offload.training import checkpoints
 from offload.tree.structure import decode
 from tests import faults
+from tests.campaigns import amount
 from tests.conftest import contents
 from tests.processes import run_script
 
@@ -450,9 +451,9 @@ DRIVER = """
 """
 
 
+@pytest.mark.campaign("kills")
 def test_killed_wherever_it_saves_and_at_random_moments_it_has_the_losses_of_a_run_that_was_not(quick_folder):
-    """`OFFLOAD_KILLS=500` for a long campaign."""
-    kills = int(os.environ.get("OFFLOAD_KILLS", "12"))
+    kills = amount("kills", 12, 500)
 
     found = json.loads(run_script(DRIVER, quick_folder, kills, 12 * kills))
 

@@ -31,10 +31,11 @@ from offload.errors import (
 from offload.models.deferred import deferred
 from offload.storage.layout import TORCH_DTYPES
 from offload.tree import saved
+from tests.campaigns import amount
 from tests.conftest import contents
 from tests.processes import in_fork, run_script
 
-KILLS = int(os.environ.get("OFFLOAD_TEST_KILLS", "40"))  # 520 take a few minutes
+KILLS = amount("kills", 40, 520)
 
 
 class Point(NamedTuple):
@@ -596,6 +597,7 @@ DRIVER = """
 """
 
 
+@pytest.mark.campaign("kills")
 @pytest.mark.parametrize("start", range(0, KILLS, 40))
 def test_a_tree_is_the_old_one_or_the_new_one_after_each_kill(quick_folder, start):
     kills = min(40, KILLS - start)
