@@ -2,6 +2,7 @@
 
 Always true:
 - every error is an `OffloadError` and also the builtin exception that a caller would expect
+- whatever is wrong with a file is a `FileError`
 - a message says what happened, to which tensor, in which file, and what to do
 """
 
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceMapError",
     "DtypeMismatchError",
     "ExportError",
+    "FileError",
     "ForeignFileError",
     "JournalError",
     "MapError",
@@ -75,7 +77,14 @@ class BudgetError(OffloadError, ValueError):
     """The values to keep resident exceed the memory budget."""
 
 
-class MissingFileError(OffloadError, FileNotFoundError):
+class FileError(OffloadError):
+    """A file that can't be used: it is missing, damaged, changed or somebody else's, or can't be read or written.
+
+    Each of these has a class of its own; catch this one to skip a file, whatever is wrong with it.
+    """
+
+
+class MissingFileError(FileError, FileNotFoundError):
     """The file of a tensor, or of a checkpoint, is not there."""
 
 
@@ -85,19 +94,19 @@ class MissingKeyError(OffloadError, KeyError):
     __str__ = Exception.__str__  # KeyError would quote the message
 
 
-class CorruptFileError(OffloadError, ValueError):
+class CorruptFileError(FileError, ValueError):
     """A file of tensors that is truncated or damaged, or that is something else."""
 
 
-class ReadError(OffloadError, OSError):
+class ReadError(FileError, OSError):
     """A file that can't be read now, but may be complete: too many open files, a failing disk, no permission."""
 
 
-class ChangedFileError(OffloadError, RuntimeError):
+class ChangedFileError(FileError, RuntimeError):
     """A referenced file is no longer the one that was opened."""
 
 
-class ForeignFileError(OffloadError, FileExistsError):
+class ForeignFileError(FileError, FileExistsError):
     """A file that `offload` did not create is where it would write."""
 
 
@@ -105,7 +114,7 @@ class NameInUseError(OffloadError, ValueError):
     """A name that a live tensor has in the folder, or under which an earlier one left its file."""
 
 
-class WriteError(OffloadError, OSError):
+class WriteError(FileError, OSError):
     """A value could not be written; the old one, if any, is kept."""
 
 

@@ -165,3 +165,19 @@ def test_the_finder_finds_bare_errors(tmp_path, text, monkeypatch):
 @pytest.mark.parametrize("kind", [getattr(errors, name) for name in errors.__all__], ids=lambda kind: kind.__name__)
 def test_the_text_of_an_error_has_no_quotes_around_it(kind):
     assert "the words" == str(kind("the words"))
+
+
+def test_errors_about_files_are_file_errors():
+    """`except FileError` skips a file, whatever is wrong with it."""
+    about_files = {
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.FileError)
+    }
+
+    assert about_files - {errors.FileError} == {
+        errors.MissingFileError,
+        errors.CorruptFileError,
+        errors.ReadError,
+        errors.ChangedFileError,
+        errors.ForeignFileError,
+        errors.WriteError,
+    }
