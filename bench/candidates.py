@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench.models import llama
 from bench.page_cache import make_cold
-from offload.models.checkpoint import StoredValue, open_checkpoint
+from offload.checkpoints.checkpoint import StoredValue, open_checkpoint
 from offload.storage import pages
 from offload.storage.pages import Range
 

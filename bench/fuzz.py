@@ -50,10 +50,10 @@ from bench.mutations import (
     safetensors_made,
     zip_damaged,
 )
+from offload.checkpoints.verify import verify
 from offload.errors import OffloadError
 from offload.models.journal import NAME as JOURNAL
 from offload.models.journal import Journal
-from offload.models.verify import verify
 from offload.storage.file import TensorFile
 from offload.storage.pickled import _tensors_in
 

@@ -173,7 +173,7 @@ def _loaded(arm: str, folder: Path, cuts: Path) -> Any:
 
 def _share(folder: Path, world: int) -> int:
     """The size of a rank's shard: its part of matrices, all of vectors, without the table of tokens."""
-    from offload.models.checkpoint import open_checkpoint
+    from offload.checkpoints.checkpoint import open_checkpoint
 
     total = 0
     for name, value in open_checkpoint(folder).items():

@@ -15,9 +15,9 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor, TensorCache
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import OffloadError
 from offload.integrations import tensordict
-from offload.models.conversion import convert_checkpoint
 
 ANYTHING = {
     "None": None,

@@ -19,7 +19,7 @@ from tests.processes import ROOT
 SCRIPT = """
     import errno, json, os, subprocess, sys, torch, offload
     from offload.errors import MetaTensorError, WriteError
-    from offload.models.verify import verify
+    from offload.checkpoints.verify import verify
     from torch import nn
 
     small, source = sys.argv[1:]

@@ -18,28 +18,38 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each subpackage, or top-level module, with its floor. Imports go down, or stay inside a subpackage.
 FLOORS = {
-    "errors": -2,
-    "annotations": -2,
-    "importing": -2,
-    "torch_api": -1,
+    "errors": 0,
+    "annotations": 0,
+    "importing": 0,
     "memory": 0,
     "progress": 0,
-    "testing": 0,
+    "torch_api": 0,
+    "testing": 1,
     "storage": 1,
     "prefetch": 2,
     "tensor": 3,
     "budget": 4,
-    "offloading": 4,
-    "tree": 4,
+    "checkpoints": 4,
+    "distributed": 4,
     "report": 4,
-    "distributed": 5,
-    "models": 6,
-    "batches": 7,
-    "cache": 8,
-    "training": 8,
-    "integrations": 9,
-    "planning": 10,
-    "cli": 11,
+    "cache": 5,
+    "models": 5,
+    "offloading": 5,
+    "tree": 5,
+    "batches": 6,
+    "training": 6,
+    "integrations": 7,
+    "planning": 7,
+    "cli": 8,
+}
+GROUND = ("errors", "annotations", "importing", "memory", "progress", "torch_api")  # one may import those before it
+
+# Imports that do not go down yet: each is to be mended.
+NOT_YET_DOWN = {
+    ("cache.table", "batches.mapping"),
+    ("checkpoints.conversion", "models.saving"),
+    ("planning.sizes", "integrations.hub"),
+    ("planning.sizes", "integrations.transformers"),
 }
 NEIGHBOURS = {
     "accelerate",
@@ -57,10 +67,10 @@ NEIGHBOURS = {
 
 # Which third-party libraries modules outside `integrations` and `cli` may import, and only inside functions.
 GUESTS = {
-    "models.companions": {"transformers"},
+    "checkpoints.companions": {"transformers"},
+    "checkpoints.forms.gguf": {"transformers"},
+    "checkpoints.forms.torchao": {"torchao"},
     "models.device_map": {"accelerate"},
-    "models.forms.gguf": {"transformers"},
-    "models.forms.torchao": {"torchao"},
     "models.hooks": {"accelerate"},
     "models.pretrained": {"transformers"},
     "models.saving": {"huggingface_hub"},
@@ -176,12 +186,22 @@ def test_imports_go_down_a_floor_or_stay_inside_a_wing(path):
         return
     assert own in FLOORS, f"{path} has no floor: DESIGN 5 gives it one"
 
-    for name, _ in own_imports(path):
-        other = room(name)
-        assert other in FLOORS, f"{dotted(path)} imports {name}"
-        assert other == own or FLOORS[other] < FLOORS[own], (
-            f"{dotted(path)} imports {name}, which is not on a lower floor"
-        )
+    found = {
+        (dotted(path).removeprefix("offload."), name.removeprefix("offload."))
+        for name, _ in own_imports(path)
+        if not goes_down(own, room(name))
+    }
+
+    assert {arrow for arrow in NOT_YET_DOWN if arrow[0] == dotted(path).removeprefix("offload.")} == found
+
+
+def goes_down(own: str, other: str) -> bool:
+    """Whether a wing, or a top-level module, may import another."""
+    if other == own:
+        return True
+    if own in GROUND and other in GROUND:
+        return GROUND.index(other) < GROUND.index(own)
+    return other in FLOORS and FLOORS[other] < FLOORS[own]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

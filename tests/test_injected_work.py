@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor
-from offload.models.conversion import convert_checkpoint
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.training.optimizer import is_on_disk
 from tests.acts import Act, dies_at_each_call, meets_each_fault
 from tests.training.test_activations import settled

@@ -22,6 +22,7 @@ from offload.cache.archive import SUFFIXES, notes_in, write_archive
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import Descriptors, RowFile
 from offload.cache.schema import Manifest, schema_of
+from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
     CacheError,
     ChangedFileError,
@@ -30,7 +31,6 @@ from offload.errors import (
     ShapeMismatchError,
     UnsupportedOpError,
 )
-from offload.models.checkpoint import open_checkpoint
 from offload.storage.file import Identity, TensorFile
 from offload.storage.layout import contiguous
 from offload.storage.reasons import reading

@@ -14,7 +14,7 @@ from offload.cli import arguments
 from offload.cli.output import allow_json, console, counted, doing, print_json, table
 
 if TYPE_CHECKING:
-    from offload.models.checkpoint import Value
+    from offload.checkpoints.checkpoint import Value
 
 
 def add_to(commands: Any) -> None:
@@ -69,7 +69,7 @@ def add_shard_size(command: argparse.ArgumentParser) -> None:
 def convert(options: argparse.Namespace) -> None:
     """Write a checkpoint anew: in another dtype or other shards, dense, as safetensors, or as an offload folder."""
     with doing("importing torch"):
-        from offload.models.conversion import convert_checkpoint
+        from offload.checkpoints.conversion import convert_checkpoint
 
     convert_checkpoint(
         options.source,
@@ -87,7 +87,7 @@ def print_written(target: Path) -> None:
     """Print a line about a new checkpoint."""
     from rich.filesize import decimal
 
-    from offload.models.checkpoint import open_checkpoint
+    from offload.checkpoints.checkpoint import open_checkpoint
 
     written = open_checkpoint(target)
     files = {file.path for value in written.values() for file in value.files}
@@ -100,7 +100,7 @@ def inspect(options: argparse.Namespace) -> None:
     from rich.filesize import decimal
     from rich.text import Text
 
-    from offload.models.checkpoint import open_checkpoint
+    from offload.checkpoints.checkpoint import open_checkpoint
 
     source = open_checkpoint(options.path)
     rows = [(name, *_kind_and_shape(value), value.nbytes, _place(value)) for name, value in source.items()]
@@ -121,7 +121,7 @@ def verify(options: argparse.Namespace) -> int:
     from rich.filesize import decimal
     from rich.text import Text
 
-    from offload.models.verify import verify as verified
+    from offload.checkpoints.verify import verify as verified
 
     verdict = verified(arguments.existing(options.path))
     code = 0 if verdict.is_whole else 1

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.conversion import copy_companions, identities_of, work_beside
 from offload.errors import CheckpointError
 from offload.integrations.log import log
 from offload.integrations.transformers import class_of, model_on_meta
 from offload.memory import count_freed
-from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.conversion import copy_companions, identities_of, work_beside
 from offload.models.saving import save_checkpoint
 from offload.progress import progress_in_bytes
 from offload.storage.regular import absolute

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoints.checkpoint import COMPANIONS
 from offload.errors import CheckpointError
-from offload.models.checkpoint import COMPANIONS
 from offload.storage.gguf_header import MAGIC
 from offload.storage.reasons import first_line, reading
 from offload.storage.regular import as_file, is_folder, is_there, open_regular, text_of

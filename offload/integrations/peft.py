@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoints.checkpoint import open_checkpoint
+from offload.checkpoints.conversion import copy_companions, identities_of, work_beside
 from offload.errors import CheckpointError, JournalError, MapError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
 from offload.integrations.transformers import class_of, from_pretrained
 from offload.memory import return_freed
-from offload.models.checkpoint import open_checkpoint
-from offload.models.conversion import copy_companions, identities_of, work_beside
 from offload.models.journal import Journal
 from offload.models.slots import Slot
 from offload.models.values import ANY_KIND, MapReport, Replacing, is_done, journal_for, marks_on, replace, values_of

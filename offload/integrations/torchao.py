@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from offload.checkpoints.companions import is_of_transformers
 from offload.errors import ArgumentTypeError, MapError, MetaTensorError, OffloadError, UnsupportedOpError
 from offload.integrations.log import log
-from offload.models.companions import is_of_transformers
 from offload.models.journal import Journal
 from offload.models.pretrained import note_quantizer
 from offload.models.values import Replacing, is_done, journal_for, values_of

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from offload.budget import Amount, MaxMemory, pool_for
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.companions import quantization_of
+from offload.checkpoints.forms.bitnet import for_modules
+from offload.checkpoints.forms.gguf import as_saved, config_of, usual_dtype
+from offload.checkpoints.forms.torchao import PARTS_NOTE, rebuilt
 from offload.errors import ArgumentTypeError, CheckpointError, OffloadError
 from offload.integrations.hub import folder_of
 from offload.integrations.log import log
 from offload.memory import return_freed
-from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.companions import quantization_of
 from offload.models.device_map import AUTOMATIC, ON_DISK, DeviceMap, infer_device_map
-from offload.models.forms.bitnet import for_modules
-from offload.models.forms.gguf import as_saved, config_of, usual_dtype
-from offload.models.forms.torchao import PARTS_NOTE, rebuilt
 from offload.models.loader import finish_loading, refuse_other_names, refuse_to_store_nowhere, report_of
 from offload.models.pretrained import Dense, Waiting, filled, without_quantization
 from offload.models.slots import tensor_slots

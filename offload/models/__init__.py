@@ -1,4 +1,4 @@
-"""Models and checkpoints: filling a model, moving it to disk, changing its values, and saving it.
+"""Models: filling a model from a checkpoint, moving it to disk, changing its values, and saving it.
 
 Always true:
 - loading writes nothing: values that are stored the way the model wants them are referenced, and what has to be
@@ -9,18 +9,12 @@ Always true:
 
 | module | what |
 | --- | --- |
-| `checkpoint` | a checkpoint as a mapping from names to stored values |
-| `distributed` | checkpoints written by many processes with torch.distributed.checkpoint |
 | `device_map` | which tensor goes where |
 | `loader` | fills a model, empty or not, and moves it: `load_checkpoint_and_dispatch` `disk_offload` `load_file` |
 | `slots` | a model's distinct tensors, each under all its names |
-| `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
-| `forms` | packed weight formats, as recipes of dense weights |
 | `pretrained` `hooks` | what transformers and accelerate decide: names, formats, and where weights are held |
 | `values` `journal` | replacing many values one at a time, `map_values`, and the record of its runs |
-| `saving` `conversion` | writing a checkpoint, `save_checkpoint`, and converting one to another form |
-| `companions` | the files beside a transformers model's weights: configuration, tokenizer, code |
-| `verify` | checks that a checkpoint is complete |
+| `saving` | writing a checkpoint, `save_checkpoint` |
 """
 
 import logging

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from offload.errors import CorruptFileError, MetaTensorError, MissingFileError, ShapeMismatchError, UnsupportedOpError
-from offload.models.deferred import as_dtype
 from offload.models.slots import Slot, joined_slots
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
@@ -28,6 +27,7 @@ from offload.storage.layout import contiguous_stride
 from offload.storage.mapping import mapped_alone
 from offload.storage.reasons import explained, reading
 from offload.tensor.arguments import checked_device
+from offload.tensor.deferred import as_dtype
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import PathLike, is_offloaded, wrap_handle
 from offload.torch_api import buffers_of, parameters_of

@@ -19,14 +19,13 @@ import torch
 from torch import nn
 
 from offload.budget import Amount, MaxMemory, pool_for
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.distributed.cuts import cut_once, refuse_other_meshes, taken_up
 from offload.distributed.placing import share_of
 from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
-from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.companions import is_of_transformers, quantization_of
-from offload.models.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.models.device_map import (
     AUTOMATIC,
     ON_DISK,
@@ -58,6 +57,7 @@ from offload.storage.reasons import some
 from offload.storage.regular import is_folder
 from offload.storage.subclasses import refuse_lossy
 from offload.tensor.arguments import computing_device, floating_dtype
+from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_to_share
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import Recipe, stored_in
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded

@@ -27,17 +27,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoints.companions import is_of_transformers, quantization_of
+from offload.checkpoints.forms.decoding import keeps_dtypes, unpacked
+from offload.checkpoints.forms.gguf import as_saved
+from offload.checkpoints.forms.packing import Packed, left_beside, packed_state
+from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.distributed.together import Ranks
 from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
 from offload.memory import uncollected
 from offload.models import log
-from offload.models.checkpoint import Checkpoint, open_checkpoint
-from offload.models.companions import is_of_transformers, quantization_of
-from offload.models.deferred import DeferredTensor, deferred, refuse_to_share
-from offload.models.forms.decoding import keeps_dtypes, unpacked
-from offload.models.forms.gguf import as_saved
-from offload.models.forms.packing import Packed, left_beside, packed_state
-from offload.models.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.models.saving import save_checkpoint
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
@@ -45,6 +44,7 @@ from offload.storage.reasons import writing
 from offload.storage.regular import absolute
 from offload.storage.replacing import made_folder, put_file, remove_folder, temporary_for
 from offload.storage.state_file import read_json
+from offload.tensor.deferred import DeferredTensor, deferred, refuse_to_share
 from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value

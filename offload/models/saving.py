@@ -28,6 +28,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from offload.checkpoints.checkpoint import Checkpoint
+from offload.checkpoints.companions import (
+    NOTE,
+    Companions,
+    companions_in,
+    companions_of,
+    is_of_transformers,
+    quantization_of,
+)
+from offload.checkpoints.forms.packing import packed_state
+from offload.checkpoints.forms.torchao import in_torchaos_form, prefixes_of_quantized
 from offload.distributed.placing import runs_of
 from offload.distributed.together import Ranks
 from offload.errors import (
@@ -42,17 +53,6 @@ from offload.errors import (
 )
 from offload.memory import as_bytes
 from offload.models import log
-from offload.models.checkpoint import Checkpoint
-from offload.models.companions import (
-    NOTE,
-    Companions,
-    companions_in,
-    companions_of,
-    is_of_transformers,
-    quantization_of,
-)
-from offload.models.forms.packing import packed_state
-from offload.models.forms.torchao import in_torchaos_form, prefixes_of_quantized
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.header import MARK, VERSION, build, is_standard, is_unicode

@@ -19,12 +19,12 @@ from offload.distributed.placing import alone, folder_of_rank
 from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
 from offload.models import log
-from offload.models.deferred import DeferredTensor
 from offload.models.device_map import Place
 from offload.prefetch.residency import books_of
 from offload.progress import progress
 from offload.storage.reasons import some
 from offload.storage.regular import is_same_folder
+from offload.tensor.deferred import DeferredTensor
 from offload.tensor.guests import CPU
 from offload.tensor.locals import is_dtensor, local_of, with_local
 from offload.tensor.saved import identity_of

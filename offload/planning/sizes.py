@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.checkpoints.checkpoint import open_checkpoint
+from offload.checkpoints.companions import quantization_of
 from offload.integrations.hub import headers_of
 from offload.integrations.transformers import class_of, model_on_meta
-from offload.models.checkpoint import open_checkpoint
-from offload.models.companions import quantization_of
 from offload.storage.regular import is_folder, is_there, text_of
 from offload.tensor.wrapper import PathLike
 from offload.torch_api import parameters_of

@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offload import OffloadedTensor, cli
-from offload.models.checkpoint import open_checkpoint
+from offload.checkpoints.checkpoint import open_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
-from tests.models.gguf_files import write_gguf
+from tests.checkpoints.gguf_files import write_gguf
 from tests.processes import run_script
 
 

@@ -37,8 +37,8 @@ from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of
 from offload.testing.checkpoints import tiny_checkpoint
+from tests.checkpoints.forms import FORMS, fp8
 from tests.distributed.ranks import run_ranks
-from tests.models.forms import FORMS, fp8
 from tests.page_cache import needs_page_cache
 
 IDS = torch.tensor([[1, 2, 3, 4]])

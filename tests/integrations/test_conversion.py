@@ -25,9 +25,9 @@ from transformers import (
 )
 
 import offload
+from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from offload.models import pretrained
-from offload.models.conversion import convert_checkpoint
 from offload.tensor.wrapper import handle_of
 
 SMALL = {

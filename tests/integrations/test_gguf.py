@@ -13,11 +13,11 @@ import torch
 from conftest import aligned
 
 import offload
+from offload.checkpoints.forms.gguf import _KNOWN, _processed
 from offload.errors import CheckpointError, CorruptFileError, MissingFileError
-from offload.models.deferred import DeferredTensor
-from offload.models.forms.gguf import _KNOWN, _processed
-from tests.models.forms import FORMS, model_of, outcome
-from tests.models.gguf_files import KINDS, write_gguf
+from offload.tensor.deferred import DeferredTensor
+from tests.checkpoints.forms import FORMS, model_of, outcome
+from tests.checkpoints.gguf_files import KINDS, write_gguf
 
 GGUF = [name for name in FORMS if name.startswith("gguf-")]
 FILE = "model.gguf"
@@ -113,7 +113,7 @@ def test_a_large_vocabulary_does_not_slow_a_configuration_down(tmp_path: Path) -
     """The package's reader would take 20 us per token."""
     from transformers import AutoConfig
 
-    from offload.models.forms.gguf import config_of
+    from offload.checkpoints.forms.gguf import config_of
 
     write_gguf(model_of("qwen2", num_hidden_layers=1), tmp_path / FILE, "Q8_0")
 

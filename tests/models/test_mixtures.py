@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import offload
-from offload.models.forms import fp8
+from offload.checkpoints.forms import fp8
 from offload.prefetch.engine import POOL
 from offload.prefetch.residency import books_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
-from tests.models.forms import FORMS, outcome
+from tests.checkpoints.forms import FORMS, outcome
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # experts are joined, except in the last

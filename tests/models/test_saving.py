@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from offload import OffloadedTensor, save_checkpoint
+from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
     ForeignFileError,
     UnknownSubclassError,
     UnsupportedOpError,
     WriteError,
 )
-from offload.models.checkpoint import open_checkpoint
 from offload.storage import write as write_module
 from offload.storage.layout import WORDS, dtype_name
 from offload.testing import assert_equal
@@ -647,7 +647,7 @@ def test_a_source_that_changed_is_an_error(tmp_path: Path) -> None:
 BOUNDED = """
     import json, sys, threading, torch, offload
     from pathlib import Path
-    from offload.models.conversion import convert_checkpoint
+    from offload.checkpoints.conversion import convert_checkpoint
     from offload.memory import anonymous_bytes
 
     source, target, size, dtype, kind = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]

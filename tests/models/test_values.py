@@ -17,6 +17,7 @@ from torch import nn
 
 import offload
 from offload import OffloadedTensor, is_offloaded, map_values
+from offload.checkpoints.verify import verify
 from offload.errors import (
     DtypeMismatchError,
     JournalError,
@@ -29,7 +30,6 @@ from offload.errors import (
     WriteError,
 )
 from offload.models import journal
-from offload.models.verify import verify
 from tests.conftest import contents
 from tests.faults import killed_at_each
 from tests.processes import run_script

@@ -19,7 +19,7 @@ from offload.errors import ArgumentError, CheckpointError
 from offload.planning.estimate import Estimate
 from offload.planning.machine import Computing, Disk
 from offload.planning.sizes import ModelSizes, sizes_of
-from tests.models.forms import FORMS
+from tests.checkpoints.forms import FORMS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from offload import OffloadedTensor
-from offload.models.deferred import DeferredTensor, deferred
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
 from offload.tensor import ops
+from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 import offload
 from offload import OffloadedTensor
-from offload.models.deferred import DeferredTensor, deferred
 from offload.prefetch.engine import tracked
 from offload.storage.layout import contiguous
+from offload.tensor.deferred import DeferredTensor, deferred
 from offload.tensor.recipes import Joined, Piece, Plain, Recipe
 from offload.tensor.wrapper import handle_of
 

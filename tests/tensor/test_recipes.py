@@ -23,10 +23,10 @@ from torch._subclasses import FakeTensorMode
 import offload
 from offload import OffloadedTensor, memory
 from offload.errors import ChangedFileError, MissingFileError
-from offload.models.deferred import deferred
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import recipes
+from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU, twin_of
 from offload.tensor.recipes import Decoded, Piece
 from offload.tensor.wrapper import handle_of, wrap_handle

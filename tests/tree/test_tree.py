@@ -28,8 +28,8 @@ from offload.errors import (
     UnsupportedOpError,
     WriteError,
 )
-from offload.models.deferred import deferred
 from offload.storage.layout import TORCH_DTYPES
+from offload.tensor.deferred import deferred
 from offload.tree import saved
 from tests.campaigns import amount
 from tests.conftest import contents

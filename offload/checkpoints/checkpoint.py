@@ -1,0 +1,409 @@
+"""A checkpoint as a mapping from names to stored values.
+
+Always true:
+- opening one reads headers and the index, no values
+- every name has a value in a complete, existing file, or an error names both
+- nothing outside the checkpoint's folder is opened, and nothing in a pickle is executed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.checkpoints import log
+from offload.checkpoints.dcp import METADATA, SUFFIX, Sharded, archives_of, check_shard, read_metadata
+from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+from offload.memory import uncollected
+from offload.storage.file import TensorFile
+from offload.storage.gguf_header import ARCHITECTURE
+from offload.storage.handle import Handle
+from offload.storage.header import MARK, is_file_name
+from offload.storage.layout import Layout, contiguous
+from offload.storage.reasons import reading, short, some
+from offload.storage.regular import absolute, is_folder, is_same_folder, is_there
+from offload.storage.state_file import read_json
+from offload.tensor.blocks import dense_layout, in_shape, referenced
+from offload.tensor.guests import CPU
+from offload.tensor.recipes import Joined, Piece
+from offload.tensor.wrapper import OffloadedTensor, PathLike, wrap_handles
+
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")  # files beside weights and code
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+INDEX = ".index.json"
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.\w+$")
+_BESIDE = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value in a file: one entry, or several that make up a tensor subclass."""
+
+    file: TensorFile
+    key: str
+
+    @property
+    def layout(self) -> Layout | None:
+        """Its layout, dense; None for a tensor subclass, or if torch can't read it."""
+        if self.key in self.file.header.kinds:
+            return dense_layout(self.file, self.key)
+        found = self.file.entries.get(self.key) or self.file.header.loose.get(self.key)
+        return found.layout if found else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data as stored, packed or not; 0 if torch can't read it."""
+        if self.key in self.file.header.kinds:
+            return self.file.entries[self.key].layout.nbytes
+        layout = self.layout
+        if layout is not None or not self.file.is_ours:
+            return layout.nbytes if layout else 0
+        return sum(entry.layout.nbytes for entry in self.file.entries.values())
+
+    @property
+    def files(self) -> tuple[TensorFile, ...]:
+        """The files it is in."""
+        return (self.file,)
+
+    def handle(self, _: str, offload_dir: PathLike | None = None) -> Handle:
+        """The value, referenced in place."""
+        if self.key in self.file.header.loose:
+            log.debug("%s is copied: no tensor can be over it where it lies in %s", self.key, self.file.path)
+        return referenced(self.file, self.key, offload_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedValue:
+    """A value stored in several shards.
+
+    Attributes:
+        shards: each with the index of its first element in the whole.
+    """
+
+    layout: Layout
+    shards: tuple[tuple[StoredValue, tuple[int, ...]], ...]
+
+    @property
+    def file(self) -> TensorFile:
+        """The file of the first shard."""
+        return self.shards[0][0].file
+
+    @property
+    def key(self) -> str:
+        """The key of the first shard in its file."""
+        return self.shards[0][0].key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return self.layout.nbytes
+
+    @property
+    def files(self) -> tuple[TensorFile, ...]:
+        """The files it is in."""
+        return tuple({shard.file.path: shard.file for shard, _ in self.shards}.values())
+
+    def handle(self, name: str, offload_dir: PathLike | None = None) -> Handle:
+        """The value, joined when it is read."""
+        pieces = [Piece(shard.handle(shard.key)) for shard, _ in self.shards]
+        return Handle.compose(Joined(self.layout, pieces, [start for _, start in self.shards]), name, offload_dir)
+
+
+Value: TypeAlias = StoredValue | ShardedValue
+
+
+class Checkpoint(Mapping[str, Value]):
+    """The values of a checkpoint by name. Use `open_checkpoint`.
+
+    Attributes:
+        path: the file or folder.
+        is_offload_folder: whether it is a folder of single-value files that `offload` wrote.
+        ties: names without a value of their own, each with the name whose value they share.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Value],
+        metadata: Mapping[Any, Any] | None = None,
+        *,
+        is_offload_folder: bool = False,
+    ) -> None:
+        self.path = path
+        self.ties = _ties(values, metadata or {})
+        self.is_offload_folder = is_offload_folder
+        self._values = values
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(value.nbytes for value in self.values())
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, whose tensor names differ from those of transformers models."""
+        return any(ARCHITECTURE in file.header.metadata for value in self.values() for file in value.files)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata in the headers of its files."""
+        files = {file.path: file for value in self.values() for file in value.files}
+        return {key: said for file in files.values() for key, said in file.header.metadata.items()}
+
+    @uncollected()
+    def tensors(
+        self, offload_dir: PathLike | None = None, devices: Mapping[str, torch.device] | None = None
+    ) -> dict[str, OffloadedTensor]:
+        """Its values as tensors, referenced in place.
+
+        Values of an offload folder that is `offload_dir` itself are opened for writing.
+
+        Args:
+            offload_dir: where they go at the first write; None for a private folder.
+            devices: the wanted names, each with the device for its ops; None for all names, on the CPU.
+        """
+        wanted = dict.fromkeys(self, CPU) if devices is None else devices
+        to_write = self.is_offload_folder and self.is_in(offload_dir)
+        values = [self[name] for name in wanted]
+        handles = [
+            Handle.adopt(value.file, value.key) if to_write else value.handle(name, offload_dir)
+            for name, value in zip(wanted, values, strict=True)
+        ]
+        tensors = wrap_handles(zip(handles, wanted.values(), strict=True))
+        shaped = (in_shape(tensor, one.file, one.key) for tensor, one in zip(tensors, values, strict=True))
+        return dict(zip(wanted, shaped, strict=True))
+
+    def is_in(self, offload_dir: PathLike | None) -> bool:
+        """Whether it is in this folder."""
+        return is_same_folder(self.path, offload_dir)
+
+    def refuse_own_folder(self, offload_dir: PathLike | None) -> None:
+        """Raises `CheckpointError` if values would go to the checkpoint's own folder, except an offload folder."""
+        if self.is_in(offload_dir) and not self.is_offload_folder:
+            raise CheckpointError(
+                f"{self.path} is a checkpoint's own folder: values beside it would pass for the checkpoint when it is "
+                "opened again. Give another offload_dir."
+            )
+
+
+@uncollected()
+def open_checkpoint(path: PathLike) -> Checkpoint:
+    """A file of tensors, an index of several, a folder with either, or an offload folder.
+
+    Files are `.safetensors`, GGUF, or from torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`), recognised by their content.
+    A GGUF file is given by its own path, as a folder may hold several of one model.
+    An index is a `*.index.json`, or any `.json` that is named itself. In a folder with both forms, safetensors is
+    taken. A folder may also be one of torch.distributed.checkpoint (`.metadata`, `*.distcp`).
+
+    Raises:
+        MissingFileError: there is nothing, or a shard is missing.
+        CorruptFileError: a file is damaged.
+        ReadError: a file can't be read at the moment.
+        CheckpointError: no checkpoint there, a pickle that holds code or no tensors, or an index that contradicts its
+            files.
+    """
+    path = absolute(path)
+    if not is_there(path):
+        raise MissingFileError(
+            f"{path} is not there: name a file, an index or a folder. offload.from_pretrained takes a name on the hub."
+        )
+    if is_folder(path):
+        return _open_folder(path)
+    if path.suffix == ".json":
+        return _open_index(path)
+    return _open_file(path, path)
+
+
+def _open_file(path: Path, file: Path) -> Checkpoint:
+    opened = TensorFile.open(file)
+    return Checkpoint(path, _values_of(opened), opened.header.metadata)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    with reading(folder):
+        names = sorted(os.listdir(folder))
+    files = [name for name in names if name.endswith(".safetensors")]
+    found = _model_in(folder, names, "model", (".safetensors",))
+    if found is None and files:
+        opened = [TensorFile.open(folder / name) for name in files]
+        if all("name" in file.notes for file in opened):
+            return Checkpoint(folder, _values_by_name(opened), is_offload_folder=True)
+        found = _the_only(folder, files)
+    if found is None and METADATA in names:
+        return _open_distributed(folder)
+    found = found or _model_in(folder, names, "pytorch_model", PICKLES)
+    if found is None:
+        pickled = [name for name in names if name.endswith(PICKLES) and not is_beside(name)]
+        if not pickled and any(name.endswith(SUFFIX) for name in names):
+            raise CheckpointError(
+                f"{folder} holds {SUFFIX} files and no {METADATA}, which says what is in them: "
+                "the save was not finished"
+            )
+        if not pickled:
+            packed = ", ".join(name for name in names if name.endswith(".gguf"))
+            more = f" but GGUF files ({packed}): name one of them" if packed else ""
+            raise CheckpointError(f"{folder} should hold a checkpoint, .safetensors or .bin; it holds none{more}")
+        found = _the_only(folder, pickled)
+    if found.endswith(INDEX):
+        return _open_index(folder / found)
+    return _open_file(folder, folder / found)
+
+
+def _open_distributed(folder: Path) -> Checkpoint:
+    values = read_metadata(folder)
+    files = {file: open_archives(folder, file, places) for file, places in archives_of(values).items()}
+    return Checkpoint(folder, {name: _value_in(files, value) for name, value in values.items()})
+
+
+def open_archives(folder: Path, name: str, places: Mapping[str, tuple[int, int]]) -> TensorFile:
+    """A file with values of many processes, one archive after the other.
+
+    Raises:
+        MissingFileError, CorruptFileError, ReadError, CheckpointError
+    """
+    try:
+        return TensorFile.of_archives(folder / name, places)
+    except MissingFileError as error:
+        holds = next(iter(places))
+        raise MissingFileError(
+            f"{folder / name}, which holds {holds!r}, is missing: download or copy that file again"
+        ) from error
+
+
+def _value_in(files: Mapping[str, TensorFile], value: Sharded) -> Value:
+    for shard in value.shards:
+        check_shard(files[shard.file], value, shard)
+    stored = tuple((StoredValue(files[shard.file], shard.key), shard.start) for shard in value.shards)
+    if len(stored) == 1:
+        return stored[0][0]
+    return ShardedValue(contiguous(value.dtype, value.shape), stored)
+
+
+def _values_by_name(files: Iterable[TensorFile]) -> dict[str, StoredValue]:
+    values: dict[str, StoredValue] = {}
+    for file in files:
+        for name, value in _values_of(file).items():
+            first = values.setdefault(name, value)
+            if first is not value:
+                raise CheckpointError(
+                    f"{file.path} holds {name!r}, as {first.file.path.name} does: remove the one that is not meant"
+                )
+    return values
+
+
+def _model_in(folder: Path, names: list[str], stem: str, suffixes: tuple[str, ...]) -> str | None:
+    """The file or index that is a folder's model: the usual file, the usual index, or the only index."""
+    indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
+    usual = stem + suffixes[0]
+    if usual in names and usual + INDEX not in indexes:
+        return usual
+    if usual + INDEX in indexes:
+        return usual + INDEX
+    return _the_only(folder, indexes) if indexes else None
+
+
+def is_beside(name: str) -> bool:
+    """Whether a pickle of this name usually lies beside a model without being one: state for resuming training."""
+    return name.startswith(_BESIDE)
+
+
+def _the_only(folder: Path, names: list[str]) -> str:
+    shard = next(filter(is_shard, names), None)
+    if shard is not None:
+        raise CheckpointError(
+            f"{folder} holds {shard}, a part of a checkpoint, and no index: get the *{INDEX} again, or name the file"
+        )
+    if len(names) > 1:
+        raise CheckpointError(f"{folder} holds {len(names)} checkpoints ({some(names, 3)}): name the file")
+    return names[0]
+
+
+def is_shard(name: str) -> bool:
+    """Whether the file name is that of one of several shards, which belong to an index."""
+    found = _SHARD.search(name)
+    return found is not None and int(found[1]) > 1
+
+
+def _open_index(path: Path) -> Checkpoint:
+    shards: dict[str, dict[str, StoredValue]] = {}
+    values: dict[str, StoredValue] = {}
+    places, metadata = read_index(path)
+    for name, shard in places.items():
+        if shard not in shards:
+            shards[shard] = _open_shard(path.parent, shard, name)
+        if name not in shards[shard]:
+            raise CheckpointError(
+                f"{path} says that {name!r} is in {shard}, and it is not: the files do not belong together"
+            )
+        values[name] = shards[shard][name]
+    return Checkpoint(path.parent, values, metadata)
+
+
+def _open_shard(folder: Path, shard: str, name: str) -> dict[str, StoredValue]:
+    try:
+        return _values_of(TensorFile.open(folder / shard))
+    except MissingFileError as error:
+        raise MissingFileError(
+            f"{folder / shard}, which holds {name!r}, is missing: download or copy that shard again"
+        ) from error
+
+
+def read_index(path: Path) -> tuple[Mapping[str, str], Mapping[Any, Any]]:
+    """The file of each name according to an index, and the rest of the index.
+
+    Raises:
+        MissingFileError: there is none.
+        ReadError: it can't be read at the moment.
+        CheckpointError: it is not an index, has duplicate keys, or names a file outside its folder.
+    """
+    try:
+        index = read_json(path, "an index of shards")
+    except CorruptFileError as error:
+        raise CheckpointError(str(error)) from error
+    places = index.get("weight_map", index) if isinstance(index, dict) else None  # accelerate also reads a bare map
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise CheckpointError(
+            f"{path} is not an index of shards, which maps names to files in a weight_map: "
+            "name an index, a file of tensors, or the folder"
+        )
+    if not places:
+        raise CheckpointError(f"{path} names no tensors: download or copy the index again")
+    metadata = index.get("metadata")
+    for name, shard in places.items():
+        if not is_file_name(shard):
+            raise CheckpointError(f"{path} places {short(name)!r} in {short(shard)!r}, outside its folder: refused")
+        if not shard.endswith((".safetensors", *PICKLES)):
+            raise CheckpointError(
+                f"{path} places {short(name)!r} in {short(shard)!r}, which is neither .safetensors nor .bin"
+            )
+    return places, metadata if isinstance(metadata, dict) else {}
+
+
+def _ties(values: Container[str], metadata: Mapping[Any, Any]) -> dict[str, str]:
+    """The tied weights that `safetensors.torch.save_model` notes: each omitted name, with the one that was saved."""
+    return {
+        name: kept
+        for name, kept in metadata.items()
+        if isinstance(kept, str) and name not in values and kept in values and name not in ("format", MARK)
+    }
+
+
+def _values_of(file: TensorFile) -> dict[str, StoredValue]:
+    if "name" in file.notes:
+        return {str(file.notes["name"]): StoredValue(file, str(file.notes["name"]))}
+    return {key: StoredValue(file, key) for key in file.header.keys}

@@ -1,0 +1,211 @@
+"""The files beside the weights of a transformers model: configuration, tokenizer, and custom code.
+
+Always true:
+- the model is not changed: the files are written from a copy of its configuration
+- a configuration that is written says that weights are quantized only if the ones beside it are
+- a file that offload did not write, or that was edited since, is never replaced or removed: the checkpoint stores a
+  hash of each file it wrote
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoints import log
+from offload.errors import CorruptFileError, ForeignFileError
+from offload.storage.layout import dtype_name
+from offload.storage.reasons import reading
+from offload.storage.regular import is_folder, is_there, read_regular
+from offload.storage.replacing import put_file
+from offload.storage.state_file import MOST_JSON, parse_json
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+NOTE = "offload.companions"  # in the metadata of a safetensors file
+_OF_TOKENIZERS = (
+    *("*token*.json", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.jinja", "chat_template.json"),
+    *("*processor_config.json", "normalizer.json"),
+)
+_SAID_BY_SAVING = {"architectures", "transformers_version", "_name_or_path"}
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is from transformers, whose checkpoints may use other names than the model."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def quantization_of(config: Any) -> Any:
+    """The quantization settings in a configuration, or in its text model's: a dictionary, or None."""
+    found: Any = getattr(config, "quantization_config", None)
+    if found is None:
+        found = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    return found.to_dict() if hasattr(found, "to_dict") else found
+
+
+def companions_of(
+    model: Any, dtype: torch.dtype | None = None, quantization: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """The files that `from_pretrained` needs beside a transformers model's weights, by name; empty for other models.
+
+    Args:
+        model: a model with adapters has none: its weights have names of their own.
+        dtype: of the saved weights; None for the model's.
+        quantization: of the saved weights; None if they are dense.
+    """
+    if not is_of_transformers(model) or getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype_name(dtype or model.dtype)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    code = _code_of(model, config)
+    said = json.loads(config.to_json_string(use_diff=True))
+    for key in ("quantization_config", "transformers_weights"):
+        said.pop(key, None)
+    if quantization is not None:
+        said["quantization_config"] = quantization
+    found = {CONFIG: (json.dumps(said, indent=2, sort_keys=True) + "\n").encode()}
+    if model.can_generate() and model.generation_config is not None:
+        found[GENERATION] = model.generation_config.to_json_string(use_diff=True).encode()
+    return {**_tokenizer_of(model), **code, **found}
+
+
+def _code_of(model: Any, config: Any) -> dict[str, bytes]:
+    """The modules of a model with custom code; sets in `config` which class is in which module."""
+    if not model.is_remote_code() and config._auto_class is None:
+        return {}
+    from transformers.dynamic_module_utils import custom_object_save
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if model.is_remote_code():
+            custom_object_save(model, scratch, config=config)
+        if config._auto_class is not None:
+            custom_object_save(config, scratch, config=config)
+        return {path.name: path.read_bytes() for path in Path(scratch).glob("*.py")}
+
+
+def _tokenizer_of(model: Any) -> dict[str, bytes]:
+    """The tokenizer and processor files in the folder that a model was loaded from, if it is known and exists."""
+    folder = getattr(model, "loaded_from", None) or Path(model.name_or_path or "")
+    if folder == Path() or not is_folder(folder):
+        return {}
+    with reading(folder):
+        return {
+            path.name: path.read_bytes()
+            for path in sorted(folder.iterdir())
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in _OF_TOKENIZERS) and path.is_file()
+        }
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Files to be placed beside weights.
+
+    Attributes:
+        new: those to write, by name.
+        note: for the metadata of the weights, so that a later save recognises our files; empty if there are none.
+        old: files of an earlier save that the new checkpoint does not have.
+    """
+
+    new: Mapping[str, bytes]
+    note: Mapping[str, str]
+    old: tuple[Path, ...]
+
+    def put(self, folder: Path) -> None:
+        """Write the new ones, each as a whole, and remove the old ones.
+
+        Raises:
+            WriteError
+        """
+        for name, data in self.new.items():
+            put_file(folder / name, data)
+        for path in self.old:
+            path.unlink(missing_ok=True)
+
+
+def companions_in(folder: Path, files: Mapping[str, bytes] | None, noted: Mapping[str, str]) -> Companions:
+    """What has to be written and removed so that a folder has these files.
+
+    An existing tokenizer or generation config from elsewhere is kept, with a warning.
+
+    Args:
+        folder: of the checkpoint.
+        files: by name; None if nothing is known of the model, as for a state dict: then what is there stays.
+        noted: the metadata of the existing checkpoint.
+
+    Raises:
+        ForeignFileError: there is a different configuration, or code, that offload did not write.
+        ReadError
+    """
+    known = _hashes(noted)
+    if files is None:
+        return Companions({}, {NOTE: noted[NOTE]} if known else {}, ())
+    there = {name: data for name in {*files, *known} if (data := _content(folder / name)) is not None}
+    ours = {name for name, data in there.items() if _hash(data) in known.get(name, ())}
+    new = {name: data for name, data in files.items() if name not in there or (name in ours and there[name] != data)}
+    for name in sorted(files.keys() & there.keys() - ours):
+        if there[name] == files[name] or (name == CONFIG and _says_the_same(there[name], files[name])):
+            continue
+        if name == CONFIG or name.endswith(".py"):
+            raise ForeignFileError(
+                f"{folder / name} is not from offload, or was edited, and describes another model than the one to be "
+                "saved: it is left as it is. Save to another folder, or move it away first."
+            )
+        log.warning("%s is not from offload, or was edited: it is left as it is", folder / name)
+    hashes = {name: sorted({_hash(files[name]), *map(_hash, _there(there, name))}) for name in {*new} | ours & {*files}}
+    return Companions(
+        new=new,
+        note={NOTE: json.dumps(hashes, sort_keys=True)} if hashes else {},
+        old=tuple(folder / name for name in sorted(ours - files.keys())),
+    )
+
+
+def _there(there: Mapping[str, bytes], name: str) -> tuple[bytes, ...]:
+    """The hash of the old content, too: a killed process may leave it beside the new weights."""
+    return (there[name],) if name in there else ()
+
+
+def _hashes(metadata: Mapping[str, str]) -> dict[str, list[str]]:
+    try:
+        found = parse_json(metadata.get(NOTE, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    plain = isinstance(found, dict) and all(isinstance(one, list) and "/" not in name for name, one in found.items())
+    return found if plain else {}
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _content(path: Path) -> bytes | None:
+    """None if there is no such file."""
+    if not is_there(path):
+        return None
+    try:
+        return read_regular(path, MOST_JSON)
+    except CorruptFileError:  # a folder, a device, or larger than any of ours
+        return b""
+
+
+def _says_the_same(one: bytes, other: bytes) -> bool:
+    """Whether two configurations are of the same model, saved the same way."""
+    try:
+        first, second = parse_json(one), parse_json(other)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(first, dict):
+        return False
+    keys = (first.keys() | second.keys()) - _SAID_BY_SAVING
+    return all(first.get(key) == second.get(key) for key in keys)

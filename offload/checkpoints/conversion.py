@@ -1,0 +1,286 @@
+"""A checkpoint in another form: other dtype, other shards, dequantized, as safetensors, as an offload folder.
+
+Always true:
+- the new folder appears complete or not at all, and the old one is only read; a run that dequantizes keeps its finished
+  files beside the new folder until then
+- no value is in memory as a whole, except a quantized one that is cast
+- configuration and tokenizer are copied, code and other weights are not
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoints.checkpoint import COMPANIONS, INDEX, Checkpoint, open_checkpoint
+from offload.checkpoints.forms.decoding import unpacked
+from offload.checkpoints.forms.gguf import dense_model
+from offload.checkpoints.forms.torchao import PARTS_NOTE
+from offload.errors import ArgumentError, CheckpointError, CorruptFileError, ForeignFileError, JournalError
+from offload.models.saving import save_checkpoint, save_file_by_file
+from offload.progress import progress
+from offload.storage.folders import file_name
+from offload.storage.layout import dtype_name, dtype_named
+from offload.storage.reasons import reading, writing
+from offload.storage.regular import absolute, is_folder, is_there
+from offload.storage.replacing import made_folder, put_file, refuse_filled, replacing_folder, sync_folder
+from offload.storage.state_file import Kind, read_json, read_state, write_state
+from offload.tensor.deferred import DeferredTensor, deferred
+from offload.tensor.guests import CPU
+from offload.tensor.saved import subclass_value
+from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
+
+_CONFIG = "config.json"
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_RUN = ".offload-run"  # no value's file name begins with a dot
+_KIND = Kind(
+    what="a run under way",
+    stamp={"run": 1},
+    foreign=ForeignFileError,
+    missing="the folder is there, and holds no run that could go on: it is left as it is. Name another target.",
+)
+
+
+def convert_checkpoint(
+    source: PathLike,
+    target: PathLike,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    to_offload_folder: bool = False,
+    dequantize: bool = False,
+    resume: bool = False,
+) -> Path:
+    """Write a checkpoint anew, with the configuration and tokenizer files that are beside it.
+
+    Args:
+        source: see `open_checkpoint`.
+        target: the new folder; it may be there if it is empty.
+        dtype, max_shard_size: see `save_checkpoint`.
+        to_offload_folder: one file per name, which can be written to in place, instead of a checkpoint.
+        dequantize: for a quantized checkpoint, or a GGUF file, write the dense one that transformers would have in
+            memory. What is packed is in `dtype` then, or, if that is None, in the dtype of the configuration.
+        resume: go on with a run of `dequantize` that was killed, from the folder `target` + ".partial".
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ForeignFileError: `target` is there and not empty.
+        JournalError: a run of `dequantize` was begun and `resume` does not say to go on; or it was one with other
+            arguments.
+        ArgumentError: `resume` without `dequantize`.
+        CheckpointError: a quantized checkpoint, in a form that would not outlive this, or is not decoded; one that is
+            to be dequantized, and is dense; no JSON in its `config.json`.
+        MissingFileError, CorruptFileError, ReadError, and as `open_checkpoint` and `save_checkpoint`.
+    """
+    opened, target = open_checkpoint(source), absolute(target)
+    if dequantize:
+        said = {"dtype": None if dtype is None else dtype_name(dtype), "to_offload_folder": to_offload_folder}
+        run = {**said, "max_shard_size": max_shard_size, "source": identities_of(opened)}
+        _convert_dense(opened, target, dtype, run, resume=resume)
+        return target
+    if resume:
+        raise ArgumentError("only a run that dequantizes is gone on with: others leave nothing behind. Run it again")
+    with replacing_folder(target) as folder:
+        if is_folder(opened.path):
+            with reading(opened.path):
+                copy_companions(opened.path, folder, dtype)
+        if to_offload_folder:
+            _write_one_by_one(opened, folder, dtype)
+        else:
+            save_checkpoint(opened, folder, max_shard_size, dtype=dtype)
+    return target
+
+
+def _convert_dense(
+    source: Checkpoint, target: Path, dtype: torch.dtype | None, run: Mapping[str, Any], *, resume: bool
+) -> None:
+    """Write the dense checkpoint to the folder beside the target, file by file, and then give that its name."""
+    refuse_filled(target)
+    config, values = _dequantized(source, dtype)
+    made_folder(target.parent)
+    work = work_beside(target, run, resume=resume)
+    made_folder(work)
+    if run["to_offload_folder"]:
+        there = {path.name for path in work.iterdir()}
+        left = {name: tensor for name, tensor in values.items() if file_name(name) not in there}
+        _write_one_by_one(left, work, dtype)
+    else:
+        save_file_by_file(values, work, run["max_shard_size"], dtype=dtype)
+    if is_folder(source.path):
+        with reading(source.path):
+            copy_companions(source.path, work, dtype, config)
+    else:
+        put_file(work / _CONFIG, _text_of(config))
+    with writing(target):
+        os.rename(work, target)
+        (target / _RUN).unlink()
+    sync_folder(target.parent)
+
+
+def _dequantized(source: Checkpoint, dtype: torch.dtype | None) -> tuple[dict[str, Any], dict[str, OffloadedTensor]]:
+    """The configuration of the dense model, and its tensors, which are decoded when they are read."""
+    tensors = source.tensors()
+    if source.is_gguf:
+        said, found = dense_model(source, tensors, dtype)
+        return said, {name: _stored(tensor, name) for name, tensor in found.items()}
+    path = source.path / _CONFIG
+    config = _read_config(path) if is_folder(source.path) and path.is_file() else {}
+    quantization = _parts_of(config, "quantization_config")
+    if not quantization:
+        raise CheckpointError(f"{source.path} is not quantized, as far as a {_CONFIG} beside it says: leave that out")
+    dense = unpacked(tensors, quantization[0])
+    if dense is None:
+        raise CheckpointError(
+            f"the weights of {source.path} are for kernels of their own ({quantization[0].get('quant_method')}), and "
+            "are not decoded: load the model, and save the result of its dequantize()"
+        )
+    said_dtypes = [dtype_named(name) for key in _DTYPE_KEYS for name in _parts_of(config, key) if isinstance(name, str)]
+    wanted = dtype or next((one for one in said_dtypes if one is not None), None)
+    return _without(config, "quantization_config"), {
+        name: tensor
+        if wanted is None or handle_of(tensor).composed is None
+        else _stored(deferred(tensor).to(wanted), name)
+        for name, tensor in dense.items()
+    }
+
+
+def _stored(tensor: torch.Tensor, name: str) -> OffloadedTensor:
+    if isinstance(tensor, DeferredTensor):
+        return tensor.stored(name)
+    return tensor if is_offloaded(tensor) else OffloadedTensor.from_original_tensor(tensor, name)
+
+
+def _write_one_by_one(
+    source: Checkpoint | Mapping[str, OffloadedTensor], folder: Path, dtype: torch.dtype | None
+) -> None:
+    tensors = source.tensors() if isinstance(source, Checkpoint) else source
+    if isinstance(source, Checkpoint) and PARTS_NOTE in source.metadata:
+        raise CheckpointError(
+            f"{source.path} holds quantized weights in torchao's form, which takes notes that an offload folder has no "
+            "place for: convert it to safetensors, or load the model and call offload.disk_offload"
+        )
+    for name, tensor in progress(tensors.items(), "converting", total=len(tensors)):
+        if dtype in (None, tensor.dtype) or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            OffloadedTensor.from_original_tensor(tensor, name, folder)
+        elif subclass_value(tensor) is not None:
+            OffloadedTensor.from_original_tensor(tensor.to(dtype), name, folder)
+        else:
+            deferred(tensor).to(dtype).assembly.in_file(name, folder, CPU)  # type: ignore[attr-defined]
+
+
+def work_beside(target: Path, run: Mapping[str, Any], *, resume: bool) -> Path:
+    """The folder beside a target that keeps the progress of a run until the target is complete: `target` + ".partial".
+
+    Args:
+        target: the new folder.
+        run: what identifies this run, as JSON.
+        resume: whether to continue a run that was started.
+
+    Raises:
+        JournalError: there is a run that should not be resumed, or another one.
+        MissingFileError, ForeignFileError: the folder is not of such a run. It is left as it is.
+        WriteError
+    """
+    work = target.with_name(f"{target.name}.partial")
+    if not is_there(work):
+        made_folder(work, 0)
+        write_state(work / _RUN, _KIND, run)
+        return work
+    before = read_state(work / _RUN, _KIND)
+    if not resume:
+        raise JournalError(f"{work} holds a run that was not finished: go on with it (resume), or remove it")
+    other = next((key for key, value in run.items() if before.get(key) != value), None)
+    if other is not None:
+        raise JournalError(f"{work} holds a run with another {other}: finish that one, or remove it")
+    return work
+
+
+def identities_of(source: Checkpoint) -> dict[str, list[int]]:
+    """The files of a checkpoint, its configuration too, with size and modification time, to recognise it later."""
+    files = {file.path: file.identity for value in source.values() for file in value.files}
+    found = {str(path): [identity.size, identity.modified] for path, identity in files.items()}
+    config = source.path / _CONFIG
+    if is_folder(source.path) and config.is_file():  # it says how the files are to be read
+        with reading(config):
+            status = config.stat()
+        found[str(config)] = [status.st_size, status.st_mtime_ns]
+    return found
+
+
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None = None, dense: Any = None) -> None:
+    """Copy the configuration and tokenizer files of a model's folder (`COMPANIONS`).
+
+    Args:
+        source, folder: from where and to where.
+        dtype: what the configuration says afterwards, if given.
+        dense: a configuration that replaces the one there, if given.
+    """
+    for path in sorted(source.iterdir()):
+        wanted = any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+        if not wanted or path.name.endswith(INDEX) or not path.is_file():
+            continue
+        if path.name != _CONFIG or (dtype is None and dense is None):
+            put_file(folder / path.name, path.read_bytes())
+            continue
+        config = _read_config(path) if dense is None else dense
+        put_file(folder / path.name, _text_of(config if dtype is None else _config_with(config, path, dtype)))
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return read_json(path, "a model's configuration")
+    except CorruptFileError as error:
+        raise CheckpointError(f"{error}: download or copy it again, or move it away") from error
+
+
+def _text_of(config: Any) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _config_with(config: Any, path: Path, dtype: torch.dtype) -> Any:
+    """A model's configuration with the new dtype: transformers loads in the dtype it says, whatever the weights are."""
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method not in (None, "torchao"):
+        raise CheckpointError(
+            f"{path} says that the weights are quantized ({method}): "
+            f"their scales can't be converted to {dtype}. Leave the dtype as it is, or dequantize them."
+        )
+    return _with_dtype(config, dtype_name(dtype))
+
+
+def _parts_of(config: Any, key: str) -> list[Any]:
+    """The values of a key in a configuration and in its sub-configurations."""
+    if not isinstance(config, dict):
+        return []
+    found = [config[key]] if config.get(key) is not None else []
+    return found + [one for value in config.values() for one in _parts_of(value, key)]
+
+
+def _without(config: Any, key: str) -> Any:
+    """`config` and its sub-configurations without a key."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _without(value, key) for name, value in config.items() if name != key}
+
+
+def _with_dtype(config: Any, name: str) -> Any:
+    """`config` and its sub-configurations, with another dtype wherever one is given."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: name
+        if key in _DTYPE_KEYS and isinstance(value, str)
+        else value
+        if key == "quantization_config"
+        else _with_dtype(value, name)
+        for key, value in config.items()
+    }

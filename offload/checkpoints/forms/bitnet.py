@@ -1,0 +1,43 @@
+"""Ternary BitNet weights, four per byte, for the transformers modules that compute with them.
+
+Always true:
+- the modules stay transformers' own, as these quantize activations: if they hold packed weights, these are referenced
+  as they are; if they hold -1, 0 and 1, these are recipes
+- the lowest two bits of the bytes are the first quarter of the rows, the next two bits the second
+
+Source: transformers, `integrations/bitnet.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.checkpoints.forms.decoding import Tensors, decoded
+from offload.tensor.deferred import deferred
+
+_A_BYTE = 4  # weights per byte
+
+
+def for_modules(tensors: Tensors, quantization: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint as transformers' modules hold them, in this dtype."""
+    is_unpacked = (
+        quantization.get("linear_class") == "autobitlinear" and quantization.get("quantization_mode") == "offline"
+    )
+    found: dict[str, torch.Tensor] = dict(tensors)
+    for name, packed in tensors.items():
+        if is_unpacked and packed.dtype == torch.uint8 and packed.dim() == 2 and name.endswith(".weight"):
+            shape = tuple(packed.shape)
+            quarters = [
+                decoded(name, partial(_decode, shift=2 * quarter), [packed], shape=shape, per=(1,))
+                for quarter in range(_A_BYTE)
+            ]
+            found[name] = torch.cat([deferred(quarter) for quarter in quarters]).to(dtype)
+    return found
+
+
+def _decode(packed: torch.Tensor, *, shift: int) -> torch.Tensor:
+    return packed.bitwise_right_shift(shift).bitwise_and_(3).view(torch.int8).sub_(1)

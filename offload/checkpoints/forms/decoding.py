@@ -1,0 +1,169 @@
+"""A dense weight as a recipe over packed pieces; choosing the module for a configuration.
+
+Always true:
+- a decoder is pure and picklable, and computes rows of the weight from rows of the pieces
+- pieces keep their names in the checkpoint: saving writes them back under these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.errors import CheckpointError
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
+from offload.storage.modes import no_functions, no_modes
+from offload.tensor.guests import CPU
+from offload.tensor.recipes import Decode, Decoded, Piece
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
+
+Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
+Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
+
+_MODULES = {  # by the method's name in a configuration
+    "awq": "integers",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
+    "fbgemm_fp8": "fp8",
+    "fp8": "fp8",
+    "gptq": "integers",
+    "mxfp4": "mxfp4",
+    "mxfp8": "fp8",
+}
+_LEFT_TO_TRANSFORMERS = ("bitnet", "metal", "torchao")
+
+
+def unpacked(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor] | None:
+    """The tensors of a quantized checkpoint as those of the dense one, by the names they would have there.
+
+    Args:
+        tensors: of the checkpoint, referenced.
+        quantization: the `quantization_config` of the model.
+
+    Returns:
+        None if the weights should stay packed because transformers computes with them as they are.
+
+    Raises:
+        CheckpointError: pieces are missing, or do not match each other; the message names the tensor and its file. Or
+            the format is not supported.
+    """
+    method = _method_of(quantization)
+    module = _MODULES.get(str(method))
+    if module is None and method in _LEFT_TO_TRANSFORMERS:
+        return None
+    if module is None:
+        first = next(iter(tensors.values()), None)
+        where = "" if first is None else f" in {handle_of(first).path}"
+        raise CheckpointError(
+            f"the weights{where} are packed by {method!r}, which is not decoded here: dequantize the model with the "
+            f"package that packed it and save that, or get a checkpoint in one of the forms "
+            f"{', '.join(sorted([*_MODULES, *_LEFT_TO_TRANSFORMERS]))}"
+        )
+    unpack: Unpack = import_module(f"offload.checkpoints.forms.{module}").unpack
+    return unpack(tensors, quantization)
+
+
+def keeps_dtypes(quantization: Mapping[str, Any]) -> bool:
+    """Whether transformers, when it dequantizes, leaves weights that are not packed in their own dtype."""
+    return _method_of(quantization) in ("bitsandbytes", "fp8")
+
+
+def _method_of(quantization: Mapping[str, Any]) -> str | None:
+    is_old = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")  # bitsandbytes, unnamed
+    found = quantization.get("quant_method") or ("bitsandbytes" if is_old else None)
+    return None if found is None else str(getattr(found, "value", found))
+
+
+def decoded(
+    name: str,
+    decode: Decode,
+    pieces: Sequence[OffloadedTensor],
+    *,
+    shape: Sequence[int],
+    granule: int = 1,
+    per: Sequence[int | None],
+    is_divisible: bool = False,
+    stacked: bool = False,
+    dtype: torch.dtype | None = None,
+) -> OffloadedTensor:
+    """The dense value called `name`, computed from packed pieces when it is read. For other arguments see `Decoded`.
+
+    Args:
+        shape: of the dense value.
+        dtype: of the dense value, if `decode` leaves the last rounding to a copy.
+
+    Raises:
+        CheckpointError: the pieces have too few rows, or can't be decoded.
+    """
+    rows, *row = shape[1:] if stacked else shape
+    granules = -(-rows // granule)
+    with no_functions(), no_modes():
+        twins = [current_twin(piece) for piece in pieces]
+        if stacked and any(len(twin) != shape[0] for twin in twins):
+            raise unfit(name, pieces, f"not all of them are stacks of {shape[0]}")
+        ones = [twin[0] for twin in twins] if stacked else twins
+    for one, each in zip(ones, per, strict=True):
+        if each is not None and not granules * each - each < len(one) <= granules * each:
+            raise unfit(name, pieces, f"{list(one.shape)} does not make {granules} times {each} rows")
+    given = tuple(
+        (tuple(one.shape) if each is None else (min(each, len(one)), *one.shape[1:]), one.dtype)
+        for one, each in zip(ones, per, strict=True)
+    )
+    try:
+        decode, found, made = _tried(*_call(decode), given)
+    except Exception as error:  # decoders can raise anything for shapes that they don't expect
+        raise unfit(name, pieces, str(error)) from error
+    if found not in ((min(granule, rows), *row), (granule, *row)):
+        raise unfit(name, pieces, f"they make rows of {list(found[1:])}, and {row} are needed")
+    recipe = Decoded(
+        contiguous(dtype or made, tuple(shape)),
+        decode,
+        [Piece(handle_of(piece), twin) for piece, twin in zip(pieces, twins, strict=True)],
+        granule=granule,
+        per=per,
+        is_divisible=is_divisible,
+        stacked=stacked,
+    )
+    return wrap_handle(Handle.compose(recipe, name, handle_of(pieces[0]).folder), CPU)
+
+
+def _call(decode: Decode) -> tuple[Decode, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """The function and its bound arguments: partial functions with the same arguments don't compare equal."""
+    if isinstance(decode, partial):
+        return decode.func, decode.args, tuple(decode.keywords.items())
+    return decode, (), ()
+
+
+@lru_cache(maxsize=1024)
+def _tried(
+    function: Decode,
+    first: tuple[Any, ...],
+    named: tuple[tuple[str, Any], ...],
+    given: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+) -> tuple[Decode, tuple[int, ...], torch.dtype]:
+    """The call, and the shape and dtype of its result for one granule; cached, one trial for all weights of a kind."""
+    decode = partial(function, *first, **dict(named)) if first or named else function
+    with no_functions(), no_modes():
+        made = decode(*(torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in given))
+        return decode, tuple(made.shape), made.dtype
+
+
+def unfit(name: str, pieces: Sequence[OffloadedTensor], why: str) -> CheckpointError:
+    """The error for pieces that don't match each other."""
+    kinds = ", ".join(f"{handle_of(piece).name} {piece.dtype} {list(piece.shape)}" for piece in pieces)
+    return CheckpointError(
+        f"{name!r} can't be made of its pieces in {handle_of(pieces[0]).path} ({kinds}): {why}. Download it again."
+    )
+
+
+def missing(name: str, piece: str, tensors: Tensors) -> CheckpointError:
+    """The error for a packed weight with a missing piece."""
+    return CheckpointError(
+        f"{name!r} in {handle_of(tensors[name]).path} is packed, and {piece!r} is missing, which is needed to "
+        "decode it: download the checkpoint again"
+    )

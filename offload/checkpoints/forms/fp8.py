@@ -1,0 +1,112 @@
+"""Weights of 8-bit floats with a scale per block, as published by DeepSeek, Qwen and Mistral.
+
+Always true:
+- a weight is its numbers times the scales of their blocks, in float32, as in transformers' `Fp8Dequantize`
+- experts of 4-bit floats (e2m1), two per byte, are recognised by their dtype, int8
+- scales of activations are ignored: weights are dense here, and activations are not quantized
+
+Source: transformers, `integrations/finegrained_fp8.py`; `fbgemm_fp8` has a scale per row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing
+from offload.checkpoints.forms.numbers import E2M1, of_exponents, of_halves, product, scaled
+from offload.errors import CheckpointError
+from offload.tensor.wrapper import OffloadedTensor, handle_of
+from offload.torch_api import DisableTorchFunctionSubclass
+
+_PACKED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_FP4_BLOCK = [1, 32]  # whatever the configuration says of other weights: transformers' `FP8Experts`
+
+
+def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+    """See `decoding.unpacked`."""
+    with DisableTorchFunctionSubclass():  # answered by the wrappers' metadata: no rule is needed
+        return _unpack(tensors, quantization)
+
+
+def _unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+    renamed = {_usual(name): tensor for name, tensor in tensors.items()}
+    dense: dict[str, OffloadedTensor] = {}
+    for name, tensor in renamed.items():
+        scales = renamed.get(f"{name}_scale_inv")
+        if name.endswith(("_scale_inv", "activation_scale")):
+            continue
+        if tensor.dtype not in _PACKED:
+            dense[name] = tensor
+        elif scales is None:
+            raise missing(handle_of(tensor).name, f"{name}_scale_inv", {handle_of(tensor).name: tensor})
+        else:
+            dense[name] = _weight(name, tensor, scales, quantization.get("weight_block_size"))
+    return dense
+
+
+def _usual(name: str) -> str:
+    """A name as most checkpoints spell it."""
+    name = re.sub(r"\.(weight_)?scale$", ".weight_scale_inv", name)
+    return name.replace(".qscale_weight", ".weight_scale_inv")
+
+
+def _weight(name: str, weight: OffloadedTensor, scales: OffloadedTensor, said: Any) -> OffloadedTensor:
+    shape = list(weight.shape)
+    is_fp4 = weight.dtype == torch.int8
+    if is_fp4:
+        shape[-1] *= 2
+    rows, columns = _block(weight, scales, shape, _FP4_BLOCK if is_fp4 else said)
+    if scales.dim() < 2 or scales.numel() == 1:
+        decode = partial(_decode, columns=shape[-1], rows=1, is_fp4=is_fp4)
+        return decoded(name, decode, [weight, scales], shape=shape, per=(1, None))
+    decode = partial(_decode, columns=columns, rows=rows, is_fp4=is_fp4)
+    if weight.dim() == 3:
+        return decoded(name, decode, [weight, scales], shape=shape, per=(1, 1))
+    return decoded(name, decode, [weight, scales], shape=shape, granule=rows, per=(rows, 1), is_divisible=True)
+
+
+def _block(weight: OffloadedTensor, scales: OffloadedTensor, shape: list[int], said: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale.
+
+    Args:
+        shape: of the dense weight.
+        said: the configuration's block size; without one, the scales must divide the weight evenly.
+
+    Raises:
+        CheckpointError: the scales are not those of such blocks.
+    """
+    sides = shape[-2:]
+    is_single = scales.dim() < 2 or scales.numel() == 1
+    grid = [1, 1] if is_single else list(scales.shape[-2:])
+    if said is None:
+        found = [-(-side // max(count, 1)) for side, count in zip(sides, grid, strict=False)]
+        fits = all(block * count == side for block, count, side in zip(found, grid, sides, strict=False))
+        why = "the configuration has no weight_block_size, and they do not divide it evenly, so they do not cover it"
+    else:
+        found = list(said) if isinstance(said, list | tuple) else []
+        is_size = len(found) == 2 and all(type(block) is int and block > 0 for block in found)
+        fits = is_size and all(
+            -(-side // block) == count for side, block, count in zip(sides, found, grid, strict=False)
+        )
+        fits = fits and (scales.numel() == math.prod(shape[:-2]) or not is_single)  # each expert has its own
+        why = f"in blocks of {said}, they do not cover it"
+    if not fits or not sides or not (is_single or scales.dim() == weight.dim() >= 2):
+        raise CheckpointError(
+            f"{handle_of(weight).name!r} in {handle_of(weight).path} is {list(weight.shape)}, and its scales are "
+            f"{list(scales.shape)}: {why}. Download the checkpoint again, with its config.json."
+        )
+    return found[0], found[-1]
+
+
+def _decode(weight: torch.Tensor, scales: torch.Tensor, *, rows: int, columns: int, is_fp4: bool) -> torch.Tensor:
+    """Rows of a weight, in float32; blocks of `rows` and `columns` share a scale."""
+    factors = of_exponents(scales) if scales.dtype == torch.uint8 else scales.to(torch.float32)
+    if is_fp4:
+        return scaled(of_halves(weight, E2M1), factors, rows, columns)
+    return product(weight, factors, rows, columns)

@@ -1,0 +1,291 @@
+"""GGUF files (llama.cpp) as checkpoints of transformers models.
+
+Always true:
+- the configuration, tensor names and transformations of values are transformers' own
+- what it does to whole values in memory is recorded here over the blocks in the file: nothing is read or written
+- dense values are bit-identical to those that transformers loads
+
+transformers has two mechanisms, and uses one for each architecture: tensor processors, working on numpy arrays, for the
+older ones, and conversions, as for any other checkpoint, for the newer ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from offload.checkpoints.checkpoint import Checkpoint
+from offload.errors import CheckpointError, OffloadError
+from offload.storage.file import TensorFile
+from offload.storage.gguf_header import ARCHITECTURE, PARTS, without_vocabulary
+from offload.storage.handle import Handle
+from offload.storage.layout import contiguous
+from offload.storage.reasons import first_line, reading
+from offload.storage.regular import as_file, open_regular
+from offload.tensor.deferred import deferred
+from offload.tensor.guests import CPU
+from offload.tensor.recipes import Decode, Decoded, Piece
+from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, wrap_handle
+
+Dense: TypeAlias = "dict[str, torch.Tensor]"
+
+
+def said_by(path: Path) -> dict[str, Any]:
+    """The configuration in a file, as read by transformers.
+
+    Raises:
+        CheckpointError: transformers does not support the architecture, or something is missing.
+        CorruptFileError: the file is damaged.
+    """
+    metadata = TensorFile.open(path).header.metadata
+    if metadata.get(PARTS, "1") != "1":
+        raise CheckpointError(
+            f"{path} is one of {metadata[PARTS]} parts, which transformers does not read: join them with "
+            "llama.cpp's llama-gguf-split --merge"
+        )
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config, read_gguf_metadata
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        if metadata.get(ARCHITECTURE) in GGUF_CONFIG_ARCHS:
+            return dict(get_gguf_config(*read_gguf_metadata(str(path))))
+        with reading(path), as_file(open_regular(path)) as file:
+            head, tokens = without_vocabulary(file)
+        with as_file(os.memfd_create("header")) as copy_of_it:  # with a whole vocabulary, its reader takes 10 s
+            os.write(copy_of_it.fileno(), head)
+            said = load_gguf_checkpoint(f"/proc/self/fd/{copy_of_it.fileno()}")["config"]
+        return {"vocab_size": tokens, **said} if tokens is not None else dict(said)
+    except OffloadError:
+        raise
+    except Exception as error:  # it can raise anything for input that it does not expect
+        raise CheckpointError(f"transformers makes no configuration of {path}: {first_line(error)}") from error
+
+
+def config_of(path: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a file, in the model's class, and options that are not part of it.
+
+    Raises: as `said_by`.
+    """
+    from transformers import AutoConfig
+
+    said = said_by(path)
+    config_class = type(AutoConfig.for_model(said["model_type"]))
+    config, options = config_class.from_dict(said, return_unused_kwargs=True, **options)
+    return config, options
+
+
+def dense_model(
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], dtype: torch.dtype | None
+) -> tuple[dict[str, Any], Dense]:
+    """The configuration of the causal language model in a file, as JSON, and the tensors from `as_saved`.
+
+    Raises: as `config_of`, and as `as_saved`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config, _ = config_of(source.path)
+    dtype = dtype or usual_dtype(source)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return json.loads(empty.config.to_json_string()), as_saved(source, tensors, empty, dtype)
+
+
+def is_new(source: Checkpoint) -> bool:
+    """Whether transformers loads it by conversions."""
+    from transformers.integrations.gguf import is_gguf_arch_supported
+
+    return bool(is_gguf_arch_supported(architecture_of(source)))
+
+
+def architecture_of(source: Checkpoint) -> str:
+    """The file's name for its architecture."""
+    [file] = {value.file for value in source.values()}
+    return str(file.header.metadata.get(ARCHITECTURE))
+
+
+def usual_dtype(source: Checkpoint) -> torch.dtype:
+    """The default dtype of the weights: that of a file of floats, otherwise float32."""
+    stored = {entry.layout.dtype for value in source.values() for entry in [value.file.entries[value.key]]}
+    if is_new(source) and torch.uint8 not in stored:
+        return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in stored), torch.float32)
+    return torch.float32 if is_new(source) else torch.get_default_dtype()
+
+
+def as_saved(source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, dtype: torch.dtype) -> Dense:
+    """The tensors of a file as in a checkpoint saved by transformers, by the names that it would have.
+
+    Args:
+        tensors: those of `source`, dense.
+        empty: the model, on the meta device.
+        dtype: the requested one.
+
+    Raises:
+        CheckpointError: transformers treats this architecture in a way that is not supported here.
+    """
+    try:
+        if is_new(source):
+            return _by_conversions(source, tensors, empty, dtype)
+        return _by_processors(source, tensors, empty, said_by(source.path), dtype)
+    except OffloadError:
+        raise
+    except (NotImplementedError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"transformers can't map the tensors of {source.path}: {first_line(error)}") from error
+
+
+# Tensor processors
+
+
+def _by_processors(
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, said: Mapping[str, Any], dtype: torch.dtype
+) -> Dense:
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    kind = TENSOR_PROCESSORS.get(architecture_of(source), TensorProcessor)
+    if kind.__name__ not in _KNOWN:
+        raise CheckpointError(f"{source.path}: transformers' {kind.__name__} is not known here")
+    names = get_gguf_hf_weights_map(empty, kind(config=dict(said)))
+    found: Dense = {}
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        experts = _EXPERTS.fullmatch(name) if kind.__name__ in _WITH_EXPERTS else None
+        if experts is not None and experts["part"] != "down":
+            halves.setdefault(names[experts["stem"]], {})[experts["part"]] = deferred(tensor)
+        elif experts is not None:
+            found[names[experts["stem"]]] = tensor
+        elif name == "output.weight" and kind.__name__ == "GPT2TensorProcessor":
+            found["lm_head.weight"] = tensor  # in float32, as experts are
+        elif name in names:
+            changed = _processed(tensor, name, kind.__name__, said)
+            found[names[name]] = (deferred(changed) if is_offloaded(changed) else changed).to(dtype)
+    for name, parts in halves.items():
+        found[name] = torch.cat([parts["gate"], parts["up"]], 1)
+    return found
+
+
+_WITH_EXPERTS = ("Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")
+_EXPERTS = re.compile(r"(?P<stem>.*\.ffn_(?P<part>gate|down|up)_exps)\.weight")
+_KNOWN = {
+    *(f"{name}TensorProcessor" for name in ("", "T5", "Llama", "Bloom", "GPT2", "Mamba", "Nemotron", "Gemma2", "Lfm2")),
+    *_WITH_EXPERTS,
+}
+_TURNED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
+
+
+def _processed(tensor: OffloadedTensor, name: str, kind: str, said: Mapping[str, Any]) -> torch.Tensor:
+    """The result of that kind of processor for a dense tensor."""
+    match kind.removesuffix("TensorProcessor"):
+        case "Llama" if ".attn_q." in name or ".attn_k." in name:
+            return _unpaired_heads(tensor, name, said)
+        case "Bloom" if "attn_qkv" in name:  # queries, keys and values are stored per head
+            parts = [part.unflatten(0, (said["n_head"], -1)) for part in deferred(tensor).chunk(3)]
+            return torch.stack(parts, 1).flatten(0, 2)
+        case "GPT2" if any(part in name for part in _TURNED):
+            return deferred(tensor).t()
+        case "Mamba" if "ssm_conv1d.weight" in name:
+            return deferred(tensor).unsqueeze(1)
+        case "Mamba" if "ssm_a" in name:
+            return _by_rows(tensor, _log_of_negated, 1)
+        case "Nemotron" | "Gemma2" if "norm.weight" in name:
+            return deferred(tensor) - 1
+        case "Qwen2Moe" if "ffn_gate_inp_shexp" in name:
+            return deferred(tensor).unsqueeze(0)
+        case "Lfm2" if "shortconv.conv.weight" in name:
+            return deferred(tensor).unsqueeze(1)
+    return tensor
+
+
+def _unpaired_heads(tensor: OffloadedTensor, name: str, said: Mapping[str, Any]) -> OffloadedTensor:
+    """Rows of queries and keys: from llama.cpp's interleaved pairs to the two halves of each head."""
+    heads, groups = said.get("num_attention_heads"), said.get("num_key_value_heads")
+    if heads is None or groups is None:
+        return tensor
+    count = heads if ".attn_q." in name else groups
+    height, left = divmod(len(tensor), count)
+    if left or height % 2:
+        raise ValueError(f"{name!r} has {len(tensor)} rows, which are not those of {count} heads")
+    return _by_rows(tensor, partial(_unpaired, rows=height), height)
+
+
+def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> OffloadedTensor:
+    """A function applied to groups of rows; on packed rows, before decoding, if possible."""
+    handle = handle_of(tensor)
+    made = handle.composed
+    if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
+        change, pieces = partial(change, decode=made.decode), made.pieces
+    else:
+        pieces = (Piece(handle, current_twin(tensor)),)
+    layout = contiguous(tensor.dtype, tuple(tensor.shape))
+    recipe = Decoded(layout, change, pieces, granule=granule, per=(granule,))
+    return wrap_handle(Handle.compose(recipe, handle.name, handle.folder), CPU)
+
+
+def _unpaired(values: torch.Tensor, *, rows: int, decode: Decode | None = None) -> torch.Tensor:
+    """The first rows of all pairs, then the second ones, per head of `rows` rows."""
+    pairs = values.unflatten(0, (-1, rows // 2, 2))
+    values = pairs.transpose(1, 2).flatten(0, 2)
+    return values if decode is None else decode(values)
+
+
+def _log_of_negated(values: torch.Tensor) -> torch.Tensor:
+    """With numpy, as in transformers: the last bits differ from torch's."""
+    return torch.from_numpy(np.log(-values.numpy()))
+
+
+# Conversions
+
+
+def _by_conversions(
+    source: Checkpoint, tensors: Mapping[str, OffloadedTensor], empty: Any, dtype: torch.dtype
+) -> Dense:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.integrations.gguf import get_gguf_conversion_mapping
+
+    mapping = get_gguf_conversion_mapping(architecture_of(source), empty.config)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: Dense = {}
+    collected: dict[str, Any] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        kind = source[name].file.header.kinds.get(source[name].key)
+        tensor = deferred(_in_dtype(tensors[name], kind, dtype))
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:
+            found[renamed] = tensor
+        else:
+            converter = collected.setdefault(renamed, copy.deepcopy(by_pattern[pattern]))
+            converter.add_tensor(renamed, name, pattern, tensor)
+    for name, converter in collected.items():
+        found.update(converter.convert(name, model=empty, config=empty.config))
+    return found
+
+
+def _in_dtype(tensor: OffloadedTensor, kind: str | None, dtype: torch.dtype) -> OffloadedTensor:
+    """A packed value computed in a given dtype, as in transformers' `Dequantize`."""
+    from transformers.integrations.gguf.dequant import GGML_NAME
+
+    number = next((number for number, name in GGML_NAME.items() if name == kind), None)
+    made = handle_of(tensor).composed
+    if number is None or dtype == torch.float32 or not isinstance(made, Decoded):
+        return tensor
+    layout = contiguous(dtype, made.layout.shape)
+    recipe = Decoded(layout, partial(_decode_in, number=number, dtype=dtype), made.pieces, per=(1,))
+    handle = Handle.compose(recipe, handle_of(tensor).name, handle_of(tensor).folder)
+    dense: OffloadedTensor = wrap_handle(handle, CPU).view(tensor.shape)  # type: ignore[assignment]
+    return dense
+
+
+def _decode_in(rows: torch.Tensor, *, number: int, dtype: torch.dtype) -> torch.Tensor:
+    from transformers.integrations.gguf.dequant import dequantize
+
+    values: torch.Tensor = dequantize(rows, number, dtype)
+    return values.view(len(rows), -1)

@@ -1,0 +1,132 @@
+"""Integer weights with a scale and a zero point per group of inputs: GPTQ, and AWQ's "gemm" layout.
+
+Always true:
+- a weight is scale x (integer - zero point), in the dtype of the scales
+- several integers are packed in an int32, and outputs are innermost: a row of the weight is a column there
+
+Source: Frantar et al. 2022, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (versions 1 and 2);
+Lin et al. 2023, https://arxiv.org/abs/2306.00978, as AutoAWQ stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, unfit
+from offload.checkpoints.forms.numbers import of_words
+from offload.errors import CheckpointError
+from offload.tensor.wrapper import OffloadedTensor
+
+_WORD = 32  # bits of a packed word
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is at each position of a word, from the lowest bits
+_PIECES = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def unpack(tensors: Tensors, quantization: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+    """See `decoding.unpacked`."""
+    is_awq = quantization.get("quant_method") == "awq"
+    bits = _bits(quantization, is_awq=is_awq)
+    dense = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in _PIECES}
+    for name in tensors:
+        layer, _, piece = name.rpartition(".")
+        if piece not in _PIECES or f"{layer}.weight" in dense:
+            continue
+        wanted = _PIECES[:3] if is_awq else _PIECES
+        lacking = next((f"{layer}.{one}" for one in wanted if f"{layer}.{one}" not in tensors), None)
+        if lacking is not None:
+            raise missing(name, lacking, tensors)
+        pieces = [tensors[f"{layer}.{one}"] for one in wanted]
+        dense[f"{layer}.weight"] = _weight(f"{layer}.weight", pieces, quantization, bits)
+    return dense
+
+
+def _bits(quantization: Mapping[str, Any], *, is_awq: bool) -> int:
+    """Bits per integer."""
+    bits, form = quantization.get("bits", 4), quantization.get("version" if is_awq else "checkpoint_format")
+    if bits not in ((4,) if is_awq else (2, 4, 8)):
+        raise CheckpointError(f"weights of {bits!r} bits ({quantization['quant_method']}) are not decoded")
+    if str(form or "gptq").lower() not in ("gemm", "gptq", "gptq_v2"):
+        raise CheckpointError(
+            f"weights of {quantization['quant_method']} as {form!r} stores them are not decoded: get the checkpoint as "
+            "it was before it was packed for a kernel"
+        )
+    return int(bits)
+
+
+def _weight(name: str, pieces: list[OffloadedTensor], quantization: Mapping[str, Any], bits: int) -> OffloadedTensor:
+    integers, zeros, scales, *order = pieces
+    if any(piece.dim() != 2 for piece in pieces[:3]) or {integers.dtype, zeros.dtype} != {torch.int32}:
+        raise unfit(name, pieces, "qweight and qzeros should be matrices of int32, and scales a matrix")
+    each, (groups, outputs) = _WORD // bits, scales.shape
+    shape = (outputs, integers.shape[0] * (each if order else 1))
+    size = quantization.get("group_size") or -1
+    if groups != (1 if size < 0 else -(-shape[1] // size)) or outputs % each:
+        raise unfit(name, pieces, f"{shape[1]} inputs in groups of {size} do not make {groups}")
+    if list(order and order[0].shape) != [shape[1]] * len(order):
+        raise unfit(name, pieces, f"g_idx should name the group of each of {shape[1]} inputs")
+    if not order:
+        turned, made = _turned(pieces), scales.dtype
+        return decoded(name, _decode_awq, turned, shape=shape, granule=each, per=(1, 1, each), dtype=made)
+    is_first = quantization.get("checkpoint_format") != "gptq_v2"
+    decode = partial(_decode_gptq, bits=bits, less=int(is_first))
+    turned = [*_turned(pieces[:3]), *order]
+    return decoded(name, decode, turned, shape=shape, granule=each, per=(each, 1, each, None), dtype=scales.dtype)
+
+
+def _turned(pieces: list[OffloadedTensor]) -> list[OffloadedTensor]:
+    """As views with the outputs outermost."""
+    return [piece.t() for piece in pieces]  # type: ignore[misc]
+
+
+def _decode_gptq(
+    words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, order: torch.Tensor, *, bits: int, less: int
+) -> torch.Tensor:
+    """Rows of a weight, in float32.
+
+    Args:
+        words: (rows, inputs / 8) for 4 bits.
+        zeros: (rows / 8, groups); the first version stores them minus one.
+        scales: (rows, groups).
+        order: the group of each input.
+    """
+    half = 2 ** (bits - 1)  # subtracted from both
+    numbers = of_words(words.contiguous(), bits).to(torch.float32)
+    points = of_words(zeros.contiguous().view(-1, 1), bits).view(*zeros.shape, -1).transpose(1, 2).flatten(0, 1)
+    points = (points.to(torch.float32) + (half + less)).remainder_(2 * half).sub_(half)
+    groups = scales.shape[1]
+    usual = torch.arange(len(order), dtype=order.dtype, device="cpu") // -(-len(order) // groups)
+    factors = scales.to(torch.float32)
+    if len(order) % groups == 0 and torch.equal(order, usual):
+        return _scaled(numbers, points, factors)
+    return numbers.sub_(points.index_select(1, order)).mul_(factors.index_select(1, order))
+
+
+def _decode_awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight, in float32.
+
+    Args:
+        words: (rows / 8, inputs).
+        zeros: (rows / 8, groups).
+        scales: (rows, groups).
+    """
+    return _scaled(_awq_rows(words), _awq_rows(zeros), scales.to(torch.float32))
+
+
+def _awq_rows(words: torch.Tensor) -> torch.Tensor:
+    """The integers in the words, (8 * rows, inputs)."""
+    words = words.contiguous()
+    rows = torch.empty(len(words), 8, words.shape[1], dtype=torch.float32, device="cpu")
+    for place, row in enumerate(_AWQ_ROWS):
+        rows[:, row].copy_((words >> (4 * place)).bitwise_and_(15))
+    return rows.flatten(0, 1)
+
+
+def _scaled(numbers: torch.Tensor, points: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """(number - point) x factor, for equal groups of columns, in place; exact except for the last rounding."""
+    groups = numbers.view(*points.shape, -1)
+    groups.sub_(points.unsqueeze(-1)).mul_(factors.unsqueeze(-1))
+    return numbers

@@ -1,0 +1,78 @@
+"""Weights of 4-bit floats with an exponent per block of 32, as gpt-oss is published.
+
+Always true:
+- a weight is its numbers times 2 to the power of the exponents of their blocks, as in transformers'
+  `Mxfp4Dequantize`, in any floating-point dtype
+- an expert is stored with its inputs innermost, and read with its outputs innermost: (experts, inputs, outputs)
+
+Source: transformers, `integrations/mxfp4.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offload.checkpoints.forms.decoding import Tensors, decoded, missing, unfit
+from offload.checkpoints.forms.numbers import of_exponents
+from offload.tensor.wrapper import OffloadedTensor
+
+_BLOCK = 32  # inputs that share an exponent
+_OF_FLOAT16 = 0x8E00 - (1 << 16)  # where a float16 has the sign, the exponent and the fraction of a 4-bit float
+_LESS = 2.0**14  # factor by which such a float16 is too small: its exponent bias differs
+_LARGE = 2.0**113  # limit above which multiplying by that factor would overflow
+_TOGETHER = 4  # blocks of a row that are read at once: 64 bytes, a cache line
+
+
+def unpack(tensors: Tensors, _: Mapping[str, Any]) -> dict[str, OffloadedTensor]:
+    """See `decoding.unpacked`."""
+    dense: dict[str, OffloadedTensor] = {}
+    for name, tensor in tensors.items():
+        of, piece = name.rpartition("_")[::2]
+        other = {"blocks": "scales", "scales": "blocks"}.get(piece)
+        if other is None:
+            dense[name] = tensor
+        elif f"{of}_{other}" not in tensors:
+            raise missing(name, f"{of}_{other}", tensors)
+        elif piece == "blocks":
+            dense[of] = _weight(of, tensor, tensors[f"{of}_scales"])
+    return dense
+
+
+def _weight(name: str, blocks: OffloadedTensor, scales: OffloadedTensor) -> OffloadedTensor:
+    pieces = [blocks, scales]
+    if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or {piece.dtype for piece in pieces} != {torch.uint8}:
+        raise unfit(name, pieces, "blocks should be bytes, (experts, outputs, blocks, 16), with a scale for each")
+    experts, outputs, count, _ = blocks.shape
+    return decoded(
+        name,
+        _decode,
+        [blocks.transpose(1, 2), scales.transpose(1, 2)],  # type: ignore[list-item]
+        shape=(experts, count * _BLOCK, outputs),
+        granule=_BLOCK * _TOGETHER,
+        per=(_TOGETHER, _TOGETHER),
+        stacked=True,
+    )
+
+
+def _decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of inputs, in float32.
+
+    Args:
+        blocks: (blocks, outputs, 16) bytes.
+        scales: (blocks, outputs) bytes.
+    """
+    turned = blocks.transpose(1, 2).contiguous()  # (blocks, 16, outputs): pairs of input rows
+    bits = torch.empty(len(blocks), _BLOCK // 2, 2, turned.shape[2], dtype=torch.int16, device="cpu")
+    bits[:, :, 0].copy_(turned & 0x0F)
+    bits[:, :, 1].copy_(turned >> 4)
+    bits.mul_(1 << 9).add_(0x7000).bitwise_and_(_OF_FLOAT16)  # the addition carries the sign to its place
+    numbers = bits.view(torch.float16).to(torch.float32).view(len(blocks), _BLOCK, -1)
+    factors = of_exponents(scales).unsqueeze(1)
+    if bool(factors.max() < _LARGE):
+        factors = factors * _LESS
+    else:
+        numbers.mul_(_LESS)
+    return numbers.mul_(factors).flatten(0, 1)

@@ -1,0 +1,179 @@
+"""Check that a checkpoint or an offload folder is complete.
+
+Always true:
+- every header is read, every length is compared with the file's, and every index with its files; no value is read
+- nothing is written, and nothing in a pickle is executed
+- a finding names its file; it is a warning if every value can still be read
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from offload.checkpoints.checkpoint import INDEX, PICKLES, is_beside, is_shard, read_index
+from offload.checkpoints.dcp import METADATA, archives_of, check_shard, read_metadata
+from offload.errors import CheckpointError, OffloadError, ReadError
+from offload.storage.file import TensorFile
+from offload.storage.reasons import reading
+from offload.storage.regular import absolute, is_folder
+from offload.storage.subclasses import layout_from
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding about a file.
+
+    Attributes:
+        is_error: False for a warning.
+    """
+
+    path: Path
+    what: str
+    is_error: bool = True
+
+
+@dataclass
+class Verdict:
+    """The files that were checked, and the findings."""
+
+    files: dict[Path, TensorFile | None] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every value can be read."""
+        return not any(finding.is_error for finding in self.findings)
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors in the readable files."""
+        return sum(len(_names(file)) for file in self.files.values() if file)
+
+    @property
+    def nbytes(self) -> int:
+        """Total size of the readable files."""
+        return sum(file.identity.size for file in self.files.values() if file)
+
+    def open(self, path: Path, opened: Callable[[Path], TensorFile] = TensorFile.open) -> TensorFile | None:
+        """The file at `path`, checked once; None, with a finding, if it can't be used."""
+        if path not in self.files:
+            try:
+                file = opened(path)
+            except ReadError:
+                raise
+            except OffloadError as error:
+                self.findings.append(Finding(path, _without(str(error), path)))
+                self.files[path] = None
+            else:
+                self.files[path] = file
+                unreadable = file.header.unreadable.items()
+                self.findings.extend(Finding(path, f"{name!r} {why}") for name, why in unreadable)
+                try:
+                    if "subclass" in file.notes:
+                        layout_from(file.notes["subclass"])
+                except OffloadError as error:
+                    self.findings.append(Finding(path, str(error)))
+        return self.files[path]
+
+
+def verify(path: str | os.PathLike[str]) -> Verdict:
+    """Check a file of tensors, an index and its shards, or all of these in a folder.
+
+    Raises:
+        MissingFileError: there is nothing.
+        CheckpointError: the folder has no tensors.
+        ReadError: a file can't be read at the moment, which says nothing about its content.
+    """
+    path, verdict = absolute(path), Verdict()
+    if is_folder(path):
+        _verify_folder(path, verdict)
+    elif path.suffix == ".json":
+        _verify_index(path, verdict)
+    else:
+        verdict.open(path)
+    return verdict
+
+
+def _verify_folder(folder: Path, verdict: Verdict) -> None:
+    with reading(folder):
+        names = sorted(os.listdir(folder))
+    for name in names:
+        if name.endswith(INDEX):
+            _verify_index(folder / name, verdict)
+    if METADATA in names:
+        _verify_distributed(folder, verdict)
+    for name in names:
+        if name.endswith((".safetensors", ".gguf", *PICKLES)) and not is_beside(name):
+            verdict.open(folder / name)
+    if not verdict.files and not verdict.findings:
+        raise CheckpointError(f"{folder} holds no tensors: name a checkpoint, or an offload folder")
+    verdict.findings.extend(_claims(verdict))
+    if not any(name.endswith(INDEX) for name in names):
+        parts = [path for path in verdict.files if is_shard(path.name)]
+        verdict.findings.extend(Finding(path, "is a part of a checkpoint, and no index is there") for path in parts)
+
+
+def _verify_distributed(folder: Path, verdict: Verdict) -> None:
+    try:
+        values = read_metadata(folder)
+        for name, places in archives_of(values).items():
+            verdict.open(folder / name, partial(TensorFile.of_archives, places=places))
+        for value in values.values():
+            for shard in value.shards:
+                file = verdict.files[folder / shard.file]
+                if file is not None:
+                    check_shard(file, value, shard)
+    except ReadError:
+        raise
+    except OffloadError as error:
+        verdict.findings.append(Finding(folder / METADATA, _without(str(error), folder / METADATA)))
+
+
+def _claims(verdict: Verdict) -> Iterator[Finding]:
+    """Report offload folder files that hold the same name."""
+    holders: dict[str, Path] = {}
+    for path, file in verdict.files.items():
+        if file is not None and "name" in file.notes:
+            name = str(file.notes["name"])
+            if name in holders:
+                yield Finding(path, f"holds {name!r}, as {holders[name].name} does: remove the one that is not meant")
+            holders.setdefault(name, path)
+
+
+def _verify_index(path: Path, verdict: Verdict) -> None:
+    try:
+        places, _ = read_index(path)
+    except ReadError:
+        raise
+    except OffloadError as error:
+        verdict.findings.append(Finding(path, _without(str(error), path)))
+        return
+    placed: dict[str, set[str]] = {}
+    for name, shard in places.items():
+        placed.setdefault(shard, set()).add(name)
+    for shard, names in placed.items():
+        file = verdict.open(path.parent / shard)
+        if file is None:
+            continue
+        there = _names(file)
+        verdict.findings.extend(
+            Finding(path, f"places {name!r} in {shard}, and it is not there") for name in sorted(names - there)
+        )
+        verdict.findings.extend(
+            Finding(file.path, f"holds {name!r}, which {path.name} {elsewhere}", is_error=False)
+            for name in sorted(there - names)
+            for elsewhere in [f"places in {places[name]}" if name in places else "does not name"]
+        )
+
+
+def _names(file: TensorFile) -> set[str]:
+    return {str(file.notes["name"])} if "name" in file.notes else set(file.header.keys)
+
+
+def _without(text: str, path: Path) -> str:
+    """A message without the path, which is shown beside it."""
+    return text.replace(f"{path} ", "").replace(f": '{path}'", "")

@@ -1,0 +1,368 @@
+"""Folders written by torch.distributed.checkpoint are opened in place, as one checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import contents
+from safetensors.torch import load_file
+from torch import nn
+
+import offload
+from offload import cli
+from offload.checkpoints.checkpoint import open_checkpoint
+from offload.checkpoints.conversion import convert_checkpoint
+from offload.checkpoints.verify import verify
+from offload.errors import CheckpointError, CorruptFileError, MissingFileError
+from offload.tensor.wrapper import handle_of
+from tests.processes import in_fork, run_script
+
+STATE = {
+    "weight": torch.arange(35.0).reshape(5, 7),
+    "turned": torch.arange(12.0).reshape(3, 4).t(),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 3),
+    "half": torch.arange(3.0).bfloat16(),
+    "complex": torch.arange(4.0).to(torch.complex128),
+}
+WRITERS = 3
+
+# Written by three processes: rows, columns and squares, of uneven sizes, and a replicated value.
+WRITE = """
+    import sys, os, torch, torch.multiprocessing as mp, torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def write(rank, world, folder, place):
+        dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=world)
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (world,))
+        square = init_device_mesh("cpu", (2, world // 2)) if world == 4 else mesh
+        whole = {
+            "rows": torch.arange(70.0).reshape(10, 7), "columns": torch.arange(55.0).reshape(5, 11),
+            "few": torch.arange(4.0).reshape(2, 2), "same": torch.arange(6.0),
+            "square": torch.arange(63.0).reshape(9, 7),
+        }
+        placed = {"rows": [Shard(0)], "columns": [Shard(1)], "few": [Shard(0)], "same": [Replicate()]}
+        state = {name: distribute_tensor(whole[name], mesh, where) for name, where in placed.items()}
+        both = [Shard(0), Shard(1)] if world == 4 else [Shard(0)]
+        state["square"] = distribute_tensor(whole["square"], square, both)
+        dcp.save({"model": state, "step": 3}, checkpoint_id=folder)
+        if rank == 0:
+            torch.save(whole, sys.argv[3])
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        world = int(sys.argv[4])
+        children = []
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                write(rank, world, sys.argv[1], sys.argv[2])
+                os._exit(0)
+            children.append(pid)
+        assert all(os.waitpid(pid, 0)[1] == 0 for pid in children)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with one writer, with byte entries before the tensors, which are therefore unaligned."""
+    dcp.save({**STATE, "step": 3, "rate": 0.5}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+@pytest.fixture(scope="module", params=[3, 4])
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with several writers, and the whole values."""
+    place = tmp_path_factory.mktemp("sharded")
+    run_script(WRITE, place / "saved", place / "store", place / "whole.pt", request.param)
+    return place
+
+
+def same(expected: torch.Tensor, actual: Any) -> bool:
+    return expected.dtype == actual.dtype and torch.equal(expected, actual)
+
+
+def metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    """Rewrite a folder's metadata with a change."""
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+def test_values_are_referenced_where_they_lie(folder: Path) -> None:
+    """All except complex128, which no kernel reads unaligned."""
+    before = contents(folder)
+
+    found = offload.load_file(folder)
+
+    assert STATE.keys() == found.keys()
+    for name, value in STATE.items():
+        assert same(value, found[name])
+        assert found[name].stride() == value.stride()
+        assert handle_of(found[name]).owned == (name == "complex")
+    assert before == contents(folder)
+
+
+def test_entries_that_are_no_tensors_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="offload"):
+        assert STATE.keys() == open_checkpoint(folder).keys()
+
+    assert "left out, as no tensors of the model: 2, such as step" in caplog.text
+
+
+def test_shards_are_a_recipe(sharded: Path) -> None:
+    expected, before = torch.load(sharded / "whole.pt"), contents(sharded / "saved")
+
+    found = offload.load_file(sharded / "saved")
+
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert same(value, found[name])
+        assert same(value[1:2], found[name][1:2])
+        assert not handle_of(found[name]).owned
+        assert (handle_of(found[name]).composed is None) == (name == "same")
+    assert before == contents(sharded / "saved")
+
+
+def test_a_write_gives_a_sharded_value_a_file_of_its_own(sharded: Path, tmp_path: Path) -> None:
+    before = contents(sharded / "saved")
+    rows = offload.load_file(sharded / "saved", offload_dir=tmp_path)["rows"]
+
+    rows[3] = -1.0
+
+    assert [tmp_path / "rows.safetensors"] == list(tmp_path.iterdir())
+    expected = torch.arange(70.0).reshape(10, 7)
+    expected[3] = -1.0
+    assert torch.equal(expected, load_file(tmp_path / "rows.safetensors")["rows"])
+    assert before == contents(sharded / "saved")
+
+
+def test_a_sharded_value_is_read_in_a_forked_process(sharded: Path) -> None:
+    found, expected = offload.load_file(sharded / "saved"), torch.load(sharded / "whole.pt")
+
+    assert in_fork(lambda: [_assert(same(value, found[name])) for name, value in expected.items()])
+
+
+def _assert(fact: bool) -> None:
+    assert fact
+
+
+def test_another_process_gets_the_reference(sharded: Path, tmp_path: Path) -> None:
+    """For a value with several writers, and for one with a single writer."""
+    found = offload.load_file(sharded / "saved")
+    sent = ForkingPickler.dumps([found["rows"], found["same"]])
+    (tmp_path / "sent").write_bytes(sent)
+
+    told = run_script(
+        """
+        import pickle, sys, offload
+        with open(sys.argv[1], "rb") as file:
+            rows, same = pickle.load(file)
+        print(rows.sum().item(), same.sum().item())
+        """,
+        tmp_path / "sent",
+    )
+
+    assert len(sent) < 10_000
+    assert told.split() == [str(torch.arange(70.0).sum().item()), "15.0"]
+
+
+@pytest.mark.parametrize("nest", [("model",), ("app", "model"), ("state_dict",), ()])
+def test_a_model_is_filled_wherever_it_is_nested(nest: tuple[str, ...], tmp_path: Path) -> None:
+    """As with torch.save: its names are those in the model's own state dict."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    state: Any = plain.state_dict()
+    for step in reversed(nest):
+        state = {step: state, "optimizer": {"state": {"0.weight": {"exp_avg": torch.ones(3, 4)}}}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with offload.init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+    offload.load_checkpoint_and_dispatch(model, tmp_path, strict=True)
+
+    assert all(offload.is_offloaded(value) and not handle_of(value).owned for value in model.parameters())
+    x = torch.ones(1, 4)
+    assert torch.equal(plain(x), model(x))
+
+
+def test_a_model_of_transformers_is_loaded(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes)).eval()
+    plain.config.save_pretrained(tmp_path)
+    dcp.save(plain.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+
+    model = offload.from_pretrained(tmp_path)
+
+    ids = torch.tensor([[1, 2]])
+    assert torch.equal(plain(ids).logits, model(ids).logits)
+    assert all(not handle_of(value).owned for value in model.parameters())
+
+
+def test_it_is_inspected_verified_and_converted(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["inspect", str(sharded / "saved")])
+    told = capsys.readouterr().out
+    convert_checkpoint(sharded / "saved", tmp_path / "converted")
+
+    assert "__1_0.distcp" in told.replace("\n", "")
+    assert "5 tensors" in told
+    assert verify(sharded / "saved").is_whole
+    expected, actual = torch.load(sharded / "whole.pt"), load_file(tmp_path / "converted" / "model.safetensors")
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+
+
+# Errors
+
+
+def test_a_missing_file_is_named(sharded: Path, tmp_path: Path) -> None:
+    shutil.copytree(sharded / "saved", tmp_path / "saved")
+    (tmp_path / "saved" / "__1_0.distcp").unlink()
+
+    with pytest.raises(MissingFileError, match=r"__1_0\.distcp, which holds .*, is missing"):
+        open_checkpoint(tmp_path / "saved")
+    assert ["__1_0.distcp"] == [finding.path.name for finding in verify(tmp_path / "saved").findings]
+
+
+@pytest.mark.parametrize("kept", [0, 100, -1])
+def test_a_file_that_is_cut_off_is_named(kept: int, folder: Path) -> None:
+    [path] = folder.glob("*.distcp")
+    path.write_bytes(path.read_bytes()[:kept])
+
+    with pytest.raises(CorruptFileError, match=r"__0_0\.distcp.*cut off"):
+        open_checkpoint(folder)
+    assert not verify(folder).is_whole
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, 1000, -1])
+def test_metadata_that_is_cut_off_is_named(kept: int, folder: Path) -> None:
+    path = folder / ".metadata"
+    path.write_bytes(path.read_bytes()[:kept])
+
+    with pytest.raises(CorruptFileError, match="metadata is cut off or damaged"):
+        open_checkpoint(folder)
+    assert [".metadata"] == [finding.path.name for finding in verify(folder).findings]
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_code_in_the_metadata_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
+    metadata(folder, lambda found: setattr(found, "planner_data", Bomb(tmp_path / "ran")))
+
+    with pytest.raises(CheckpointError, match=r"names .*, which has no place in it"):
+        open_checkpoint(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../__0_0.distcp", "/etc/passwd", "a/b.distcp", ""])
+def test_a_file_outside_the_folder_is_refused(name: str, folder: Path) -> None:
+    def change(found: Any) -> None:
+        for place in found.storage_data.values():
+            place.relative_path = name
+
+    metadata(folder, change)
+
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        open_checkpoint(folder)
+
+
+def _drop(found: Any) -> None:
+    del found.state_dict_metadata["model.rows"].chunks[0]
+
+
+def _twice(found: Any) -> None:
+    chunks = found.state_dict_metadata["model.rows"].chunks
+    chunks[1].offsets = torch.Size([2, 0])
+    index = next(one for one in found.storage_data if one.fqn == "model.rows")
+    found.storage_data[type(index)("model.rows", (2, 0))] = found.storage_data[index]
+
+
+def _beyond(found: Any) -> None:
+    found.state_dict_metadata["model.rows"].chunks[-1].sizes = torch.Size([100, 7])
+
+
+@pytest.mark.parametrize("change", [_drop, _twice, _beyond])
+def test_shards_that_do_not_cover_their_value_are_refused(
+    change: Callable[[Any], None], sharded: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(sharded / "saved", tmp_path / "saved")
+    metadata(tmp_path / "saved", change)
+
+    with pytest.raises(CheckpointError, match=r"'rows' of shape \[10, 7\].* do not cover it"):
+        open_checkpoint(tmp_path / "saved")
+    assert not verify(tmp_path / "saved").is_whole
+
+
+def test_a_shard_that_is_nowhere_is_refused(folder: Path) -> None:
+    def change(found: Any) -> None:
+        del found.storage_data[next(one for one in found.storage_data if one.fqn == "weight")]
+
+    metadata(folder, change)
+
+    with pytest.raises(CheckpointError, match="does not say where the shard of 'weight'"):
+        open_checkpoint(folder)
+
+
+def test_another_value_than_the_metadata_says_is_refused(folder: Path) -> None:
+    def change(found: Any) -> None:
+        found.state_dict_metadata["weight"].properties.dtype = torch.int32
+
+    metadata(folder, change)
+
+    with pytest.raises(CheckpointError, match=r"float32 \[5, 7\] for 'weight', and \.metadata says torch\.int32"):
+        open_checkpoint(folder)
+
+
+def test_several_models_are_refused(tmp_path: Path) -> None:
+    dcp.save({"a": {"model": STATE}, "b": {"model": STATE}}, checkpoint_id=tmp_path, no_dist=True)
+
+    with pytest.raises(CheckpointError, match=r"several models \(a\.model, b\.model\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_save_that_was_not_finished_is_refused(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+    with pytest.raises(CheckpointError, match=r"\.distcp files and no \.metadata"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_bytes_of_the_metadata_there_is_a_checkpoint_or_an_error(seed: int, folder: Path) -> None:
+    path = folder / ".metadata"
+    good, generator = path.read_bytes(), torch.Generator().manual_seed(seed)
+    for _ in range(100):
+        bad = bytearray(good)
+        for _ in range(3):
+            at, to = (int(torch.randint(high, (), generator=generator)) for high in (len(bad), 256))
+            bad[at] = to
+        path.write_bytes(bad)
+        try:
+            open_checkpoint(folder)
+        except (CheckpointError, CorruptFileError, MissingFileError) as error:
+            assert str(folder) in str(error)  # noqa: PT017

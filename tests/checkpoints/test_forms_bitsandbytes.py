@@ -1,0 +1,256 @@
+"""bitsandbytes: weights are bit-identical to its own functions'; inconsistent pieces are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.checkpoints.forms.bitsandbytes import unpack
+from offload.errors import CheckpointError
+from tests.checkpoints.forms import FORMS, PROMPT
+from tests.checkpoints.pieces import (
+    bits_of,
+    losses_of_an_adapter,
+    random_bytes,
+    random_scales,
+    stored,
+)
+
+Pieces = dict[str, torch.Tensor]
+
+FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+EIGHT_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
+
+
+def packed(
+    rows: int, columns: int, kind: str = "nf4", dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[Pieces, torch.Tensor]:
+    """The pieces of a weight, named as in a checkpoint, and the package's result for them."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    pieces, state = pieces_of(rows, columns, kind, dtype, **options)
+    return pieces, dequantize_4bit(pieces["layer.weight"], state)
+
+
+def pieces_of(
+    rows: int, columns: int, kind: str = "nf4", dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[Pieces, Any]:
+    from bitsandbytes.functional import quantize_4bit
+
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight, state = quantize_4bit(values, quant_type=kind, **options)
+    pieces = {"layer.weight": weight}
+    pieces |= {f"layer.weight.{name}": piece.clone() for name, piece in state.as_dict(packed=True).items()}
+    return pieces, state
+
+
+def dense_of(folder: Path, pieces: Mapping[str, torch.Tensor], config: Mapping[str, Any] = FOUR_BITS) -> Any:
+    return unpack(stored(folder, pieces), config)["layer.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [(320, 128, 64), (96, 256, 128), (7, 64, 64), (600, 192, 64), (2, 4096, 32)]
+)
+def test_numbers_of_4_bits_are_what_the_package_makes_of_them(
+    rows: int, columns: int, block: int, kind: str, nested: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Also with packed scales; rows are decoded separately.
+
+    A negative zero of FP4 is 0.0 in the package with AVX-512, and -0.0 without.
+    """
+    pieces, expected = packed(rows, columns, kind, dtype, blocksize=block, compress_statistics=nested)
+    if kind == "fp4":
+        expected = expected + 0.0  # zeros are positive, and nothing else changes
+
+    found = dense_of(tmp_path, pieces)
+
+    assert (expected.dtype, expected.shape) == (found.dtype, found.shape)
+    assert torch.equal(bits_of(expected), bits_of(offload.materialize(found)))
+    assert torch.equal(bits_of(expected[1:3]), bits_of(offload.materialize(found[1:3])))
+    assert torch.equal(bits_of(expected[-1]), bits_of(offload.materialize(found[-1])))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 33), (300, 50), (4, 100), (3, 1001)])
+def test_blocks_run_on_into_the_next_row(rows: int, columns: int, nested: bool, tmp_path: Path) -> None:
+    """By definition: with AVX-512 the package mixes up scales if rows are not whole blocks."""
+    pieces, _ = pieces_of(rows, columns, compress_statistics=nested)
+    numbers, halves = pieces["layer.weight.quant_map"], pieces["layer.weight"].flatten()
+    scales = pieces["layer.weight.absmax"].float()
+    if nested:
+        state = json.loads(bytes(pieces["layer.weight.quant_state.bitsandbytes__nf4"].tolist()))
+        of_scales = pieces["layer.weight.nested_absmax"].repeat_interleave(256)[: len(scales)]
+        scales = pieces["layer.weight.nested_quant_map"][scales.long()] * of_scales + state["nested_offset"]
+    codes = torch.stack([halves >> 4, halves & 15], -1).flatten()[: rows * columns].long()
+    expected = (numbers[codes] * scales.repeat_interleave(64)[: rows * columns]).bfloat16().view(rows, columns)
+
+    found = dense_of(tmp_path, pieces)
+
+    assert torch.equal(expected, offload.materialize(found))
+    assert torch.equal(expected[1:3], offload.materialize(found[1:3]))
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_numbers_may_be_stored_as_another_dtype(storage: torch.dtype, tmp_path: Path) -> None:
+    """As in models trained with FSDP."""
+    pieces, expected = packed(96, 256, quant_storage=storage)
+
+    found = dense_of(tmp_path, pieces)
+
+    assert storage == pieces["layer.weight"].dtype
+    assert torch.equal(expected, offload.materialize(found))
+
+
+def of_8_bits(rows: int = 40, columns: int = 96) -> Pieces:
+    return {
+        "layer.weight": random_bytes(rows, columns, dtype=torch.int8),
+        "layer.SCB": random_scales(rows) * 50,
+        "layer.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+
+
+def test_integers_of_8_bits_are_what_the_package_makes_of_them(tmp_path: Path) -> None:
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    pieces = of_8_bits()
+    expected = int8_vectorwise_dequant(pieces["layer.weight"], pieces["layer.SCB"])
+
+    found = dense_of(tmp_path, pieces, EIGHT_BITS)
+
+    assert torch.float32 == found.dtype
+    assert torch.equal(expected, offload.materialize(found))
+    assert torch.equal(expected[7:9], offload.materialize(found[7:9]))
+
+
+def test_what_is_not_packed_stays_as_it_is(tmp_path: Path) -> None:
+    pieces, _ = pieces_of(8, 64)
+    others = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4), "layer.bias": torch.ones(8)}
+
+    found = unpack(stored(tmp_path, {**pieces, **others}), FOUR_BITS)
+
+    assert {"layer.weight", *others} == set(found)
+
+
+# --- Errors ---
+
+STATE = "layer.weight.quant_state.bitsandbytes__nf4"
+
+
+def without(name: str) -> Callable[[Pieces], None]:
+    return lambda pieces: pieces.__delitem__(name)
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pieces], None]:
+    return lambda pieces: pieces.update({name: change(pieces[name])})
+
+
+def told(**more: Any) -> Callable[[Pieces], None]:
+    def change(state: torch.Tensor) -> torch.Tensor:
+        written = {**json.loads(bytes(state.tolist())), **more}
+        return torch.tensor(list(json.dumps(written).encode()), dtype=torch.uint8)
+
+    return changed(STATE, change)
+
+
+BAD: dict[str, tuple[Callable[[Pieces], None], str]] = {
+    "no-state": (without(STATE), STATE),
+    "no-scales": (without("layer.weight.absmax"), "layer.weight.absmax"),
+    "no-scales-of-scales": (without("layer.weight.nested_absmax"), "layer.weight.nested_absmax"),
+    "no-numbers-of-scales": (without("layer.weight.nested_quant_map"), "layer.weight.nested_quant_map"),
+    "few-bytes": (changed("layer.weight", lambda weight: weight[:-1]), "layer.weight"),
+    "few-scales": (changed("layer.weight.absmax", lambda scales: scales[1:]), "layer.weight.absmax"),
+    "few-scales-of-scales": (changed("layer.weight.nested_absmax", lambda s: s[1:]), "layer.weight.nested_absmax"),
+    "few-numbers": (changed("layer.weight.nested_quant_map", lambda s: s[1:]), "layer.weight.nested_quant_map"),
+    "float-scales": (changed("layer.weight.absmax", lambda scales: scales.float()), "layer.weight.absmax"),
+    "cut-state": (changed(STATE, lambda state: state[:-9]), STATE),
+    "other-bytes": (changed(STATE, lambda state: state + 128), STATE),
+    "other-shape": (told(shape=[96, 128]), "layer.weight"),
+    "three-dimensions": (told(shape=[3, 32, 256]), "layer.weight"),
+    "no-shape": (told(shape=None), STATE),
+    "other-dtype": (told(dtype="complex32"), STATE),
+    "other-block": (told(blocksize=32), "layer.weight.absmax"),
+    "no-block": (told(blocksize=0), STATE),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused_at_load(name: str, tmp_path: Path) -> None:
+    """The error names the tensor and the file."""
+    pieces, _ = pieces_of(96, 256, compress_statistics=True)
+    spoil, named = BAD[name]
+    spoil(pieces)
+
+    with pytest.raises(CheckpointError) as caught:
+        dense_of(tmp_path, pieces)
+
+    assert named in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (without("layer.SCB"), "layer.SCB"),
+        (changed("layer.SCB", lambda scales: scales[1:]), "layer.SCB"),
+        (changed("layer.weight_format", lambda order: order + 2), "tiles"),
+    ],
+)
+def test_integers_that_do_not_fit_are_refused_at_load(
+    spoil: Callable[[Pieces], None], named: str, tmp_path: Path
+) -> None:
+    pieces = of_8_bits()
+    spoil(pieces)
+
+    with pytest.raises(CheckpointError, match=named):
+        dense_of(tmp_path, pieces, EIGHT_BITS)
+
+
+def test_a_configuration_of_other_bits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "four").mkdir()
+    (tmp_path / "eight").mkdir()
+    pieces, _ = pieces_of(8, 64)
+
+    with pytest.raises(CheckpointError, match="load_in_8bit"):
+        dense_of(tmp_path / "four", pieces, EIGHT_BITS)
+    with pytest.raises(CheckpointError, match="load_in_4bit"):
+        dense_of(tmp_path / "eight", of_8_bits(), FOUR_BITS)
+
+
+# --- Whole models ---
+
+
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-nf4-double", "bnb-int8"])
+def test_an_adapter_is_trained_over_packed_weights_as_over_dense_ones(
+    name: str, tmp_path: Path, private_place: Path
+) -> None:
+    """Losses are bit-identical, weights stay on disk, and nothing is written."""
+    FORMS[name].write(tmp_path)
+    model = offload.from_pretrained(tmp_path)
+    dense = FORMS[name].plain(tmp_path)
+    dense.is_loaded_in_4bit = dense.is_loaded_in_8bit = False  # left over in transformers 5.23; its layers are plain
+
+    assert losses_of_an_adapter(dense, PROMPT) == losses_of_an_adapter(model, PROMPT)
+    assert all(offload.is_offloaded(v) for n, v in model.named_parameters() if "lora" not in n and v.nbytes > 1024)
+    assert [] == [path for path in private_place.rglob("*") if path.is_file()]
+
+
+def test_a_class_of_the_packages_own_is_made_of_a_layer_in_memory() -> None:
+    """torch itself refuses, without a hook, to create one from a tensor on disk."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = offload.disk_offload(torch.nn.Linear(64, 64, bias=False))
+    with pytest.raises(RuntimeError, match="already associated to a python object of type OffloadedTensor"):
+        bitsandbytes.nn.Params4bit(layer.weight.data)
+
+    offload.materialize(layer)
+    made = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False)
+
+    assert torch.equal(layer.weight.data, made.data)

@@ -1,0 +1,179 @@
+"""`convert --dequantize`: plain transformers loads the result as it loads the quantized checkpoint dequantized."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import offload
+from offload import cli
+from offload.checkpoints.conversion import convert_checkpoint
+from offload.errors import CheckpointError
+from tests.checkpoints.forms import FORMS, loaded, outcome, written
+from tests.conftest import contents
+
+NAMES = [
+    "fp8-llama",
+    "fp8-qwen3_moe",
+    "mxfp4-gpt_oss",
+    "ct-w4a16",
+    "ct-fp8-channel-qwen3_moe",
+    "bnb-nf4",
+    "bnb-int8",
+    "gptq",
+    "awq",
+    "gguf-q4_k_m",
+    "gguf-q4_k_m-bfloat16",
+    "gguf-qwen3_moe",
+    "gguf-lfm2-q4_k",
+    "gguf-qwen3_5",
+]
+pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_transformers_loads_what_was_dequantized(name: str, tmp_path: Path, private_place: Path) -> None:
+    """Logits and tokens are bit-identical to the dequantized model's; the source is unchanged."""
+    form, source, target = FORMS[name], tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    form.write(source)
+    before, gguf_file = contents(source), form.options.get("gguf_file", "")
+
+    convert_checkpoint(source / gguf_file, target, dtype=form.options.get("dtype"), dequantize=True)
+
+    expected, found = outcome(form.plain(source)), outcome(loaded()(target))
+    assert torch.equal(expected.logits, found.logits)
+    assert torch.equal(expected.tokens, found.tokens)
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    assert before == contents(source)
+    assert {} == contents(private_place)
+
+
+def test_what_is_decoded_is_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    FORMS["fp8-llama"].write(tmp_path / "source")
+
+    words = ["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--dequantize", "--dtype", "fp16"]
+    assert 0 == cli.main(words)
+
+    values = load_file(tmp_path / "target" / "model.safetensors")
+    assert {torch.float16} == {value.dtype for value in values.values()}
+    assert "float16" == json.loads((tmp_path / "target" / "config.json").read_text())["dtype"]
+
+
+def test_one_file_a_value_holds_the_dense_value(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    FORMS["bnb-nf4"].write(tmp_path / "source")
+    plain = FORMS["bnb-nf4"].plain(tmp_path / "source").state_dict()
+
+    convert_checkpoint(tmp_path / "source", tmp_path / "target", to_offload_folder=True, dequantize=True)
+
+    found = offload.load_file(tmp_path / "target")
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(value, offload.materialize(found[key])) for key, value in plain.items())
+
+
+# Arguments: those of the command line, and how many files are put in place before the process is killed.
+KILLED = """
+    import os, signal, sys
+    from offload import cli
+
+    left = int(sys.argv[-1])
+
+    def killing(put):
+        def counted(source, target, **options):
+            global left
+            put(source, target, **options)
+            left -= str(target).endswith(".safetensors")
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return counted
+
+    os.replace, os.link = killing(os.replace), killing(os.link)
+    cli.main(sys.argv[1:-1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [("fp8-llama", "safetensors"), ("bnb-nf4", "safetensors"), ("gguf-q4_k_m", "safetensors"), ("bnb-nf4", "offload")],
+)
+def test_after_a_kill_the_rest_is_dequantized(
+    name: str, to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is whole is not made again; no other run goes on with it, and nothing else is left in the end."""
+    form, source, target = FORMS[name], tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    form.write(source)
+    taken = str(source / form.options.get("gguf_file", ""))
+    words = ["convert", taken, str(target), "--dequantize", "--max-shard-size", "60KB", "--to", to]
+
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED), *words, "3"], capture_output=True, check=False
+    )
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "target.partial").glob("*.safetensors")}
+    others = [cli.main(words), cli.main([*words, "--resume", "--dtype", "float16"])]
+    said = capsys.readouterr().err
+    assert 0 == cli.main([*words, "--resume"])
+
+    assert -signal.SIGKILL == killed.returncode, killed.stderr
+    assert 3 == len(done)
+    assert [1, 1] == others
+    assert "holds a run that was not finished" in said
+    assert "holds a run with another dtype" in said
+    assert list(done.values()) == [(target / path.name).stat().st_mtime_ns for path in done]
+    assert {"source", "target"} == {path.name for path in tmp_path.iterdir()}
+    assert [] == [path.name for path in target.iterdir() if path.name.startswith(".")]
+    assert len(list(target.glob("*.safetensors"))) > 4
+    convert_checkpoint(taken, tmp_path / "at once", max_shard_size="60KB", dequantize=True)
+    expected, found = (offload.load_file(folder) for folder in (tmp_path / "at once", target))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key].materialize(), value.materialize()) for key, value in found.items())
+    if to == "safetensors":
+        assert torch.equal(outcome(form.plain(source)).logits, outcome(loaded()(target)).logits)
+
+
+def test_a_run_does_not_go_on_with_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    FORMS["fp8-llama"].write(source)
+    words = ["convert", str(source), str(target), "--dequantize", "--max-shard-size", "60KB"]
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), *words, "3"], check=False)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
+
+    assert -signal.SIGKILL == killed.returncode
+    assert 1 == cli.main([*words, "--resume"])
+    assert "holds a run with another source" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_only_a_run_that_dequantizes_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FORMS["llama"].write(tmp_path)
+
+    assert 1 == cli.main(["convert", str(tmp_path), str(tmp_path / "target"), "--resume"])
+
+    assert "only a run that dequantizes is gone on with" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(None, "is not quantized"), ("torchao-int8", "for kernels of their own .*torchao")]
+)
+def test_what_is_not_decoded_is_refused(name: str | None, words: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    (written("llama") if name is None else FORMS[name].write)(source)
+
+    with pytest.raises(CheckpointError, match=words):
+        convert_checkpoint(source, target, dequantize=True)
+
+    assert not target.exists()

@@ -1,0 +1,180 @@
+"""A checkpoint in FP8 or GGUF that does not fit itself is refused when it is loaded: tensor and file are named."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import offload
+from offload.errors import CheckpointError, CorruptFileError
+from tests.checkpoints.forms import FORMS
+
+Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
+LAYER = "model.layers.1.self_attn.q_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+def cut(change: Callable[[torch.Tensor], torch.Tensor], name: str = "_scale_inv") -> Callable[[str], Change]:
+    return lambda layer: lambda values, _: values.update({f"{layer}{name}": change(values[f"{layer}{name}"])})
+
+
+BAD: dict[str, tuple[Callable[[str], Change], str]] = {
+    "no scales": (lambda layer: lambda values, _: values.pop(f"{layer}_scale_inv"), "is missing"),
+    "more rows of scales": (cut(lambda scale: torch.cat([scale, scale])), "do not cover it"),
+    "more columns of scales": (cut(lambda scale: torch.cat([scale, scale], 1)), "do not cover it"),
+    "a stack of scales": (cut(lambda scale: scale.expand(2, -1, -1).clone()), "do not cover it"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("form", "layer"), [("fp8-llama", LAYER), ("fp8-qwen3_moe", EXPERT)])
+def test_fp8_that_does_not_fit_is_refused(bad: str, form: str, layer: str, tmp_path: Path) -> None:
+    FORMS[form].write(tmp_path)
+    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    values, config = load_file(file), json.loads(settings.read_text())
+    spoil, words = BAD[bad]
+    spoil(layer)(values, config["quantization_config"])
+    save_file(values, file, {"format": "pt"})
+    settings.write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match=words) as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+    assert layer in str(raised.value)
+
+
+def test_a_configuration_that_says_other_blocks_is_refused(tmp_path: Path) -> None:
+    FORMS["fp8-llama"].write(tmp_path)
+    settings = tmp_path / "config.json"
+    config = json.loads(settings.read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    settings.write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match=r"_proj.weight' in .*model\.safetensors .* do not cover it"):
+        offload.from_pretrained(tmp_path)
+
+
+def written_with(folder: Path, size: Any, change: Change = lambda values, _: None, form: str = "fp8-llama") -> Path:
+    """The file of a checkpoint whose configuration says this block size, after a change."""
+    FORMS[form].write(folder)
+    file, settings = folder / "model.safetensors", folder / "config.json"
+    values, config = load_file(file), json.loads(settings.read_text())
+    change(values, config["quantization_config"])
+    save_file(values, file, {"format": "pt"})
+    config["quantization_config"]["weight_block_size"] = size
+    settings.write_text(json.dumps(config))
+    return file
+
+
+def one_scale(*shape: int) -> Change:
+    """Each weight has a single scale of this shape."""
+    return lambda values, _: values.update(
+        {name: value.flatten()[0].reshape(shape).clone() for name, value in values.items() if "_scale_inv" in name}
+    )
+
+
+@pytest.mark.parametrize("size", [[64, 64], [64, 128], [128, 64], [1, 32], [128], [0, 128], [128, 128.5], "128"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_scale_for_more_than_a_block_is_refused(size: Any, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Each weight has 128 columns at least, and 128 rows, or 64 for keys and values."""
+    file = written_with(tmp_path, size, one_scale(*shape))
+
+    with pytest.raises(CheckpointError, match=r"_proj\.weight' in .*do not cover it") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("size", [None, [256, 256], [1024, 512]])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_scale_that_the_configuration_allows_is_used(
+    size: Any, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """For the whole weight: there are no blocks, or it is not larger than one."""
+    file = written_with(tmp_path, size, one_scale(*shape))
+    stored = load_file(file)
+
+    found = offload.from_pretrained(tmp_path).state_dict()
+
+    packed = [name for name in stored if f"{name}_scale_inv" in stored]
+    assert packed
+    for name in packed:
+        expected = (stored[name].float() * stored[f"{name}_scale_inv"]).to(found[name].dtype)
+        assert torch.equal(expected, found[name].materialize())
+
+
+def test_blocks_of_no_stated_size_that_are_not_equal_are_refused(tmp_path: Path) -> None:
+    """320 rows with three scales: blocks of 128, 120 or 107 would all do."""
+    file = written_with(tmp_path, None, form="fp8-part-block")
+
+    with pytest.raises(CheckpointError, match="no weight_block_size, and they do not divide it evenly") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+
+
+def test_a_packed_number_is_refused(tmp_path: Path) -> None:
+    def change(values: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        values[LAYER], values[f"{LAYER}_scale_inv"] = values[LAYER][0, 0].clone(), torch.tensor(1.0)
+
+    file = written_with(tmp_path, None, change)
+
+    with pytest.raises(CheckpointError, match="do not cover it") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+
+
+def test_experts_of_4_bits_with_other_blocks_are_refused(tmp_path: Path) -> None:
+    """A scale per row."""
+    name = f"{EXPERT}_scale_inv"
+
+    def change(values: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+        values[name] = values[name].view(torch.uint8)[:, :1].clone().view(values[name].dtype)
+
+    file = written_with(tmp_path, [128, 128], change, "fp8-fp4-experts")
+
+    with pytest.raises(CheckpointError, match=r"in blocks of \[1, 32\], they do not cover it") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(file) in str(raised.value)
+    assert EXPERT in str(raised.value)
+
+
+def _with_kind(stored: bytes, name: bytes, kind: int) -> bytes:
+    """A GGUF file that says another kind of a tensor: after its name, the number of its sides, and these."""
+    at = stored.index(name) + len(name)
+    (sides,) = struct.unpack_from("<I", stored, at)
+    at += 4 + 8 * sides
+    return stored[:at] + struct.pack("<I", kind) + stored[at + 4 :]
+
+
+@pytest.mark.parametrize("kind", [4, 99], ids=["one that was taken back", "one that never was"])
+def test_a_kind_of_blocks_that_is_not_known_is_refused(kind: int, tmp_path: Path) -> None:
+    FORMS["gguf-q8_0"].write(tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(_with_kind(file.read_bytes(), b"blk.0.attn_q.weight", kind))
+
+    with pytest.raises((CheckpointError, CorruptFileError)) as raised:
+        offload.from_pretrained(file)
+
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["gguf-q8_0", "gguf-q4_k_m"])
+@pytest.mark.parametrize("left", [-1, -100, -5000])
+def test_blocks_that_are_cut_off_are_refused(name: str, left: int, tmp_path: Path) -> None:
+    FORMS[name].write(tmp_path)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(file.read_bytes()[:left])
+
+    with pytest.raises(CorruptFileError, match=str(file)):
+        offload.from_pretrained(file)

@@ -1,0 +1,172 @@
+"""GPTQ and AWQ: each weight is scale x (integer - zero point), for any bits, and parts match the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import offload
+from offload import OffloadedTensor
+from offload.checkpoints.forms.decoding import unpacked
+from offload.errors import CheckpointError
+from tests.checkpoints.forms import _AWQ_ORDER, FORMS, _packed
+
+OUTPUTS, INPUTS, SIZE = 48, 96, 32
+
+
+def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """Integers packed from the lowest bits of a word."""
+    each = 32 // bits
+    parts = values.unflatten(dim, (-1, each)).to(torch.int64)
+    words = sum(parts.select(dim + 1, place) << (bits * place) for place in range(each))
+    return words.to(torch.int32)  # type: ignore[union-attr]
+
+
+def _opened(folder: Path, pieces: dict[str, torch.Tensor], config: dict[str, Any]) -> OffloadedTensor:
+    save_file({f"w.{key}": piece.contiguous() for key, piece in pieces.items()}, folder / "w.safetensors")
+    dense = unpacked(offload.load_file(folder / "w.safetensors"), config)
+    assert dense is not None
+    assert ["w.weight"] == list(dense)
+    return dense["w.weight"]
+
+
+def _gptq(
+    folder: Path, bits: int = 4, *, version: str = "gptq", mixed: bool = False, dtype: torch.dtype = torch.float16
+) -> tuple[torch.Tensor, OffloadedTensor]:
+    """A weight, and the one decoded from its packed file."""
+    generator = torch.Generator().manual_seed(bits)
+    groups = torch.arange(INPUTS) // SIZE
+    if mixed:
+        groups = groups[torch.randperm(INPUTS, generator=generator)]
+    integers = torch.randint(0, 2**bits, (INPUTS, OUTPUTS), generator=generator)
+    zeros = torch.randint(0, 2**bits, (INPUTS // SIZE, OUTPUTS), generator=generator)
+    scales = torch.rand(INPUTS // SIZE, OUTPUTS, generator=generator).to(dtype)
+    stored = zeros if version == "gptq_v2" else (zeros - 1) % 2**bits
+    packed = {"qweight": _words(integers, 0, bits), "qzeros": _words(stored, 1, bits), "scales": scales}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": SIZE, "checkpoint_format": version}
+    expected = (scales[groups] * (integers - zeros[groups]).to(dtype)).T.contiguous()
+    return expected, _opened(folder, {**packed, "g_idx": groups.to(torch.int32)}, config)
+
+
+def _awq(folder: Path) -> tuple[torch.Tensor, OffloadedTensor]:
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.arange(INPUTS) // SIZE
+    integers = torch.randint(0, 16, (INPUTS, OUTPUTS), generator=generator)
+    zeros = torch.randint(0, 16, (INPUTS // SIZE, OUTPUTS), generator=generator)
+    scales = torch.rand(INPUTS // SIZE, OUTPUTS, generator=generator).half()
+    pieces = {"qweight": _packed(integers, 1, _AWQ_ORDER), "qzeros": _packed(zeros, 1, _AWQ_ORDER), "scales": scales}
+    expected = (scales[groups] * (integers - zeros[groups]).half()).T.contiguous()
+    return expected, _opened(folder, pieces, {"quant_method": "awq", "bits": 4, "group_size": SIZE, "version": "gemm"})
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gptq_of_any_bits_version_and_order(bits: int, version: str, mixed: bool, tmp_path: Path) -> None:
+    expected, found = _gptq(tmp_path, bits, version=version, mixed=mixed)
+
+    assert (expected.dtype, expected.stride()) == (found.dtype, found.stride())
+    assert torch.equal(expected, found.materialize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gptq_is_computed_in_the_dtype_of_its_scales(dtype: torch.dtype, tmp_path: Path) -> None:
+    expected, found = _gptq(tmp_path, dtype=dtype)
+
+    assert torch.equal(expected, found.materialize())
+
+
+def test_awq(tmp_path: Path) -> None:
+    expected, found = _awq(tmp_path)
+
+    assert (expected.dtype, expected.stride()) == (found.dtype, found.stride())
+    assert torch.equal(expected, found.materialize())
+
+
+@pytest.mark.parametrize("form", [_gptq, _awq])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda value: value[3],
+        lambda value: value[5:21],
+        lambda value: value[:, 40:50],
+        lambda value: value[7, 3:9],
+        lambda value: value.t()[11],
+        lambda value: value.view(-1)[100:3000],
+        lambda value: value[torch.tensor([40, 2, 2])],
+    ],
+)
+def test_a_part_is_that_of_the_whole(form: Any, cut: Any, tmp_path: Path) -> None:
+    expected, found = form(tmp_path)
+
+    assert torch.equal(cut(expected), offload.materialize(cut(found)))
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "config", "said"),
+    [
+        ("gptq", {"qzeros": None}, {}, "qzeros' is missing"),
+        ("gptq", {"qweight": None}, {}, "qweight' is missing"),
+        ("gptq", {"g_idx": torch.zeros(5, dtype=torch.int32)}, {}, "g_idx should name the group"),
+        ("gptq", {"scales": torch.ones(3, 128)}, {}, "do not make 3"),
+        ("gptq", {"qzeros": torch.zeros(4, 8, dtype=torch.int32)}, {}, "does not make"),
+        ("gptq", {"qweight": torch.zeros(16, 128, dtype=torch.int64)}, {}, "matrices of int32"),
+        ("gptq", {}, {"bits": 8}, "do not make 8"),
+        ("gptq", {}, {"group_size": 64}, "in groups of 64"),
+        ("gptq", {}, {"bits": 3}, "weights of 3 bits"),
+        ("gptq", {}, {"checkpoint_format": "marlin"}, "'marlin'"),
+        ("awq", {"scales": None}, {}, "scales' is missing"),
+        ("awq", {"qweight": torch.zeros(128, 5, dtype=torch.int32)}, {}, "does not make"),
+        ("awq", {}, {"version": "gemv"}, "'gemv'"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_told_at_load(
+    form: str, change: dict[str, torch.Tensor | None], config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """A piece is missing, or its shape contradicts the others or the configuration."""
+    import json
+
+    FORMS[form].write(tmp_path)
+    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    changed = {f"model.layers.1.self_attn.q_proj.{piece}": value for piece, value in change.items()}
+    entries = {**load_file(file), **changed}
+    save_file({name: value for name, value in entries.items() if value is not None}, file, metadata={"format": "pt"})
+    old = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**old, "quantization_config": {**old["quantization_config"], **config}}))
+
+    with pytest.raises(CheckpointError, match=said) as raised:
+        offload.from_pretrained(tmp_path)
+
+    if change:
+        assert "layers.1.self_attn.q_proj" in str(raised.value)
+        assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["aqlm", "auto-round", "eetq", "hqq", "quanto", "quark", "spqr", "vptq", "modelopt"])
+def test_a_form_that_is_not_decoded_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    """Before anything is loaded, so that forward does not fail."""
+    import json
+
+    FORMS["llama"].write(tmp_path)
+    settings = tmp_path / "config.json"
+    config = {**json.loads(settings.read_text()), "quantization_config": {"quant_method": method, "bits": 4}}
+    settings.write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match=f"packed by '{method}'") as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_rows_that_share_a_scale_each(tmp_path: Path) -> None:
+    """As in FBGEMM."""
+    weight, scales = torch.randn(6, 8).to(torch.float8_e4m3fn), torch.rand(6, 1)
+    save_file({"w.weight": weight, "w.weight_scale": scales}, tmp_path / "w.safetensors")
+    dense = unpacked(offload.load_file(tmp_path / "w.safetensors"), {"quant_method": "fbgemm_fp8"})
+
+    assert dense is not None
+    assert torch.equal(weight.float() * scales, dense["w.weight"].materialize())

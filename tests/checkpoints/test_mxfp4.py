@@ -1,0 +1,111 @@
+"""Experts in MXFP4: bit-identical to transformers' decoding, and parts are decoded from their own blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import offload
+from offload import OffloadedTensor
+from offload.checkpoints.forms.decoding import unpacked
+from offload.errors import CheckpointError
+from tests.checkpoints.forms import FORMS
+
+CONFIG = {"quant_method": "mxfp4"}
+EXPERTS, OUTPUTS, BLOCKS = 3, 10, 7  # seven blocks of 32 inputs: more than are read at once, and not a multiple
+
+
+def _packed() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (EXPERTS, OUTPUTS, BLOCKS, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 255, (EXPERTS, OUTPUTS, BLOCKS), dtype=torch.uint8, generator=generator)
+    return {"e.down_proj_blocks": blocks, "e.down_proj_scales": scales, "e.down_proj_bias": torch.ones(3, 2)}
+
+
+def _both(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, OffloadedTensor]:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    packed = _packed()
+    save_file(packed, folder / "experts.safetensors")
+    blocks, scales = packed["e.down_proj_blocks"], packed["e.down_proj_scales"]
+    dense = unpacked(offload.load_file(folder / "experts.safetensors"), CONFIG)
+    assert dense is not None
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype), dense["e.down_proj"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_the_numbers_are_those_of_transformers_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Even the smallest exponents, and numbers outside the dtype's range."""
+    expected, found = _both(tmp_path, dtype)
+
+    assert (EXPERTS, BLOCKS * 32, OUTPUTS) == found.shape
+    assert expected.stride() == found.stride()
+    assert torch.equal(_bits(expected), _bits(found.materialize().to(dtype)))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda value: value[1],
+        lambda value: value[1:],
+        lambda value: value[2, 100],
+        lambda value: value[2, 100:131],
+        lambda value: value[1, :, 3:5],
+        lambda value: value[:, 5],
+        lambda value: value.view(-1, OUTPUTS)[200:460],
+        lambda value: value.view(-1)[333:2500],
+        lambda value: value.transpose(1, 2)[0],
+        lambda value: value[torch.tensor([2, 0])],
+    ],
+)
+def test_a_part_is_that_of_the_whole(cut: Any, tmp_path: Path) -> None:
+    expected, found = _both(tmp_path, torch.float32)
+
+    assert torch.equal(cut(expected), offload.materialize(cut(found)))
+
+
+def test_other_tensors_are_referenced(tmp_path: Path) -> None:
+    save_file(_packed(), tmp_path / "experts.safetensors")
+    dense = unpacked(offload.load_file(tmp_path / "experts.safetensors"), CONFIG)
+
+    assert dense is not None
+    assert {"e.down_proj", "e.down_proj_bias"} == set(dense)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model.layers.0.mlp.experts.down_proj_scales": None}, "down_proj_scales' is missing"),
+        ({"model.layers.0.mlp.experts.down_proj_blocks": None}, "down_proj_blocks' is missing"),
+        (
+            {"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(4, 128, 7, dtype=torch.uint8)},
+            "a scale for each",
+        ),
+        ({"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(4, 128, 8)}, "should be bytes"),
+        ({"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(4, 128, 8, 15, dtype=torch.uint8)}, "down_proj"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_told_at_load(
+    change: dict[str, torch.Tensor | None], named: str, tmp_path: Path
+) -> None:
+    """The error names the tensor and its file."""
+    from safetensors.torch import load_file
+
+    FORMS["mxfp4-gpt_oss"].write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    entries = {**load_file(file), **change}
+    save_file({name: value for name, value in entries.items() if value is not None}, file, metadata={"format": "pt"})
+
+    with pytest.raises(CheckpointError, match=named) as raised:
+        offload.from_pretrained(tmp_path)
+
+    assert "layers.0.mlp.experts.down_proj" in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.int32 if value.itemsize == 4 else torch.int16)

@@ -1,0 +1,272 @@
+"""Deferred tensors: recorded ops give the same results as torch on plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import contents
+from safetensors.torch import load_file, save_file
+
+import offload
+from offload.errors import ForeignFileError, WriteError
+from offload.models.values import source_of, values_of
+from offload.tensor.deferred import DeferredTensor, deferred
+from offload.tensor.recipes import Joined
+from offload.tensor.saved import files_of
+
+EXPERTS, INNER, WIDTH = 4, 6, 5
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def plain() -> Tensors:
+    torch.manual_seed(0)
+    return {f"{name}{expert}": torch.randn(INNER, WIDTH) for expert in range(EXPERTS) for name in ("gate", "up")}
+
+
+@pytest.fixture
+def file(tmp_path: Path, plain: Tensors) -> Path:
+    save_file(plain, tmp_path / "checkpoint.safetensors")
+    return tmp_path / "checkpoint.safetensors"
+
+
+@pytest.fixture
+def waiting(file: Path) -> Tensors:
+    return {name: deferred(tensor) for name, tensor in offload.load_file(file).items()}
+
+
+def fused(tensors: Tensors) -> torch.Tensor:
+    gate = torch.stack([tensors[f"gate{expert}"] for expert in range(EXPERTS)], dim=0)
+    up = torch.stack([tensors[f"up{expert}"] for expert in range(EXPERTS)], dim=0)
+    return torch.cat([gate, up], dim=1)  # (experts, 2 * inner, width)
+
+
+RECORDED: dict[str, Callable[[Tensors], torch.Tensor]] = {
+    "as it is": lambda t: t["gate0"],
+    "all of it": lambda t: t["gate0"][...].to(device="cpu", dtype=torch.float32),
+    "cast": lambda t: t["gate0"].to(torch.bfloat16),
+    "cast twice": lambda t: t["gate0"].to(torch.bfloat16).to(torch.float32),
+    "fused": fused,
+    "fused and cast": lambda t: fused({name: tensor.to(torch.float16) for name, tensor in t.items()}),
+    "stacked at the end": lambda t: torch.stack([t["gate0"], t["up0"]], dim=-1),
+    "joined at the end": lambda t: torch.cat([t["gate0"], t["up0"]], dim=-1),
+    "widened and back": lambda t: t["gate0"].double().float(),
+    "some columns": lambda t: t["gate0"][:, 1:3],
+    "every other row": lambda t: t["gate0"][::2],
+    "a diagonal": lambda t: t["gate0"].diagonal(),
+    "transposed": lambda t: t["gate0"].t(),
+    "transposed and copied": lambda t: fused(t).transpose(1, 2).contiguous(),
+    "a chunk": lambda t: t["gate0"].chunk(2)[1].contiguous(),
+    "fused and taken apart": lambda t: fused(t).chunk(2, dim=1)[1].contiguous().chunk(EXPERTS, dim=0)[2].squeeze(0),
+    "reshaped": lambda t: fused(t).transpose(0, 1).reshape(-1, WIDTH),
+    "viewed with other sizes": lambda t: t["gate0"].view(3, 2, WIDTH).transpose(0, 1).reshape(INNER, WIDTH),
+    "cut after a cast": lambda t: t["gate0"].to(torch.float64).view(-1)[3:7],
+    "made contiguous and viewed": lambda t: t["gate0"].t().contiguous().view(-1)[1:],
+    "cast and viewed as integers": lambda t: t["gate0"].to(torch.bfloat16).view(torch.int16),
+    "of another dtype": lambda t: torch.cat([t["gate0"], t["up0"].double()]),
+    "with a plain one": lambda t: torch.cat([t["gate0"], torch.ones(1, WIDTH)]),
+    "with nothing": lambda t: torch.cat([t["gate0"], torch.empty(0)]),
+    "nothing": lambda t: torch.cat([t["gate0"][:0], t["up0"][:0]]),
+    "a number": lambda t: t["gate0"][1, 2],
+    "a parameter": lambda t: torch.nn.Parameter(fused(t)).detach(),
+    "padded by nothing": lambda t: torch.nn.functional.pad(fused(t), (0, 0)),
+    "padded": lambda t: torch.nn.functional.pad(fused(t), (1, 2), value=3.0),
+    "zeros of its shape": lambda t: torch.zeros_like(t["gate0"].t()),
+    "ones of its shape": lambda t: torch.ones_like(fused(t), dtype=torch.float64),
+    "computed": lambda t: torch.as_tensor((t["gate0"] * 2 + t["up0"]).sum(0)),
+}
+
+
+@pytest.mark.parametrize("made", RECORDED.values(), ids=RECORDED.keys())
+@torch.no_grad()
+def test_what_is_recorded_is_what_torch_gives(
+    made: Callable[[Tensors], torch.Tensor], plain: Tensors, waiting: Tensors
+) -> None:
+    expected = made(plain)
+
+    result = made(waiting)
+
+    assert (expected.shape, expected.dtype) == (result.shape, result.dtype)
+    if isinstance(result, DeferredTensor):
+        assert expected.is_contiguous() == result.is_contiguous()
+        stored = result.stored("result")
+        assert offload.is_offloaded(stored)
+        assert torch.equal(expected, stored.materialize())
+        assert torch.equal(expected, result.materialize())
+        assert torch.equal(expected, result.alone())
+    else:
+        assert torch.equal(expected, result)
+
+
+def test_a_stored_value_as_it_is_stays_where_it_is(waiting: Tensors, file: Path) -> None:
+    before = contents(file.parent)
+
+    stored = waiting["gate0"][...].detach().stored("another name", file.parent)  # type: ignore[attr-defined]
+
+    assert file == stored.offload_path
+    assert before == contents(file.parent)
+
+
+def test_what_is_put_together_writes_nothing(waiting: Tensors, plain: Tensors, file: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+
+    stored = fused(waiting).stored("experts.gate_up", tmp_path / "offload")  # type: ignore[attr-defined]
+
+    assert torch.equal(fused(plain), stored.materialize())
+    assert (file, "experts.gate_up") == (stored.offload_path, stored.name)
+    assert before == contents(tmp_path)
+
+
+@torch.no_grad()
+def test_what_was_put_together_has_its_name_and_folder_once_it_is_written_to(
+    waiting: Tensors, plain: Tensors, tmp_path: Path
+) -> None:
+    folder, expected = tmp_path / "offload", fused(plain)
+    stored = fused(waiting).stored("experts.gate_up", folder)  # type: ignore[attr-defined]
+
+    for tensor in (stored, expected):
+        tensor[2, 3] = 7
+
+    assert ["experts.gate_up.safetensors"] == [path.name for path in folder.iterdir()]
+    assert folder / "experts.gate_up.safetensors" == stored.offload_path
+    assert torch.equal(expected, load_file(stored.offload_path)["experts.gate_up"])
+    assert torch.equal(fused(plain), fused(waiting).stored("another").materialize())  # type: ignore[attr-defined]
+
+
+def test_a_part_of_a_value_gets_a_file_of_its_own_at_its_first_write(
+    waiting: Tensors, plain: Tensors, file: Path
+) -> None:
+    stored = waiting["gate0"].chunk(2)[1].stored("half")  # type: ignore[attr-defined]
+
+    assert file == stored.offload_path
+    stored.update_values(stored.materialize() + 1)
+    assert file != stored.offload_path
+    assert torch.equal(plain["gate0"].chunk(2)[1] + 1, stored.materialize())
+    assert torch.equal(plain["gate0"], load_file(file)["gate0"])
+
+
+@pytest.mark.parametrize("block", [4, 8, 20, 100, 300, 1000])
+@torch.no_grad()
+def test_blocks_are_smaller_than_the_value(
+    monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors, block: int
+) -> None:
+    """Even if a row is larger than a block, or parts begin inside one."""
+    monkeypatch.setattr("offload.tensor.recipes._WRITTEN", block)
+
+    for make in (RECORDED["fused and cast"], RECORDED["joined at the end"], RECORDED["transposed and copied"]):
+        expected, stored = make(plain), make(waiting).stored("value")  # type: ignore[attr-defined]
+        for tensor in (expected, stored):
+            tensor[0, 0] = 1
+        assert torch.equal(expected, stored.materialize())
+
+
+def test_big_results_are_on_disk_again(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, plain: Tensors) -> None:
+    monkeypatch.setattr("offload.tensor.deferred._BIG", 64)
+
+    doubled = waiting["gate0"] * 2
+
+    assert isinstance(doubled, DeferredTensor)
+    assert torch.equal(plain["gate0"] * 2, doubled.stored("doubled").materialize())
+
+
+@pytest.mark.parametrize("name", ["padded by nothing", "zeros of its shape", "ones of its shape"])
+def test_what_needs_no_numbers_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, waiting: Tensors, private_place: Path, name: str
+) -> None:
+    monkeypatch.setattr("offload.tensor.deferred._BIG", 0)
+
+    result = RECORDED[name](waiting)
+
+    assert {} == contents(private_place)
+    assert isinstance(result, DeferredTensor) == name.startswith("padded")
+
+
+def test_another_device_ends_the_waiting(waiting: Tensors, plain: Tensors) -> None:
+    assert "meta" == fused(waiting).to("meta").device.type
+    assert fused(plain).shape == fused(waiting).to("meta").shape
+
+
+def test_a_failure_half_way_leaves_no_file(monkeypatch: pytest.MonkeyPatch, waiting: Tensors, tmp_path: Path) -> None:
+    folder, real = tmp_path / "offload", Joined._in_box
+    stored = RECORDED["fused and cast"](waiting).stored("experts", folder)  # type: ignore[attr-defined]
+    expected, calls = stored.materialize(), []
+
+    def full(*args: object) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("offload.tensor.recipes._WRITTEN", 100)
+    monkeypatch.setattr(Joined, "_in_box", full)
+
+    with pytest.raises(WriteError, match="No space left"), torch.no_grad():
+        stored.zero_()
+
+    monkeypatch.undo()
+    assert [] == list(folder.iterdir())
+    assert torch.equal(expected, stored.materialize())
+
+
+def test_what_is_widened_and_narrowed_again_stays_where_it_is(tmp_path: Path) -> None:
+    """A checkpoint with several dtypes is converted through the widest of them."""
+    save_file({"w": torch.randn(3, 4).bfloat16()}, tmp_path / "w.safetensors")
+    tensor = deferred(offload.load_file(tmp_path / "w.safetensors")["w"])
+
+    there_and_back = tensor.float().to(torch.bfloat16)
+
+    assert tmp_path / "w.safetensors" == there_and_back.stored("w").offload_path  # type: ignore[attr-defined]
+
+
+def test_a_plain_part_is_as_it_was_when_it_was_joined(waiting: Tensors, plain: Tensors) -> None:
+    ones = torch.ones(1, WIDTH)
+
+    joined = torch.cat([waiting["gate0"], ones])
+    ones.zero_()
+
+    assert torch.equal(torch.cat([plain["gate0"], torch.ones(1, WIDTH)]), joined.stored("x").materialize())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dim", [3, -4])
+def test_a_dimension_that_is_not_there_is_an_error(waiting: Tensors, dim: int) -> None:
+    for join in (torch.stack, torch.cat):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            join([waiting["gate0"], waiting["up0"]], dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_of_a_file_of_ours_replaces_it_in_its_own_folder(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = torch.randn(3, 4)
+    offload.OffloadedTensor.from_original_tensor(value, "w", tmp_path)
+    opened = offload.load_file(tmp_path, offload_dir=tmp_path)["w"]
+
+    stored = deferred(opened).to(dtype).stored("w", tmp_path)  # type: ignore[attr-defined]
+
+    assert ["w.safetensors"] == [path.name for path in tmp_path.iterdir()]
+    assert torch.equal(value.to(dtype), stored.materialize())
+    assert torch.equal(value.to(dtype), load_file(tmp_path / "w.safetensors")["w"])
+
+
+def test_a_recipe_over_two_files_names_both(tmp_path: Path) -> None:
+    """Saving over either is refused, a run records the state of both, and an error names the missing one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        offload.save_checkpoint({"w": torch.ones(2, 3)}, folder)
+    parts = [deferred(offload.load_file(folder)["w"]) for folder in (first, second)]
+    joined = torch.cat(parts).stored("joined")
+    files = [folder / "model.safetensors" for folder in (first, second)]
+
+    slots = {"joined": joined}
+    noted = source_of(values_of(slots)[0])
+    for folder in (first, second):
+        with pytest.raises(ForeignFileError, match=f"'joined' refers to {folder}"):
+            offload.save_checkpoint(slots, folder)
+    files[1].unlink()
+
+    assert files == files_of(joined)
+    assert noted is not None
+    assert 2 == noted.count("model.safetensors (")
+    assert str(files[1]) in repr(joined)
