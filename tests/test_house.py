@@ -304,6 +304,52 @@ def test_a_module_has_at_most_some_700_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG.get(dotted(path), 700)
 
 
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / "tutorials").rglob("*.md"),
+]
+WIDTH = 120  # columns of a line of prose
+
+
+def wide_lines(text: str) -> Iterator[int]:
+    """The lines of a page that are too wide, without those of front matter, code, tables and HTML."""
+    fence = "---" if text.startswith("---\n") else ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        if fence:
+            fence = "" if number > 1 and word == fence else fence
+        elif word.startswith("```"):
+            fence = re.match("`+", word)[0]
+        elif len(line) > WIDTH and not word.startswith(("|", "<")):
+            yield number
+
+
+@pytest.mark.parametrize("path", sorted(PAGES), ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_of_a_page_have_at_most_120_columns(path):
+    assert [] == list(wide_lines(path.read_text(encoding="utf-8")))
+
+
+def test_the_finder_finds_wide_lines():
+    wide = "a" * 121
+    lines = [
+        "---",
+        wide,
+        "---",
+        "a" * 120,
+        wide,
+        "| " + wide,
+        "<p " + wide,
+        "````md",
+        wide,
+        "```",
+        wide,
+        "````",
+        "- " + wide,
+    ]
+
+    assert [5, 13] == list(wide_lines("\n".join(lines)))
+
+
 @pytest.mark.parametrize("path", [path for path in MODULES if room(dotted(path)) != "tensor"], ids=dotted)
 def test_only_the_tensor_wing_looks_into_a_tensor(path):
     """`is_offloaded(x)`, `handle_of(x)`, `target_of(x)`: only the class inlines them, where ops are waiting."""

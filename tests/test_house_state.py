@@ -199,11 +199,11 @@ def ghosts(package: Path) -> Iterator[str]:
                     yield f"{wing.parent.name}: {name}"
 
 
-def test_no_empty_package_folder_is_left():
+def test_every_folder_and_table_entry_has_a_module():
     assert [] == list(ghosts(PACKAGE))
 
 
-def test_the_finder_finds_empty_package_folders(tmp_path):
+def test_the_finder_finds_folders_and_entries_without_a_module(tmp_path):
     for name in ("full", "empty/__pycache__"):
         (tmp_path / "offload" / name).mkdir(parents=True)
     (tmp_path / "offload" / "__init__.py").touch()
