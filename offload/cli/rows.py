@@ -18,7 +18,6 @@ from offload.errors import ArgumentError, OffloadError
 if TYPE_CHECKING:
     from offload.cache.table import TensorCache
 
-_EXPORTS = ("safetensors", "parquet", "npy")
 _STEP = 1024  # rows checked at a time
 
 
@@ -26,8 +25,8 @@ def add_to(commands: Any) -> None:
     """Add these commands to a parser."""
     import shtab
 
-    about = "What a cache of rows holds, whether it is whole, and as files of other kinds."
-    group = commands.add_parser("cache", help="look at a cache of rows, or export it", description=about)
+    about = "What a cache of rows holds, whether it is whole, and as one file."
+    group = commands.add_parser("cache", help="look at a cache of rows, or write it to one file", description=about)
     kinds = group.add_subparsers(required=True, metavar="COMMAND")
     made = {}
     for name, act in {"info": info, "verify": verify, "export": export}.items():
@@ -39,8 +38,7 @@ def add_to(commands: Any) -> None:
         made[name].set_defaults(run=act)
     allow_json(made["info"], made["verify"])
     command = made["export"]
-    command.add_argument("target", type=arguments.path, help="the new file; for npy a folder, with a file per column")
-    command.add_argument("--to", choices=_EXPORTS, help="the format (default: by the target's suffix)")
+    command.add_argument("target", type=arguments.path, help="the new file, with the suffix .safetensors or .pt")
     command.add_argument("--columns", nargs="+", metavar="NAME", help="which columns (default: all)")
 
 
@@ -108,14 +106,16 @@ def _first(cache: TensorCache, name: str, start: int, end: int) -> dict[str, Any
 
 
 def export(options: argparse.Namespace) -> None:
-    """Write a cache of rows as safetensors, Parquet or .npy files."""
-    from offload.integrations.export import export as exported
+    """Write a cache of rows to one file of safetensors or of torch.save."""
+    from offload.cache.archive import SUFFIXES
 
-    form = options.to or options.target.suffix.removeprefix(".") or "npy"
-    if form not in _EXPORTS:
-        raise ArgumentError(f"{options.target}: give --to, as its suffix names no format: {', '.join(_EXPORTS)}")
+    if options.target.suffix not in (suffixes := (".safetensors", *SUFFIXES)):
+        raise ArgumentError(
+            f"{options.target}: give the new file one of the suffixes {', '.join(suffixes)}. Parquet and .npy are "
+            "on the page 'Rows for other tools'"
+        )
     cache = _opened(options.path)
-    exported(cache, options.target, form, options.columns)
+    cache.to_disk(options.target, options.columns)
     held = f"{counted(len(cache), 'row')}, {counted(len(options.columns or cache.schema), 'column')}"
     print(f"{options.target}: written ({held})")
 

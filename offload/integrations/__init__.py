@@ -7,9 +7,9 @@
 | `keys_values` | `kv_cache`: keys and values of a transformers model, on disk |
 | `peft` | `merge_lora`, and adapters over values on disk |
 | `compressed_tensors` | quantizing a checkpoint to 8 or 4 bits, from file to file |
-| `torchao` `export` | `quantize_`; a cache written in the formats of others |
+| `torchao` | `quantize_` |
 | `rows` | `cache_from`: rows from other sources into a cache |
-| `numpy` `hdf5` `arrow` `parquet` | sources and formats of rows |
+| `numpy` `hdf5` `arrow` | sources of rows |
 | `tensordict` | reading and writing folders of `TensorDict.memmap` |
 | `log` | the logger of this package |
 """

@@ -9,7 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from offload.cache.incoming import PRESENT, Batch, Field, Incoming
 from offload.errors import CacheError
 from offload.integrations.numpy import chosen
 
-IS_JSON = {b"offload": b"json"}  # marks a text column that we wrote
 _MOST_ROWS = 4096
 _BATCH = 8 << 20  # bytes
 _BUFFER = 1 << 20  # bytes per read of a Parquet column
@@ -138,8 +136,7 @@ def _rows_at_once(nbytes: int) -> int:
 
 def _rows(schema: Any, names: Collection[str], nulls: Collection[str], batches: Iterable[Any], place: str) -> Incoming:
     fields = {name: _field(name, schema.field(name).type, name in nulls, place) for name in names}
-    texts = {name for name in names if (schema.field(name).metadata or {}).items() >= IS_JSON.items()}
-    return Incoming(fields, (_batch(batch, fields, texts, place) for batch in batches))
+    return Incoming(fields, (_batch(batch, fields, place) for batch in batches))
 
 
 # Types
@@ -197,7 +194,7 @@ def _is_json(kind: Any) -> bool:
 # Values
 
 
-def _batch(batch: Any, fields: dict[str, Field], texts: Collection[str], place: str) -> Batch:
+def _batch(batch: Any, fields: dict[str, Field], place: str) -> Batch:
     _refuse_malformed(batch, place, full=True)
     found: Batch = {}
     for name, field in fields.items():
@@ -207,8 +204,7 @@ def _batch(batch: Any, fields: dict[str, Field], texts: Collection[str], place: 
         elif field.is_tensor:
             found[name] = _ragged(name, array, field, place) if field.is_ragged else _dense(name, array, field, place)
         else:
-            values = array.to_pylist()
-            found[name] = [value and json.loads(value) for value in values] if name in texts else values
+            found[name] = array.to_pylist()
         if field.marks_missing:
             found[name + PRESENT] = _present(array)
     return found

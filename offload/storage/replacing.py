@@ -110,16 +110,6 @@ def replacing_all(paths: Sequence[Path], size: int) -> Iterator[dict[Path, Path]
     sync_folder(last.parent)
 
 
-def refuse_there(path: Path, what: str = "file") -> None:
-    """
-    Raises:
-        ForeignFileError: something is there, if only a dangling symlink.
-        ReadError
-    """
-    if is_there(path):
-        raise ForeignFileError(f"{path} is there already, and is left as it is: name another {what}")
-
-
 def refuse_filled(path: Path) -> None:
     """
     Raises:

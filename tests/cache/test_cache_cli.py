@@ -1,4 +1,4 @@
-"""`offload cache`: what a cache contains, whether it is complete, and exporting it."""
+"""`offload cache`: what a cache contains, whether it is complete, and writing it to one file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from offload import TensorCache, cli
-from offload.integrations import cache_from
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -123,72 +121,44 @@ def test_nothing_there_is_told(tmp_path: Path, capsys: Capsys) -> None:
 # Export
 
 
-def test_export_to_parquet_and_back(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pyarrow")
-    monkeypatch.setattr("offload.cache.incoming._BATCH", 5000)  # bytes
-    before = TensorCache.open(folder)[:]
+@pytest.mark.parametrize("name", ["made/x.safetensors", "x.pt"])
+def test_export_writes_the_columns_to_one_file(tmp_path: Path, folder: Path, capsys: Capsys, name: str) -> None:
+    rows, target = TensorCache.open(folder)[:], tmp_path / name
 
-    assert 0 == cli.main(["cache", "export", str(folder), str(tmp_path / "made" / "rows.parquet")])
+    assert 0 == cli.main(["cache", "export", str(folder), str(target), "--columns", "hidden", "id"])
 
-    after = cache_from(tmp_path / "made" / "rows.parquet")[:]
-    assert set(before) <= set(after)
-    assert after["raw"] == before["raw"]
-    assert after["chat"] == before["chat"]
-    assert [row.tolist() for row in before["tokens"]] == [row.tolist() for row in after["tokens"]]
-    for name in ("id", "hidden", "score", "score.present"):
-        assert torch.equal(before[name], after[name])
-    assert ["rows.parquet"] == os.listdir(tmp_path / "made")
-
-
-def test_parquet_that_others_read_has_nulls_where_values_are_missing(tmp_path: Path, folder: Path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-
-    cli.main(
-        ["cache", "export", str(folder), str(tmp_path / "rows.parquet"), "--columns", "id", "score", "score.present"]
-    )
-
-    table = pq.read_table(tmp_path / "rows.parquet")
-    assert ["id", "score"] == table.column_names
-    assert [number / 2 if number % 5 else None for number in range(10)] == table["score"].to_pylist()
-
-
-def test_export_to_safetensors_and_npy(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = TensorCache.open(folder)[:]
-
-    assert 0 == cli.main(["cache", "export", str(folder), str(tmp_path / "x.safetensors"), "--columns", "hidden", "id"])
-    assert 0 == cli.main(["cache", "export", str(folder), str(tmp_path / "arrays"), "--columns", "hidden", "id"])
-
-    assert f"{tmp_path / 'x.safetensors'}: written ({len(rows['id'])} rows, 2 columns)\n" in capsys.readouterr().out
-    found = load_file(tmp_path / "x.safetensors")
+    assert f"{target}: written ({len(rows['id'])} rows, 2 columns)\n" in capsys.readouterr().out
+    found = load_file(target) if target.suffix == ".safetensors" else torch.load(target, weights_only=True)
     assert {"hidden", "id"} == set(found)
-    for name, values in found.items():
-        assert torch.equal(rows[name], values)
-        assert np.array_equal(rows[name].numpy(), np.load(tmp_path / "arrays" / f"{name}.npy"))
-    assert ["hidden.npy", "id.npy"] == sorted(os.listdir(tmp_path / "arrays"))
+    assert all(torch.equal(rows[name], values) for name, values in found.items())
 
 
-def test_what_stands_there_is_left_alone(tmp_path: Path, folder: Path, capsys: Capsys) -> None:
-    (tmp_path / "arrays").mkdir()
-    for name in ("x.parquet", "x.safetensors", "arrays/id.npy"):
-        (tmp_path / name).write_text("mine")
-        target = tmp_path / ("arrays" if "arrays" in name else name)
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+def test_export_leaves_a_file_that_offload_did_not_write(
+    tmp_path: Path, folder: Path, capsys: Capsys, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
 
-        assert 1 == cli.main(["cache", "export", str(folder), str(target), "--columns", "id"])
+    assert 1 == cli.main(["cache", "export", str(folder), str(tmp_path / name), "--columns", "id"])
 
-        assert "mine" == (tmp_path / name).read_text()
-        assert "exists and is not a file of offload" in (err := capsys.readouterr().err) or "left as it is" in err
+    assert "mine" == (tmp_path / name).read_text()
+    assert "exists and " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("columns", "target", "words"),
     [
         (["tokens"], "x.safetensors", "'tokens' have no rows of one size"),
-        (["tokens"], "x", "'tokens' has no rows of one size, and .npy no others: export to parquet"),
-        (["nothing"], "x.parquet", "has no column 'nothing'"),
-        (["id"], "x.csv", "give --to, as its suffix names no format: safetensors, parquet, npy"),
+        (["nothing"], "x.safetensors", "has no column 'nothing'"),
+        (
+            ["id"],
+            "x.parquet",
+            "one of the suffixes .safetensors, .pt, .pth, .bin, .ckpt. Parquet and .npy are on the page",
+        ),
+        (["id"], "x", "one of the suffixes .safetensors, .pt, .pth, .bin, .ckpt. Parquet and .npy are on the page"),
     ],
 )
-def test_what_can_t_be_exported_is_told(
+def test_export_refuses_columns_and_suffixes_without_writing(
     tmp_path: Path, folder: Path, capsys: Capsys, columns: list[str], target: str, words: str
 ) -> None:
     assert 1 == cli.main(["cache", "export", str(folder), str(tmp_path / target), "--columns", *columns])
@@ -197,17 +167,11 @@ def test_what_can_t_be_exported_is_told(
     assert not (tmp_path / target).exists()
 
 
-def test_dtypes_that_a_format_has_not_and_rows_that_are_missing_are_told(tmp_path: Path, capsys: Capsys) -> None:
+def test_export_refuses_rows_that_are_missing(tmp_path: Path, capsys: Capsys) -> None:
     with TensorCache.create(tmp_path / "cache", {"x": (torch.bfloat16, ())}, 2) as cache:
         cache[0] = {"x": torch.tensor(1.0, dtype=torch.bfloat16)}
-    command = ["cache", "export", str(tmp_path / "cache")]
 
-    assert 1 == cli.main([*command, str(tmp_path / "x.parquet")])
+    assert 1 == cli.main(["cache", "export", str(tmp_path / "cache"), str(tmp_path / "x.pt")])
+
     assert "1 of 2 rows" in capsys.readouterr().err
-    with TensorCache.open(tmp_path / "cache", "r+") as cache:
-        cache[1] = {"x": torch.tensor(1.0, dtype=torch.bfloat16)}
-    assert 1 == cli.main([*command, str(tmp_path / "x.parquet")])
-    assert "'x' is of torch.bfloat16, which Arrow does not have: export to safetensors" in capsys.readouterr().err
-    assert 1 == cli.main([*command, str(tmp_path / "x"), "--to", "npy"])
-    assert "'x' is of torch.bfloat16, which NumPy does not have: export to safetensors" in capsys.readouterr().err
     assert ["cache"] == os.listdir(tmp_path)
