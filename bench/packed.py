@@ -2,7 +2,7 @@
 
 Always true:
 - pieces have the shapes and dtypes of real ones; their bits are cut from one random block, so a gigabyte takes seconds
-- the dense twin holds the decoded values of the packed one; both are run by `offload`, and generate the same tokens
+- the dense model holds the decoded values of the packed one; both are run by `offload`, and generate the same tokens
 - files are created in the scratch folder, and removed with their case
 """
 

@@ -398,7 +398,7 @@ def test_14_under_a_fake_mode_results_are_fake_and_views_are_not(plain: torch.Te
     assert (plain[0].tolist(), plain[1].tolist(), repr(offloaded(plain)[0])) == numbers
     assert offload.is_offloaded(view)
     assert_equal(plain.t(), view)
-    assert not isinstance(view._twin, FakeTensor)
+    assert not isinstance(view._view_spec, FakeTensor)
 
 
 def test_14_other_modes_see_the_op(plain: torch.Tensor) -> None:
@@ -752,11 +752,11 @@ def test_old_a_parameter_can_require_grad(plain: torch.Tensor) -> None:
 
 def test_old_hash_fits_eq(plain: torch.Tensor) -> None:
     """Equal values are different keys; the same tensor is found again."""
-    w, twin = offloaded(plain), offloaded(plain)
+    w, other = offloaded(plain), offloaded(plain)
     table = {w: 1}
-    table[twin] = 2
+    table[other] = 2
 
-    assert [1, 2] == [table[w], table[twin]]
+    assert [1, 2] == [table[w], table[other]]
     assert hash(w) == id(w)
 
 

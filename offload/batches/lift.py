@@ -33,7 +33,7 @@ from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
 from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
-from offload.tensor.rooms import give_back_rooms
+from offload.tensor.scratch import release_scratch
 from offload.torch_api import not_compiled, pre_hooks_of
 
 _MUCH = 32 << 20  # bytes by which memory may grow until freed memory is returned to the system
@@ -288,7 +288,7 @@ class Lift:
         self.lease = lease()
         gate = _uncompiled_gate() if "torch._dynamo" in sys.modules else _Gate
         with ExitStack() as stack:
-            stack.callback(give_back_rooms)
+            stack.callback(release_scratch)
             stack.callback(self.lease.end)
             self.lease.expect(self._lots)
             for floor, module in enumerate(self._floors):

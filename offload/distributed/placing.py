@@ -21,7 +21,7 @@ from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
 from offload.tensor.recipes import Piece, joined
-from offload.tensor.wrapper import OffloadedTensor, PathLike, current_twin, handle_of, target_of, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, target_of, view_spec_of, wrap_handle
 from offload.torch_api import offsets_of_shard, world_of
 
 Run: TypeAlias = tuple[int, int]  # first and end of consecutive rows or columns
@@ -80,10 +80,10 @@ def alone(share: OffloadedTensor, name: str, offload_dir: PathLike | None) -> Of
         offload_dir: that folder; None for a private one.
     """
     with no_functions(), no_modes():
-        twin = current_twin(share)
-        piece = Piece(handle_of(share), twin).alone()
-        if tuple(piece.twin.shape) != piece.handle.layout.shape:
-            piece = joined(contiguous(twin.dtype, tuple(twin.shape)), [piece], [(0,) * twin.dim()], name)
+        view_spec = view_spec_of(share)
+        piece = Piece(handle_of(share), view_spec).alone()
+        if tuple(piece.view_spec.shape) != piece.handle.layout.shape:
+            piece = joined(contiguous(view_spec.dtype, tuple(view_spec.shape)), [piece], [(0,) * view_spec.dim()], name)
         composed = piece.handle.composed
         handle = (
             piece.handle.elsewhere(offload_dir) if composed is None else Handle.compose(composed, name, offload_dir)

@@ -24,11 +24,11 @@ from offload.tensor.locals import is_dtensor, local_of, with_local
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
     OffloadedTensor,
-    current_twin,
     handle_of,
     is_offloaded,
     mapped_value,
     target_of,
+    view_spec_of,
     wrap,
     wrap_handle,
 )
@@ -93,7 +93,7 @@ def _staged(tensor: torch.Tensor, folder: Path | None) -> torch.Tensor:
     if handle.owned or handle.was_stored:  # a write would change its file, or replace it
         return _copied(tensor, handle.name, target_of(tensor), folder)
     with no_functions(), no_modes():
-        return wrap(handle.elsewhere(None), current_twin(tensor), target_of(tensor))
+        return wrap(handle.elsewhere(None), view_spec_of(tensor), target_of(tensor))
 
 
 def _copied(tensor: torch.Tensor, name: str, target: torch.device, folder: Path | None) -> OffloadedTensor:

@@ -32,11 +32,11 @@ from offload.tensor.wrapper import (
     OffloadedTensor,
     PathLike,
     carry_attributes,
-    current_twin,
     dressed,
     handle_of,
     is_offloaded,
     target_of,
+    view_spec_of,
     wrap,
 )
 from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of, share_hooks, unsaved_buffers_of
@@ -329,7 +329,7 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
         value = tensor.detach().to(CPU)
         stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
     else:
-        stored = wrap(handle.elsewhere(offload_dir), current_twin(tensor), target_of(tensor))
+        stored = wrap(handle.elsewhere(offload_dir), view_spec_of(tensor), target_of(tensor))
     books_of(handle_of(stored)).pool = books_of(handle).pool
     return stored
 

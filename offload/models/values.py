@@ -48,7 +48,7 @@ from offload.storage.regular import is_there
 from offload.storage.subclasses import is_subclass_value, refuse_lossy
 from offload.storage.write import refuse_earlier
 from offload.tensor.arguments import checked_count, checked_dense, refuse_other, refuse_other_kind, refuse_uncalled
-from offload.tensor.guests import twin_of
+from offload.tensor.guests import meta_of
 from offload.tensor.recipes import files_in
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import (
@@ -283,7 +283,7 @@ def _adopt(slot: Slot, key: str) -> None:
         _follow(slot, wrap_handle(Handle.adopt(file, slot.name), target_of(tensor)))
     else:
         handle.take_over(file)
-        redress(tensor, twin_of(handle), target_of(tensor))
+        redress(tensor, meta_of(handle), target_of(tensor))
         _follow(slot, tensor)
 
 

@@ -23,7 +23,7 @@ from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.rules import call, guests_of, named_guests, tensors_in
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, target_of, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, target_of, view_spec_of, wrap_handle
 from offload.torch_api import OpOverload, op_schema
 
 Fill: TypeAlias = Callable[[torch.Tensor, Sequence[Any], dict[str, Any]], object]
@@ -134,26 +134,26 @@ def _layout_of_result(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if any(argument.name == "device" for argument in op_schema(func).arguments):
         options["device"] = "meta"
     with no_functions(), no_modes(), suppress(Exception):
-        result = func(*_twins_of(args), **dict(zip(options, _twins_of(options.values()), strict=True)))
+        result = func(*_metas_of(args), **dict(zip(options, _metas_of(options.values()), strict=True)))
         return Layout(result.dtype, tuple(result.shape), result.stride())
     return None
 
 
-def _twins_of(values: Iterable[Any]) -> list[Any]:
+def _metas_of(values: Iterable[Any]) -> list[Any]:
     return [
-        _twin_of(value)
+        _meta_of(value)
         if isinstance(value, torch.Tensor)
-        else _twins_of(value)
+        else _metas_of(value)
         if isinstance(value, (list, tuple))
         else value
         for value in values
     ]
 
 
-def _twin_of(tensor: torch.Tensor) -> torch.Tensor:
+def _meta_of(tensor: torch.Tensor) -> torch.Tensor:
     """The meta tensor of a tensor; scalars stay, since a Python number counts differently for the result's dtype."""
     if is_offloaded(tensor):
-        return current_twin(tensor)
+        return view_spec_of(tensor)
     if tensor.dim() == 0:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

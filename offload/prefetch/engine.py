@@ -43,19 +43,19 @@ _LOOKED_AT = 8  # pieces of a view to check for being in memory
 _OF_MATRICES = 3  # dimensions of a stack of matrices, of which some are read
 
 
-def brought_in(handle: Handle, twin: torch.Tensor) -> Value:
-    """The bytes that the view described by `twin` needs, now in memory.
+def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
+    """The bytes that the view described by `view_spec` needs, now in memory.
 
     Raises:
         ReadError: the disk failed.
     """
     if sys.is_finalizing():  # the reader may have stopped anywhere
         return UNTRACKED
-    found = _range_of(handle, twin)
+    found = _range_of(handle, view_spec)
     if found is None:
-        return _pieces_brought_in(handle, twin)
+        return _pieces_brought_in(handle, view_spec)
     if found is UNTRACKED:
-        return _ENGINE.glance(handle, twin)
+        return _ENGINE.glance(handle, view_spec)
     if found.is_picked:
         found.pool.picked.count(found)
     if found.calm_until < monotonic():
@@ -78,7 +78,9 @@ def kept(
     finally:
         lease.keeps_results = True
     read = list(views())
-    sources = [one for one in (_range_of(handle, twin) for handle, twin in read) if one not in (None, UNTRACKED)]
+    sources = [
+        one for one in (_range_of(handle, view_spec) for handle, view_spec in read) if one not in (None, UNTRACKED)
+    ]
     if read:
         with lock():
             lease.keep(key, found, books_of(read[0][0]).pool or POOL, sources)
@@ -102,17 +104,17 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
 
     If the budget shrinks meanwhile, it may be dropped, and mapped pages are read again as they are touched.
     """
-    found = [_range_of(handle, twin) for handle, twin in views]
+    found = [_range_of(handle, view_spec) for handle, view_spec in views]
     return all(one is UNTRACKED or (one is not None and (one.kept or one.is_held)) for one in found)
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
     """Start reading what several views need, before waiting for the first, as far as the window allows."""
     now, values = monotonic(), []
-    for handle, twin in views:
-        found = _range_of(handle, twin)
+    for handle, view_spec in views:
+        found = _range_of(handle, view_spec)
         if found is UNTRACKED:
-            _announce(handle, twin)
+            _announce(handle, view_spec)
         elif found is not None and found.calm_until < now:
             values.append(found)
     if len(values) > 1:
@@ -120,25 +122,25 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
             _ENGINE.streams.own().bring_soon(values)
 
 
-def stack_after(handle: Handle, twin: torch.Tensor, numbers: Sequence[int]) -> tuple[Handle, torch.Tensor] | None:
+def stack_after(handle: Handle, view_spec: torch.Tensor, numbers: Sequence[int]) -> tuple[Handle, torch.Tensor] | None:
     """Note which matrices of a stack are picked; tells from which stack the same are picked next, if that is known."""
     with lock():
-        return _ENGINE.streams.of_thread().stack_after(handle, twin, numbers)
+        return _ENGINE.streams.of_thread().stack_after(handle, view_spec, numbers)
 
 
-def span_of(twin: torch.Tensor) -> int:
+def span_of(view_spec: torch.Tensor) -> int:
     """Bytes from the start of the first element of a view to the end of the last."""
-    steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
-    return (1 + int(steps)) * twin.itemsize
+    steps = sum((size - 1) * step for size, step in zip(view_spec.shape, view_spec.stride(), strict=True))
+    return (1 + int(steps)) * view_spec.itemsize
 
 
-def _announce(handle: Handle, twin: torch.Tensor) -> None:
+def _announce(handle: Handle, view_spec: torch.Tensor) -> None:
     """Start reading a view that is left to the mapping, whose page faults would read megabytes around each piece."""
     mapped = handle.file.mapping(shared=handle.owned) if handle.file.is_picked_from else None
-    if mapped is None or not twin.numel():
+    if mapped is None or not view_spec.numel():
         return
-    piece, others = (handle.extent[1], []) if handle.recipe is not None else _piece_of(twin, PAGE)
-    first = handle.extent[0] + (int(twin.storage_offset()) * twin.itemsize if handle.recipe is None else 0)
+    piece, others = (handle.extent[1], []) if handle.recipe is not None else _piece_of(view_spec, PAGE)
+    first = handle.extent[0] + (int(view_spec.storage_offset()) * view_spec.itemsize if handle.recipe is None else 0)
     pieces = [mapped.data_ptr() + start for start in _starts(first, others)]
     some = pieces[:: max(1, len(pieces) // _LOOKED_AT)]
     if len(pieces) > 1 and all(are_cached(address, piece) for address in some):
@@ -147,9 +149,9 @@ def _announce(handle: Handle, twin: torch.Tensor) -> None:
         announce(address, piece)
 
 
-def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
+def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     """The bytes that are read as one range; None for several pieces, each worth checking."""
-    nbytes = twin.numel() * twin.itemsize
+    nbytes = view_spec.numel() * view_spec.itemsize
     start, most = handle.extent
     whole = books_of(handle).ranges.get(handle.extent)
     if handle.recipe is not None or nbytes == most:
@@ -158,24 +160,24 @@ def _range_of(handle: Handle, twin: torch.Tensor) -> Value | None:
         return whole
     if nbytes <= SMALL:
         return UNTRACKED
-    span = span_of(twin)
+    span = span_of(view_spec)
     if span > _MOST_SCATTERED * nbytes:
-        piece, others = _piece_of(twin)
+        piece, others = _piece_of(view_spec)
         if others:
             return None if piece >= _LEAST_PIECE else UNTRACKED
     if span * _MOST > most:
         return whole or tracked(handle, start, most)
-    return tracked(handle, start + int(twin.storage_offset()) * twin.itemsize, span)
+    return tracked(handle, start + int(view_spec.storage_offset()) * view_spec.itemsize, span)
 
 
-def _piece_of(twin: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tuple[int, int]]]:
+def _piece_of(view_spec: torch.Tensor, between: int = _BETWEEN) -> tuple[int, list[tuple[int, int]]]:
     """The size in bytes of one piece of a scattered view; and the counts and distances of the others.
 
     Gaps of up to `between` bytes don't split a piece.
     """
-    piece, others = twin.itemsize, []
-    for step, size in sorted(zip(twin.stride(), twin.shape, strict=True)):
-        distance = int(step) * twin.itemsize
+    piece, others = view_spec.itemsize, []
+    for step, size in sorted(zip(view_spec.stride(), view_spec.shape, strict=True)):
+        distance = int(step) * view_spec.itemsize
         if distance - piece <= between:
             piece += (int(size) - 1) * distance
         else:
@@ -191,10 +193,10 @@ def _starts(first: int, others: Iterable[tuple[int, int]]) -> list[int]:
     return starts
 
 
-def _pieces_brought_in(handle: Handle, twin: torch.Tensor) -> Value:
+def _pieces_brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
     """The pieces of a scattered view, now in memory; returns the one that expires first."""
-    piece, others = _piece_of(twin)
-    first = handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
+    piece, others = _piece_of(view_spec)
+    first = handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
     found = [tracked(handle, start, piece) for start in _starts(first, others)]
     for one in found:
         if one.calm_until < monotonic():
@@ -211,11 +213,11 @@ class Engine:
         self._chance = random.Random()  # separate: the global one belongs to the user
         self._glance = Value.nowhere()  # shared by all small values that are read around this time
 
-    def glance(self, handle: Handle, twin: torch.Tensor) -> Value:
+    def glance(self, handle: Handle, view_spec: torch.Tensor) -> Value:
         """Read a view that is not tracked; the result says when to check again."""
         if not handle.file.is_picked_from:
             return UNTRACKED
-        _announce(handle, twin)
+        _announce(handle, view_spec)
         now, seen = monotonic(), self._glance
         if seen.calm_until == _FOREVER or seen.calm_until < now:
             seen = Value.nowhere()

@@ -154,19 +154,19 @@ class Stack:
     """
 
     handle: weakref.ref[Handle]
-    twin: torch.Tensor
+    view_spec: torch.Tensor
     generation: int
     is_sure: bool
 
     @classmethod
-    def of(cls, handle: Handle, twin: torch.Tensor, *, is_sure: bool) -> Stack:
-        """The view of `handle` described by `twin`."""
-        return cls(weakref.ref(handle), twin, handle.generation, is_sure)
+    def of(cls, handle: Handle, view_spec: torch.Tensor, *, is_sure: bool) -> Stack:
+        """The view of `handle` described by `view_spec`."""
+        return cls(weakref.ref(handle), view_spec, handle.generation, is_sure)
 
     def found(self) -> tuple[Handle, torch.Tensor] | None:
         """The value and the view; None once the value is gone, or has another layout."""
         handle = self.handle()
-        return None if handle is None or handle.generation != self.generation else (handle, self.twin)
+        return None if handle is None or handle.generation != self.generation else (handle, self.view_spec)
 
 
 class BroughtIn(Protocol):

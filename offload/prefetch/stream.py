@@ -149,17 +149,19 @@ class Stream:
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
 
     def stack_after(
-        self, handle: Handle, twin: torch.Tensor, numbers: Sequence[int]
+        self, handle: Handle, view_spec: torch.Tensor, numbers: Sequence[int]
     ) -> tuple[Handle, torch.Tensor] | None:
         """Some matrices of a stack are picked; tells from which stack the same were picked next, the last two times.
 
         Once may be chance; and where all are picked, as by long prompts, it says nothing.
         """
-        last, has_all = self._stack(), len(numbers) == len(twin)
+        last, has_all = self._stack(), len(numbers) == len(view_spec)
         if last is not None and last is not handle and not has_all:
             before = books_of(last).next_stack
             is_known = before is not None and before.handle() is handle
-            books_of(last).next_stack = Stack.of(handle, twin, is_sure=is_known) if self._numbers == numbers else None
+            books_of(last).next_stack = (
+                Stack.of(handle, view_spec, is_sure=is_known) if self._numbers == numbers else None
+            )
         self._stack, self._numbers = (lambda: None) if has_all else weakref.ref(handle), numbers
         following = books_of(handle).next_stack
         return None if has_all or following is None or not following.is_sure else following.found()

@@ -35,7 +35,7 @@ def has_rows_here(handle: Handle) -> bool:
     return whole is not None and whole.calm_until >= now
 
 
-def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
+def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> None:
     """Start reading rows of a view that are about to be picked, each without what is around it.
 
     Args:
@@ -45,10 +45,10 @@ def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
     if mapped is None or not rows.numel():
         return
     start, length = handle.extent
-    first = mapped.data_ptr() + start + int(twin.storage_offset()) * twin.itemsize
-    step, nbytes = twin.stride(0) * twin.itemsize, span_of(twin[0])
+    first = mapped.data_ptr() + start + int(view_spec.storage_offset()) * view_spec.itemsize
+    step, nbytes = view_spec.stride(0) * view_spec.itemsize, span_of(view_spec[0])
     numbers = rows.flatten()
-    some = [one for one in numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist() if 0 <= one < len(twin)]
+    some = [one for one in numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist() if 0 <= one < len(view_spec)]
     missing = sum(not are_cached(first + number * step, nbytes) for number in some)
     books = books_of(handle)
     if not missing:
@@ -58,7 +58,7 @@ def rows_coming(handle: Handle, twin: torch.Tensor, rows: torch.Tensor) -> None:
             books.calm_until = monotonic() + CALM
         return
     each = torch.unique(numbers).tolist()
-    for begin, end in runs_of(each, len(twin), PAGE // max(step, 1)):
+    for begin, end in runs_of(each, len(view_spec), PAGE // max(step, 1)):
         announce(first + begin * step, (end - begin - 1) * step + nbytes)
     _missed(handle, books, mapped, len(each) * missing // len(some), -(-nbytes // PAGE) * PAGE)
 

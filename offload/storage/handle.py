@@ -86,13 +86,13 @@ class Composed(Protocol):
     def file(self) -> TensorFile:
         """The file of the first source value."""
 
-    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
         """The view that a meta tensor describes, or the whole, as a plain tensor: do not write to it or keep it."""
 
-    def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+    def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
         """The views of stored values from which the view that a meta tensor describes is computed, as they are read."""
 
-    def stands(self, twin: torch.Tensor, /) -> bool:
+    def stands(self, view_spec: torch.Tensor, /) -> bool:
         """Whether the view that a meta tensor describes is stored as is, so that `value` maps it without computing."""
 
 
@@ -100,7 +100,7 @@ class Composed(Protocol):
 class InBlocks(Composed, Protocol):
     """A composed value that is a plain tensor and can be computed in parts."""
 
-    def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def picked(self, view_spec: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Some rows, by sorted index, of the view that a meta tensor describes, as a new tensor."""
 
     def blocks(self) -> Iterator[torch.Tensor]:
@@ -119,7 +119,7 @@ class Handle:
         generation: counts changes of `layout`, so that views can tell when they are stale.
         owned: whether `file` is ours to write.
         composed: how it is computed while it has no file; `file` is then one of its sources.
-        twin: a meta tensor of this layout, created on first use; None until then.
+        meta: a meta tensor of this layout, created on first use; None until then.
         books: what the prefetcher knows about its bytes in memory.
         has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
         is_apart: whether it is read without its neighbours in the file.
@@ -144,11 +144,11 @@ class Handle:
         "is_fixed",
         "is_picked",
         "layout",
+        "meta",
         "name",
         "owned",
         "part",
         "recipe",
-        "twin",
     )
 
     def __init__(self, name: str, folder: Path | None) -> None:
@@ -291,7 +291,7 @@ class Handle:
         """A value that is computed at each read; its first write stores it in `offload_dir`."""
         handle = cls(name, None if offload_dir is None else absolute(offload_dir))
         handle.composed = composed
-        handle.recipe, handle.twin = composed.recipe, None
+        handle.recipe, handle.meta = composed.recipe, None
         handle.layout, handle.file, handle.extent = composed.layout, composed.file, (0, 0)
         return handle
 
@@ -419,7 +419,7 @@ class Handle:
             layout = entries[0].layout if recipe is None else layout_from(recipe)
         self.recipe: Recipe | None = recipe
         if recipe is not None or layout != getattr(self, "layout", None):
-            self.twin: torch.Tensor | None = None
+            self.meta: torch.Tensor | None = None
         self.layout: Layout = layout
         self.file = file
         self.composed = None

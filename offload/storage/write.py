@@ -41,9 +41,9 @@ _STEP = 1 << 20  # bytes copied or zeroed at a time
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout in which a tensor is stored: its own strides if dense, else those of a copy of it."""
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default(twin)
-    return Layout(tensor.dtype, tuple(tensor.shape), (twin if dense else torch.empty_like(twin)).stride())
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(meta)
+    return Layout(tensor.dtype, tuple(tensor.shape), (meta if dense else torch.empty_like(meta)).stride())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ How an op is executed, in this order:
 | `recipes` | values computed from others when they are read: joined, cast, decoded |
 | `deferred` `assembly` | tensors still to be put together from stored ones, and how that is done |
 | `rebuilt` | tensor subclasses whose inner tensors are in files |
-| `rooms` | reusable memory for computed values |
+| `scratch` | reusable memory for computed values |
 | `saved` | writing tensors into other files than their own |
 | `processes` | passing tensors to another process |
 """

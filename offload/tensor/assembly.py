@@ -18,7 +18,7 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.write import layout_of
 from offload.tensor.guests import CPU, copied, metadata_of, sent_to
 from offload.tensor.recipes import Joined, Piece
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, mapped_value, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, mapped_value, view_spec_of, wrap_handle
 from offload.torch_api import DisableTorchFunctionSubclass
 
 
@@ -40,7 +40,7 @@ class Part:
 
 def as_parts(source: OffloadedTensor) -> tuple[Part, ...]:
     """A tensor as its own only part."""
-    return (Part(source, (0,) * len(current_twin(source).shape)),)
+    return (Part(source, (0,) * len(view_spec_of(source).shape)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +49,42 @@ class Assembly:
 
     Attributes:
         parts: what it consists of.
-        twin: a meta tensor with the shape, dtype and strides of the result.
+        meta: a meta tensor with the shape, dtype and strides of the result.
     """
 
     parts: tuple[Part, ...]
-    twin: torch.Tensor
+    meta: torch.Tensor
 
     def as_it_is(self) -> OffloadedTensor | None:
         """The only part, if its shape, dtype and strides are those of the value; else None."""
         (part, *others) = self.parts
         with DisableTorchFunctionSubclass():
-            has, wanted = ((one.shape, one.dtype, one.stride()) for one in (part.source, self.twin))
+            has, wanted = ((one.shape, one.dtype, one.stride()) for one in (part.source, self.meta))
         return part.source if has == wanted and not others else None
 
     def steps(self) -> str:
         """What is done to the stored values, in words."""
         with DisableTorchFunctionSubclass():
-            dtypes = sorted({str(part.source.dtype) for part in self.parts} - {str(self.twin.dtype)})
-            is_turned = len(self.parts) == 1 and self.parts[0].source.stride() != self.twin.stride()
+            dtypes = sorted({str(part.source.dtype) for part in self.parts} - {str(self.meta.dtype)})
+            is_turned = len(self.parts) == 1 and self.parts[0].source.stride() != self.meta.stride()
         said = [f"joined from {len(self.parts)} parts"] if len(self.parts) > 1 else []
-        said += [f"cast from {', '.join(dtypes)} to {self.twin.dtype}"] if dtypes else []
+        said += [f"cast from {', '.join(dtypes)} to {self.meta.dtype}"] if dtypes else []
         said += ["laid out in another order"] if is_turned else []
         return ", ".join(said) or "a part of another value"
 
     def recipe(self) -> Joined:
         """The recipe that puts it together at each read."""
         with no_functions(), no_modes():
-            twins: dict[Any, torch.Tensor] = {}  # thousands of experts share their layout
+            metas: dict[Any, torch.Tensor] = {}  # thousands of experts share their layout
             pieces = []
             for part in self.parts:
-                twin = current_twin(part.source)
-                alike = twins.setdefault((metadata_of(twin), twin.untyped_storage().nbytes()), twin)
+                meta = view_spec_of(part.source)
+                alike = metas.setdefault((metadata_of(meta), meta.untyped_storage().nbytes()), meta)
                 pieces.append(Piece(handle_of(part.source), alike))
-            return Joined(layout_of(self.twin), pieces, [part.start for part in self.parts])
+            return Joined(layout_of(self.meta), pieces, [part.start for part in self.parts])
 
     def in_file(self, name: str, offload_dir: str | os.PathLike[str] | None, device: torch.device) -> OffloadedTensor:
-        """The value in a new file, with the layout of the twin.
+        """The value in a new file, with the layout of `meta`.
 
         Raises:
             WriteError, NameInUseError, ForeignFileError, CorruptFileError
@@ -99,6 +99,6 @@ class Assembly:
         source = self.as_it_is()
         if source is not None and handle_of(source).is_subclass:
             return copied(mapped_value(source), device)
-        whole = torch.empty_like(self.twin, device=CPU)
+        whole = torch.empty_like(self.meta, device=CPU)
         self.recipe().put_into(whole)
         return sent_to(whole, device)

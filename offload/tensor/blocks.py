@@ -22,7 +22,7 @@ from offload.storage.gguf_header import dense_shape
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout, contiguous
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import twin_of
+from offload.tensor.guests import meta_of
 from offload.tensor.recipes import Decoded, Piece
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -45,9 +45,9 @@ def referenced(file: TensorFile, key: str, offload_dir: str | os.PathLike[str] |
         return Handle.reference(file, key, offload_dir)
     kind, packed = file.header.kinds[key], Handle.reference(file, key, offload_dir)
     with no_functions(), no_modes():
-        twin = twin_of(packed)
-        piece = Piece(packed, twin.view(-1, twin.shape[-1]))
-    shape = dense_shape(kind, tuple(piece.twin.shape))
+        view_spec = meta_of(packed)
+        piece = Piece(packed, view_spec.view(-1, view_spec.shape[-1]))
+    shape = dense_shape(kind, tuple(piece.view_spec.shape))
     recipe = Decoded(contiguous(_F32, shape), partial(decode, kind=kind), [piece], per=(1,))
     return Handle.compose(recipe, key, offload_dir)
 

@@ -25,17 +25,17 @@ from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import is_same_folder
 from offload.storage.write import layout_of
 from offload.tensor.assembly import Assembly, Part, as_parts
-from offload.tensor.guests import CPU, whole_twin
+from offload.tensor.guests import CPU, meta_of_layout
 from offload.tensor.recipes import Decode, Decoded, Piece, stored_in
 from offload.tensor.rules import written_arguments
 from offload.tensor.wrapper import (
     OffloadedTensor,
     Rule,
-    current_twin,
     handle_of,
     is_offloaded,
     is_part,
     mapped_value,
+    view_spec_of,
     wrap_handle,
 )
 from offload.torch_api import DisableTorchFunctionSubclass, make_wrapper, refuse_pointers, tree_map_only
@@ -80,7 +80,7 @@ class DeferredTensor(torch.Tensor):
     _root: torch.Tensor  # all of the body, as a meta tensor
     _cuts: tuple[Cut, ...]  # how this tensor is cut from the body's only part; empty if it is all of it
     _seen: tuple[tuple[Part, ...], tuple[Part, ...]]  # parts of the body, and this tensor's at that time
-    _twin: torch.Tensor  # a meta tensor with this tensor's own metadata
+    _meta: torch.Tensor  # a meta tensor with this tensor's own metadata
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,7 +104,7 @@ class DeferredTensor(torch.Tensor):
     @property
     def assembly(self) -> Assembly:
         """How it is put together, as recorded so far."""
-        return Assembly(self._parts, self._twin)
+        return Assembly(self._parts, self._meta)
 
     @property
     def data(self) -> torch.Tensor:
@@ -194,11 +194,11 @@ class DeferredTensor(torch.Tensor):
 
         A computed value is given as a separate value on disk, which gets a file when its address is needed.
         """
-        is_dense = _aten.is_non_overlapping_and_dense.default(self._twin)
+        is_dense = _aten.is_non_overlapping_and_dense.default(self._meta)
         tensor = self if is_dense else _clone(_aten.clone.default, (self,), {"memory_format": torch.contiguous_format})
         source = tensor.settled()
         composed = handle_of(source).composed
-        if composed is not None and not composed.stands(current_twin(source)):
+        if composed is not None and not composed.stands(view_spec_of(source)):
             return tensor.stored("deferred")
         with no_functions(), no_modes():
             value = mapped_value(source)
@@ -223,8 +223,8 @@ def deferred(source: OffloadedTensor, *, keeps_dtype: bool = False) -> DeferredT
         keeps_dtype: whether it stays as it is when a loader casts; one of a subclass always does.
     """
     with no_functions():
-        twin = whole_twin(Layout(source.dtype, tuple(source.shape), source.stride()))
-    made = _made(as_parts(source), twin)
+        meta = meta_of_layout(Layout(source.dtype, tuple(source.shape), source.stride()))
+    made = _made(as_parts(source), meta)
     made._body.is_fixed = keeps_dtype or handle_of(source).is_subclass
     return made
 
@@ -252,20 +252,20 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (deferred(tensor) if is_offloaded(tensor) else tensor).to(dtype)
 
 
-def _made(parts: Sequence[Part], twin: torch.Tensor) -> DeferredTensor:
+def _made(parts: Sequence[Part], meta: torch.Tensor) -> DeferredTensor:
     body = Body(tuple(parts))
-    return _wrapped(body, twin, (), twin, body.parts)
+    return _wrapped(body, meta, (), meta, body.parts)
 
 
 def _wrapped(
-    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], twin: torch.Tensor, parts: tuple[Part, ...]
+    body: Body, root: torch.Tensor, cuts: tuple[Cut, ...], meta: torch.Tensor, parts: tuple[Part, ...]
 ) -> DeferredTensor:
-    made: DeferredTensor = make_wrapper(DeferredTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=CPU)
+    made: DeferredTensor = make_wrapper(DeferredTensor, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=CPU)
     made._body = body
     made._root = root
     made._cuts = cuts
     made._seen = (body.parts, parts)
-    made._twin = twin
+    made._meta = meta
     refuse_pointers(made)
     return made
 
@@ -276,14 +276,14 @@ def _wrapped(
 def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Another tensor over the same values."""
     tensor = args[0]
-    twin = func(tensor._twin, *args[1:], **kwargs)
-    return _wrapped(tensor._body, tensor._root, tensor._cuts, twin, tensor._parts)
+    meta = func(tensor._meta, *args[1:], **kwargs)
+    return _wrapped(tensor._body, tensor._root, tensor._cuts, meta, tensor._parts)
 
 
 def _clone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same values until one of the two is written to; possibly with other strides."""
     tensor = args[0]
-    return _made(tensor._copied(), func(tensor._twin, *args[1:], **kwargs))
+    return _made(tensor._copied(), func(tensor._meta, *args[1:], **kwargs))
 
 
 def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -291,7 +291,7 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     device = torch.device(kwargs.get("device") or CPU)
     if device.type == "meta":
-        return func(tensor._twin, **kwargs)
+        return func(tensor._meta, **kwargs)
     if device != CPU or kwargs.get("layout") not in (None, torch.strided):
         return _compute(func, args, kwargs)
     if tensor._body.is_fixed:
@@ -305,22 +305,22 @@ def _convert(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor.settled()
         parts = tensor._copied()
     options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-    return _made(parts, func(tensor._twin, **options, device="meta"))
+    return _made(parts, func(tensor._meta, **options, device="meta"))
 
 
 def _stack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors, dim = [_deferred(tensor) for tensor in args[0]], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     layouts = _layouts(tensors)
-    twin = _twin_of_many(func, layouts, dim)
+    meta = _meta_of_many(func, layouts, dim)
     if len({layout.dtype for layout in layouts}) > 1:
         return _compute(func, args, kwargs)
-    dim %= len(twin.shape)
+    dim %= len(meta.shape)
     parts = []
     for at, tensor in enumerate(tensors):
         for part in tensor._copied():
             raised = _aten.unsqueeze.default(part.source, dim)
             parts.append(Part(raised, (*part.start[:dim], at, *part.start[dim:])))
-    return _made(parts, twin)
+    return _made(parts, meta)
 
 
 def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -328,8 +328,8 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     layouts = _layouts(tensors)
     if len({layout.dtype for layout in layouts}) > 1 or any(not layout.shape for layout in layouts):
         return _compute(func, args, kwargs)
-    twin = _twin_of_many(func, layouts, dim)
-    rank = len(twin.shape)
+    meta = _meta_of_many(func, layouts, dim)
+    rank = len(meta.shape)
     dim %= rank
     parts: list[Part] = []
     at = 0
@@ -337,20 +337,20 @@ def _cat(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(layout.shape) == rank:  # torch skips tensors of shape (0,)
             parts.extend(part.moved(dim, at) for part in tensor._copied())
             at += layout.shape[dim]
-    return _made(parts, twin)
+    return _made(parts, meta)
 
 
 def _layouts(tensors: Sequence[DeferredTensor]) -> tuple[Layout, ...]:
     with no_functions():
-        return tuple(Layout(twin.dtype, tuple(twin.shape), twin.stride()) for twin in (one._twin for one in tensors))
+        return tuple(Layout(meta.dtype, tuple(meta.shape), meta.stride()) for meta in (one._meta for one in tensors))
 
 
 @lru_cache(maxsize=32)
-def _twin_of_many(func: Any, layouts: tuple[Layout, ...], dim: int) -> torch.Tensor:
+def _meta_of_many(func: Any, layouts: tuple[Layout, ...], dim: int) -> torch.Tensor:
     """The result for tensors with these layouts, the same in every layer of a model. Do not change it."""
     with no_functions(), no_modes():
-        twin: torch.Tensor = func([whole_twin(layout) for layout in layouts], dim)
-        return twin
+        meta: torch.Tensor = func([meta_of_layout(layout) for layout in layouts], dim)
+        return meta
 
 
 def _deferred(tensor: torch.Tensor) -> DeferredTensor:
@@ -369,15 +369,15 @@ def _cut(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     def cut(source: torch.Tensor) -> Any:
         return func(source, *args[1:], **kwargs)
 
-    def view(twin: torch.Tensor, source: OffloadedTensor, cut: Cut) -> DeferredTensor:
-        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), twin, as_parts(source))
+    def view(meta: torch.Tensor, source: OffloadedTensor, cut: Cut) -> DeferredTensor:
+        return _wrapped(tensor._body, tensor._root, (*tensor._cuts, cut), meta, as_parts(source))
 
-    twins, sources = cut(tensor._twin), cut(tensor._parts[0].source)
-    if isinstance(twins, torch.Tensor):
-        return view(twins, sources, cut)
+    metas, sources = cut(tensor._meta), cut(tensor._parts[0].source)
+    if isinstance(metas, torch.Tensor):
+        return view(metas, sources, cut)
     return [
-        view(twin, source, lambda source, at=at: cut(source)[at])  # type: ignore[misc]
-        for at, (twin, source) in enumerate(zip(twins, sources, strict=True))
+        view(meta, source, lambda source, at=at: cut(source)[at])  # type: ignore[misc]
+        for at, (meta, source) in enumerate(zip(metas, sources, strict=True))
     ]
 
 
@@ -389,7 +389,7 @@ def _pad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A tensor of its shape and dtype in memory: models create initial values like this, even if they are not used."""
-    return func(args[0]._twin, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
+    return func(args[0]._meta, *args[1:], **{**kwargs, "device": kwargs.get("device") or CPU})
 
 
 def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -403,7 +403,7 @@ def _index(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if not is_recorded or not 0 <= int(order.min()) <= int(order.max()) < tensor.shape[dim]:
         return _compute(func, args, kwargs)
     if dim == 1 and tensor.dim() == 2:
-        return _row_by_row(tensor, partial(_columns, order=order), func(tensor._twin, [None, order.to("meta")]))
+        return _row_by_row(tensor, partial(_columns, order=order), func(tensor._meta, [None, order.to("meta")]))
     runs = _runs(order.tolist())
     if dim == 1 or len(runs) > _MOST_RUNS:
         return _compute(func, args, kwargs)
@@ -421,10 +421,10 @@ def _each(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor, *others = args
     if not isinstance(tensor, DeferredTensor) or any(isinstance(other, torch.Tensor) for other in others) or kwargs:
         return _compute(func, args, kwargs)
-    twin = func(tensor._twin, *others)
-    if tensor.dim() == 0 or not twin.is_contiguous():
+    meta = func(tensor._meta, *others)
+    if tensor.dim() == 0 or not meta.is_contiguous():
         return _compute(func, args, kwargs)
-    return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), twin)
+    return _row_by_row(tensor, partial(_applied, name=func.name(), others=tuple(others)), meta)
 
 
 def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -442,7 +442,7 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     before, old, after = (
         _cut(_aten.slice.Tensor, (whole, 0, *run), {}) for run in ((0, rows[0]), rows, (rows[1], len(root)))
     )
-    new = _row_by_row(old, partial(_applied, name="aten::fill.Scalar", others=(number,)), old._twin)
+    new = _row_by_row(old, partial(_applied, name="aten::fill.Scalar", others=(number,)), old._meta)
     joined = _cat(_aten.cat.default, ([before, new, after],), {})
     body.become(wrap_handle(Handle.compose(joined.assembly.recipe(), "deferred"), CPU))
     body.fills += 1
@@ -451,12 +451,12 @@ def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _rows_in_root(tensor: DeferredTensor) -> tuple[int, int] | None:
     """The range of rows of its body that it consists of; None if it is not a range of whole rows."""
-    root, twin = tensor._root, tensor._twin
-    is_plain = root.dtype == twin.dtype and not (twin.is_conj() or twin.is_neg())
-    if not (is_plain and root.dim() and twin.numel() and root.is_contiguous() and twin.is_contiguous()):
+    root, meta = tensor._root, tensor._meta
+    is_plain = root.dtype == meta.dtype and not (meta.is_conj() or meta.is_neg())
+    if not (is_plain and root.dim() and meta.numel() and root.is_contiguous() and meta.is_contiguous()):
         return None
     step = root.numel() // len(root)
-    (first, left), (count, more) = divmod(int(twin.storage_offset()), step), divmod(twin.numel(), step)
+    (first, left), (count, more) = divmod(int(meta.storage_offset()), step), divmod(meta.numel(), step)
     return None if left or more else (first, first + count)
 
 
@@ -467,13 +467,13 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _row_by_row(tensor: DeferredTensor, decode: Decode, twin: torch.Tensor) -> DeferredTensor:
+def _row_by_row(tensor: DeferredTensor, decode: Decode, meta: torch.Tensor) -> DeferredTensor:
     """The result of a function of rows."""
     source = tensor.settled()
     tensor._copied()
     with no_functions(), no_modes():
-        piece = Piece(handle_of(source), current_twin(source))
-        recipe = Decoded(layout_of(twin), decode, [piece], per=(1,))
+        piece = Piece(handle_of(source), view_spec_of(source))
+        recipe = Decoded(layout_of(meta), decode, [piece], per=(1,))
     return deferred(wrap_handle(Handle.compose(recipe, "deferred"), CPU))
 
 

@@ -1,7 +1,8 @@
 """Guests: plain tensors that stand in for a stored value during an op.
 
 Always true:
-- a cut is a view described by a meta tensor, its twin: shape, strides, offset, dtype, lazy conjugation and negation
+- a cut is a view described by a meta tensor, the view spec: shape, strides, offset, dtype, lazy conjugation
+  and negation
 - cutting reads nothing; a cut of a value on the CPU maps the file, on another device it is a copy
 - only values in files that are never written to stay on an accelerator, and only within a budget: no copy can become
   stale
@@ -30,21 +31,21 @@ from offload.torch_api import set_conj, set_neg
 CPU = torch.device("cpu")
 
 
-# Twins: meta tensors that describe views
+# Meta tensors that describe values and views
 
 
 @lru_cache(maxsize=1024)
-def whole_twin(layout: Layout) -> torch.Tensor:
+def meta_of_layout(layout: Layout) -> torch.Tensor:
     """The meta tensor for a whole value, shared by values of the same layout; do not change it."""
     with no_functions(), no_modes():
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-def twin_of(handle: Handle) -> torch.Tensor:
-    """The twin of the whole value."""
-    if handle.twin is None:
-        handle.twin = whole_twin(handle.layout)
-    return handle.twin
+def meta_of(handle: Handle) -> torch.Tensor:
+    """The meta tensor of the whole value, which is also the view spec of all of it."""
+    if handle.meta is None:
+        handle.meta = meta_of_layout(handle.layout)
+    return handle.meta
 
 
 def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -54,11 +55,11 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def twin_with(twin: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
-    """A cut of the same value as `twin`, with the metadata from `metadata_of`. Works for a plain tensor, too."""
+def view_with(view_spec: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
+    """A cut of the same value as `view_spec`, with the metadata from `metadata_of`. Works for a plain tensor, too."""
     shape, stride, offset, dtype, conjugate, negative = metadata
-    cut = torch.empty(0, dtype=dtype, device=twin.device)
-    cut.set_(twin.untyped_storage(), offset, shape, stride)
+    cut = torch.empty(0, dtype=dtype, device=view_spec.device)
+    cut.set_(view_spec.untyped_storage(), offset, shape, stride)
     set_conj(cut, conjugate)
     set_neg(cut, negative)
     return cut
@@ -74,23 +75,23 @@ def with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 # Cuts of a value
 
 
-def cut(base: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """A tensor over the storage of `base`, a plain tensor, cut like `twin`."""
-    if base is twin:
+def cut(base: torch.Tensor, view_spec: torch.Tensor) -> torch.Tensor:
+    """A tensor over the storage of `base`, a plain tensor, cut like `view_spec`."""
+    if base is view_spec:
         return base
-    if base.dtype != twin.dtype:
-        return twin_with(base, metadata_of(twin))
-    guest = base.as_strided(twin.shape, twin.stride(), twin.storage_offset())
-    return with_bits_of(guest, twin) if twin.is_conj() or twin.is_neg() else guest
+    if base.dtype != view_spec.dtype:
+        return view_with(base, metadata_of(view_spec))
+    guest = base.as_strided(view_spec.shape, view_spec.stride(), view_spec.storage_offset())
+    return with_bits_of(guest, view_spec) if view_spec.is_conj() or view_spec.is_neg() else guest
 
 
-def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
-    """`base`, of a tensor subclass, for a twin of the whole value.
+def uncut(base: torch.Tensor, view_spec: torch.Tensor, name: str) -> torch.Tensor:
+    """`base`, of a tensor subclass, for a view spec of the whole value.
 
     Raises:
-        StaleViewError: the twin is a cut of the plain value that was there before.
+        StaleViewError: it describes a cut of the plain value that was there before.
     """
-    if (twin.shape, twin.stride(), twin.dtype) != (base.shape, base.stride(), base.dtype):
+    if (view_spec.shape, view_spec.stride(), view_spec.dtype) != (base.shape, base.stride(), base.dtype):
         raise StaleViewError(
             f"the value {name!r} was replaced by a {type(base).__name__}, and this tensor is an old view of a part: "
             "cut the view again"
@@ -98,29 +99,29 @@ def uncut(base: torch.Tensor, twin: torch.Tensor, name: str) -> torch.Tensor:
     return base
 
 
-def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, twin: torch.Tensor) -> torch.Tensor:
-    """`value`, the cut by `twin`, at the storage offset of `twin`, which compilers check (2.13).
+def where_torch_expects(value: torch.Tensor, handle: Handle | Traced, view_spec: torch.Tensor) -> torch.Tensor:
+    """`value`, the cut by `view_spec`, at the storage offset of `view_spec`, which compilers check (2.13).
 
     A computed value is elsewhere: in the file of a piece, or in memory of its own.
     """
-    if handle.composed is None or value.storage_offset() == twin.storage_offset():
+    if handle.composed is None or value.storage_offset() == view_spec.storage_offset():
         return value
     base = handle.base()
     span = base.untyped_storage()[int(base.storage_offset()) * base.itemsize :]
-    return cut(torch.empty(0, dtype=base.dtype, device=CPU).set_(span, 0, base.shape, base.stride()), twin)
+    return cut(torch.empty(0, dtype=base.dtype, device=CPU).set_(span, 0, base.shape, base.stride()), view_spec)
 
 
-def start_of_run(handle: Handle, twin: torch.Tensor) -> int | None:
+def start_of_run(handle: Handle, view_spec: torch.Tensor) -> int | None:
     """The first byte in the file of a view whose elements are contiguous there; None for any other view."""
     if (
         handle.recipe is not None
         or handle.composed is not None
-        or not twin.is_contiguous()
-        or twin.is_conj()
-        or twin.is_neg()
+        or not view_spec.is_contiguous()
+        or view_spec.is_conj()
+        or view_spec.is_neg()
     ):
         return None
-    return handle.extent[0] + int(twin.storage_offset()) * twin.itemsize
+    return handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
 
 
 # Copies, and those that stay on an accelerator
@@ -171,8 +172,8 @@ class Copy(Value):
         self.base = None
 
 
-def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> torch.Tensor | None:
-    """The cut by `twin` of a value that stays on a device; None if it has to be sent for each op.
+def resident_guest(handle: Handle, view_spec: torch.Tensor, target: torch.device) -> torch.Tensor | None:
+    """The cut by `view_spec` of a value that stays on a device; None if it has to be sent for each op.
 
     Raises: as `Handle.base`, even if the file is not read.
     """
@@ -181,13 +182,13 @@ def resident_guest(handle: Handle, twin: torch.Tensor, target: torch.device) -> 
         return None
     base, there = handle.base(), copy.base
     if there is None:
-        brought_in(handle, twin_of(handle))
+        brought_in(handle, meta_of(handle))
         with no_functions(), no_modes():  # it outlives the mode in which it is first used
             there = sent_to(base, target)
             settle(target)
         copy.base = there
     lend(there, target)
-    return cut(there, twin)
+    return cut(there, view_spec)
 
 
 def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
@@ -230,7 +231,7 @@ class Traced:
     writable_base = base
 
     @property
-    def twin(self) -> torch.Tensor:
+    def meta(self) -> torch.Tensor:
         return self.inner
 
 

@@ -42,7 +42,6 @@ from offload.tensor.wrapper import (
     INNER,
     OffloadedTensor,
     become,
-    current_twin,
     guest_of,
     handle_of,
     implements,
@@ -50,6 +49,7 @@ from offload.tensor.wrapper import (
     overrides,
     redress,
     store,
+    view_spec_of,
     wrap,
 )
 from offload.torch_api import (
@@ -152,10 +152,10 @@ def multiply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @implements(aten.detach.default, aten.alias.default)
 def same_value(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Another tensor over the same value: the same twin serves both, and no subclass is called."""
+    """Another tensor over the same value: the same view spec serves both, and no subclass is called."""
     base = args[0]
-    twin = func(base._handle.inner) if type(base._handle) is Traced else current_twin(base)
-    return view_of(base, twin)
+    view_spec = func(base._handle.inner) if type(base._handle) is Traced else view_spec_of(base)
+    return view_of(base, view_spec)
 
 
 @implements(
@@ -172,7 +172,7 @@ def like_without_reading(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     if not _has_file(tensor) or tensor._handle.is_subclass:
         return read(func, args, kwargs)
     device = kwargs.get("device") or tensor._target
-    return func(current_twin(tensor), *args[1:], **{**kwargs, "device": device})
+    return func(view_spec_of(tensor), *args[1:], **{**kwargs, "device": device})
 
 
 @implements(aten._nested_view_from_jagged.default)
@@ -190,11 +190,11 @@ def move_or_cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if device is None or not _has_file(tensor):
         return read(func, args, kwargs)
     if torch.device(device).type == "meta":
-        return func(current_twin(tensor), **kwargs)
+        return func(view_spec_of(tensor), **kwargs)
     target = checked_device(device)
     if target == tensor._target or _changes_more_than_device(tensor, kwargs):
         return read(func, args, kwargs)
-    return wrap(tensor._handle, current_twin(tensor), target)
+    return wrap(tensor._handle, view_spec_of(tensor), target)
 
 
 def _changes_more_than_device(tensor: torch.Tensor, options: dict[str, Any]) -> bool:
@@ -218,7 +218,7 @@ def move_with_version(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
         if not are_swappable(args[0], moved):
             return moved
         alias = args[0].detach()
-        redress(alias, moved._twin, moved._target)
+        redress(alias, moved._view_spec, moved._target)
         return alias
 
 
@@ -257,7 +257,7 @@ def pick_where_the_file_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any
 def _announce_rows(table: OffloadedTensor, rows: torch.Tensor | None) -> None:
     """Start reading all of the rows, and nothing around them, before waiting for the first."""
     if rows is not None and rows.device == CPU and table.dim() > 1 and table.numel():
-        rows_coming(handle_of(table), current_twin(table), rows)
+        rows_coming(handle_of(table), view_spec_of(table), rows)
 
 
 def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -271,8 +271,8 @@ def _pick_what_is_carried_out(func: Any, args: Sequence[Any], kwargs: dict[str, 
     rows, again = torch.unique(found, return_inverse=True)
     if len(rows) == 0 or rows[0] < 0 or rows[-1] >= len(table) or 2 * len(rows) > len(table):
         return read(func, args, kwargs)  # also for torch's error when an index is out of range
-    twin = current_twin(table)
-    few = sent_to(table._handle.composed.picked(twin, rows), table._target)
+    view_spec = view_spec_of(table)
+    few = sent_to(table._handle.composed.picked(view_spec, rows), table._target)
     again = again.view(found.shape).to(table._target)
     given = [few, *args[1:]]
     given[place] = [again, *args[place][1:]] if func is aten.index.Tensor else again
@@ -313,7 +313,7 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     groups = counts.nonzero().flatten()
     if matrices._handle.composed is not None:
         return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
-    parts = [current_twin(matrices).select(0, group) for group in groups.tolist()]
+    parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
     coming([*((matrices._handle, part) for part in parts), *_reads(_picked_next(matrices, groups.tolist()))])
     for part in parts:
         brought_in(matrices._handle, part)
@@ -348,11 +348,11 @@ def _multiply_one_by_one(
 
 def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Tensor]:
     """Some matrices of a recipe, one by one: those that stay in memory for other batches are looked up once."""
-    recipe, twin = matrices._handle.composed, current_twin(matrices)
+    recipe, view_spec = matrices._handle.composed, view_spec_of(matrices)
     assert recipe is not None
-    noted = shared((recipe, metadata_of(twin)))
+    noted = shared((recipe, metadata_of(view_spec)))
     known = noted or {}
-    new = {group: twin[group : group + 1] for group in groups if group not in known}
+    new = {group: view_spec[group : group + 1] for group in groups if group not in known}
     due = [*((handle_of(matrices), cut) for cut in new.values()), *_picked_next(matrices, groups)]
     coming(_reads(due[: 2 * _AT_ONCE]))
     used = 0
@@ -371,22 +371,22 @@ def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Ten
 
 def _picked_next(matrices: OffloadedTensor, groups: list[int]) -> list[tuple[Handle, torch.Tensor]]:
     """The matrices that are multiplied next, where that is known: an expert has one in each of several stacks."""
-    handle, twin = handle_of(matrices), current_twin(matrices)
-    found = stack_after(handle, twin, groups)
+    handle, view_spec = handle_of(matrices), view_spec_of(matrices)
+    found = stack_after(handle, view_spec, groups)
     return [] if found is None else [(found[0], found[1][group : group + 1]) for group in groups]
 
 
 def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:
     """The views of stored values that are read for some views."""
-    for handle, twin in views:
+    for handle, view_spec in views:
         composed = handle.composed
-        yield from [(handle, twin)] if composed is None else composed.reads(twin)
+        yield from [(handle, view_spec)] if composed is None else composed.reads(view_spec)
 
 
-def _is_staying(recipe: Composed, twin: torch.Tensor) -> bool:
+def _is_staying(recipe: Composed, view_spec: torch.Tensor) -> bool:
     """Whether a cut that was just read or computed stays in memory for the next thread."""
-    views = list(recipe.reads(twin))  # none of a result that is kept
-    return not views or (recipe.stands(twin) and are_staying(views))
+    views = list(recipe.reads(view_spec))  # none of a result that is kept
+    return not views or (recipe.stands(view_spec) and are_staying(views))
 
 
 def _chosen(matrices: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

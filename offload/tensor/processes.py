@@ -30,9 +30,9 @@ from offload.storage.handle import Composed, Handle
 from offload.storage.layout import Entry, Layout
 from offload.storage.locks import fork_safe_lock
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import metadata_of, twin_with, whole_twin
+from offload.tensor.guests import meta_of_layout, metadata_of, view_with
 from offload.tensor.recipes import Piece
-from offload.tensor.wrapper import OffloadedTensor, current_twin, dressed, handle_of, wrap
+from offload.tensor.wrapper import OffloadedTensor, dressed, handle_of, view_spec_of, wrap
 
 
 class by_reference:
@@ -112,7 +112,7 @@ def _reduce(tensor: OffloadedTensor) -> tuple[Any, ...]:
             f"{tensor.name!r} is not a leaf and requires grad: it can't be passed to a process. detach() it first."
         )
     handle = handle_of(tensor)
-    cut = metadata_of(current_twin(tensor))
+    cut = metadata_of(view_spec_of(tensor))
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return _rebuild, (_reference(handle), cut, tensor._target, tensor.requires_grad, is_parameter)
 
@@ -132,13 +132,13 @@ def _reference(handle: Handle) -> Reference | ComposedReference:
 
 
 def _reduce_piece(piece: Piece) -> tuple[Any, ...]:
-    return _rebuild_piece, (_reference(piece.handle), metadata_of(piece.twin))
+    return _rebuild_piece, (_reference(piece.handle), metadata_of(piece.view_spec))
 
 
 def _rebuild_piece(reference: Reference | ComposedReference, cut: Any) -> Piece:
     handle = _handle(reference)
     with no_functions(), no_modes():
-        return Piece(handle, twin_with(whole_twin(handle.layout), cut))
+        return Piece(handle, view_with(meta_of_layout(handle.layout), cut))
 
 
 def _handle(reference: Reference | ComposedReference) -> Handle:
@@ -168,8 +168,8 @@ def _rebuild(
             "which was passed: pass it again"
         )
     with no_functions(), no_modes():
-        twin = twin_with(whole_twin(handle.layout), cut)
-    return dressed(wrap(handle, twin, target), requires_grad=requires_grad, is_parameter=is_parameter)
+        view_spec = view_with(meta_of_layout(handle.layout), cut)
+    return dressed(wrap(handle, view_spec, target), requires_grad=requires_grad, is_parameter=is_parameter)
 
 
 def _opened(reference: Reference) -> Handle:

@@ -52,17 +52,17 @@ class Rebuilt(Recipe):
         super().note(digest)
         digest.update(repr(self.recipe).encode())
 
-    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
         """See `Composed`.
 
         Raises: as `unflatten`, as `uncut`, and as `Handle.base`.
         """
         bases = [piece.handle.base() for piece in self.pieces]
         for piece in self.pieces:
-            brought_in(piece.handle, piece.twin)
+            brought_in(piece.handle, piece.view_spec)
         made = self._made
         if made is None or any(now is not before for now, before in zip(bases, made[0], strict=True)):
             with no_functions(), no_modes(), naming(self._name, self.file.path):
                 values = dict(zip(self._keys, bases, strict=True))
                 self._made = made = bases, unflatten(values, self.recipe or {}, self._name)
-        return made[1] if twin is None else uncut(made[1], twin, self._name)
+        return made[1] if view_spec is None else uncut(made[1], view_spec, self._name)

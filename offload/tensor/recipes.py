@@ -30,8 +30,8 @@ from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.layout import Entry, Layout, contiguous, contiguous_stride
 from offload.storage.modes import no_functions, no_modes
-from offload.tensor.guests import cut, metadata_of, twin_of, with_bits_of
-from offload.tensor.rooms import LEAST, room
+from offload.tensor.guests import cut, meta_of, metadata_of, with_bits_of
+from offload.tensor.scratch import LEAST, scratch_for
 
 BLOCK = 512 << 10  # bytes computed at a time, so that the next step finds them in the cache
 _CAST = 1 << 20  # the same, if the only step is a cast
@@ -53,51 +53,51 @@ class Digest(Protocol):
 class Piece:
     """A source of a computed value: a cut of another value."""
 
-    __slots__ = ("handle", "twin")
+    __slots__ = ("handle", "view_spec")
 
-    def __init__(self, handle: Handle, twin: torch.Tensor | None = None) -> None:
+    def __init__(self, handle: Handle, view_spec: torch.Tensor | None = None) -> None:
         self.handle = handle
-        self.twin = twin_of(handle) if twin is None else twin
+        self.view_spec = meta_of(handle) if view_spec is None else view_spec
 
-    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
-        """The value of `twin`, a cut of this piece: mapped if possible.
+    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+        """The value of `view_spec`, a cut of this piece: mapped if possible.
 
         Raises: as `Handle.base`.
         """
-        handle, twin = self.handle, self.twin if twin is None else twin
+        handle, view_spec = self.handle, self.view_spec if view_spec is None else view_spec
         if handle.composed is not None:
-            return handle.composed.value(twin)
+            return handle.composed.value(view_spec)
         base = handle.base()
-        brought_in(handle, twin)
-        return cut(base, twin)
+        brought_in(handle, view_spec)
+        return cut(base, view_spec)
 
-    def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """The views of stored values that are read to compute `twin`, a cut of this piece."""
+    def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """The views of stored values that are read to compute `view_spec`, a cut of this piece."""
         composed = self.handle.composed
-        return iter([(self.handle, twin)]) if composed is None else composed.reads(twin)
+        return iter([(self.handle, view_spec)]) if composed is None else composed.reads(view_spec)
 
     def alone(self) -> Piece:
         """The same numbers, from as small a value as possible: a part of a file, or of a recipe.
 
         What is not needed is then neither counted, nor read ahead, nor copied at a first write.
         """
-        handle, twin, layout = self.handle, self.twin, self.handle.layout
-        start = None if handle.is_subclass or handle.owned else _start_in(layout, twin)
+        handle, view_spec, layout = self.handle, self.view_spec, self.handle.layout
+        start = None if handle.is_subclass or handle.owned else _start_in(layout, view_spec)
         if start is None:
             return self
         if isinstance(composed := handle.composed, Recipe):
-            return composed.part(start, tuple(twin.shape)) or self
+            return composed.part(start, tuple(view_spec.shape)) or self
         outermost = layout.order[0] if layout.order else 0  # the other dimensions are taken whole, and cut again
-        if handle.composed is not None or not layout.order or twin.shape[outermost] == layout.shape[outermost]:
+        if handle.composed is not None or not layout.order or view_spec.shape[outermost] == layout.shape[outermost]:
             return self
         rows = list(layout.shape)
-        rows[outermost] = twin.shape[outermost]
+        rows[outermost] = view_spec.shape[outermost]
         first = handle.extent[0] + start[outermost] * layout.stride[outermost] * layout.dtype.itemsize
         entry = Entry(handle.name, Layout(layout.dtype, tuple(rows), layout.stride), first)
         part = Piece(Handle.reference_part(handle.file, entry))
-        for dim, (begin, size) in enumerate(zip(start, twin.shape, strict=True)):
+        for dim, (begin, size) in enumerate(zip(start, view_spec.shape, strict=True)):
             if dim != outermost:
-                part.twin = part.twin.narrow(dim, begin, size)
+                part.view_spec = part.view_spec.narrow(dim, begin, size)
         return part
 
     def note(self, digest: Digest) -> None:
@@ -108,15 +108,15 @@ class Piece:
             handle, known = self.handle, self.handle.file.identity
             place = handle.file.path.name, known.size, known.modified, handle.name, handle.extent
             digest.update(repr(place).encode())
-        digest.update(repr(metadata_of(self.twin)).encode())
+        digest.update(repr(metadata_of(self.view_spec)).encode())
 
-    def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
-        """Copy the value of `twin`, a cut of this piece, to `place`, in the dtype of `place`."""
+    def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
+        """Copy the value of `view_spec`, a cut of this piece, to `place`, in the dtype of `place`."""
         composed = self.handle.composed
         if isinstance(composed, Decoded):
-            composed.put(place, twin)
+            composed.put(place, view_spec)
         else:
-            _put(place, self.value(twin))
+            _put(place, self.value(view_spec))
 
 
 def _put(place: torch.Tensor, value: torch.Tensor) -> None:
@@ -178,13 +178,13 @@ class Recipe(ABC):
             piece.note(digest)
 
     @abstractmethod
-    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
         """See `Composed`."""
 
     def reads(self, _: torch.Tensor, /) -> Iterator[tuple[Handle, torch.Tensor]]:
         """See `Composed`: all of its pieces, whichever cut is read."""
         for piece in self.pieces:
-            yield from piece.reads(piece.twin)
+            yield from piece.reads(piece.view_spec)
 
     def stands(self, _: torch.Tensor, /) -> bool:
         """See `Composed`."""
@@ -196,22 +196,22 @@ class Plain(Recipe):
 
     __slots__ = ()
 
-    def value(self, twin: torch.Tensor | None = None) -> torch.Tensor:
+    def value(self, view_spec: torch.Tensor | None = None) -> torch.Tensor:
         """See `Composed`."""
         with no_functions(), no_modes():
             layout = self.layout
-            if twin is None:
+            if view_spec is None:
                 box = Box((0,) * len(layout.shape), tuple(layout.shape[dim] for dim in layout.order), 0)
                 return self._in_box(box).as_strided(layout.shape, layout.stride)
-            if twin.numel() == 0:
-                return torch.empty_strided(twin.shape, twin.stride(), dtype=twin.dtype)
-            box = Box.around(layout, twin)
-            return _recut(self._in_box(box), box.first * layout.dtype.itemsize, twin)
+            if view_spec.numel() == 0:
+                return torch.empty_strided(view_spec.shape, view_spec.stride(), dtype=view_spec.dtype)
+            box = Box.around(layout, view_spec)
+            return _recut(self._in_box(box), box.first * layout.dtype.itemsize, view_spec)
 
-    def reads(self, twin: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
-        """See `Composed`: only what `twin` needs."""
+    def reads(self, view_spec: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor]]:
+        """See `Composed`: only what `view_spec` needs."""
         with no_functions(), no_modes():
-            box = Box.around(self.layout, twin) if twin.numel() else None
+            box = Box.around(self.layout, view_spec) if view_spec.numel() else None
             if box is not None and found_kept((self, box)) is None:
                 yield from self._views(box)
 
@@ -233,11 +233,11 @@ class Plain(Recipe):
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
         """The pieces that a box is computed from, and the cut of each that it needs."""
 
-    def picked(self, twin: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows of the cut by `twin`, by sorted index, as a new tensor."""
+    def picked(self, view_spec: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of the cut by `view_spec`, by sorted index, as a new tensor."""
         with no_functions(), no_modes():
-            made = torch.empty((len(rows), *twin.shape[1:]), dtype=twin.dtype, device="cpu")
-            runs = [twin[begin:end] for begin, end in runs_of(rows.tolist(), len(twin))]
+            made = torch.empty((len(rows), *view_spec.shape[1:]), dtype=view_spec.dtype, device="cpu")
+            runs = [view_spec[begin:end] for begin, end in runs_of(rows.tolist(), len(view_spec))]
             coming(view for run in runs for view in self.reads(run))
             at = 0
             for run in runs:
@@ -253,34 +253,41 @@ class Plain(Recipe):
     def blocks(self) -> Iterator[torch.Tensor]:
         """See `Composed`."""
         layout = self.layout
-        twin = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(layout.order)
-        for part in _cuts(twin) if twin.numel() else ():
+        view_spec = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(
+            layout.order
+        )
+        for part in _cuts(view_spec) if view_spec.numel() else ():
             yield self.value(part).contiguous()
 
 
-def _start_in(layout: Layout, twin: torch.Tensor) -> tuple[int, ...] | None:
+def _start_in(layout: Layout, view_spec: torch.Tensor) -> tuple[int, ...] | None:
     """Where in a dense value the box begins that a cut describes; None for other cuts."""
-    if twin.dtype != layout.dtype or twin.dim() != len(layout.shape) or twin.is_conj() or twin.is_neg():
+    if (
+        view_spec.dtype != layout.dtype
+        or view_spec.dim() != len(layout.shape)
+        or view_spec.is_conj()
+        or view_spec.is_neg()
+    ):
         return None
-    steps = zip(twin.stride(), layout.stride, twin.shape, strict=True)
-    if not layout.is_dense or not twin.numel() or any(has != step and size > 1 for has, step, size in steps):
+    steps = zip(view_spec.stride(), layout.stride, view_spec.shape, strict=True)
+    if not layout.is_dense or not view_spec.numel() or any(has != step and size > 1 for has, step, size in steps):
         return None
-    start, left = [0] * twin.dim(), int(twin.storage_offset())
+    start, left = [0] * view_spec.dim(), int(view_spec.storage_offset())
     for dim in layout.order:
         start[dim], left = divmod(left, layout.stride[dim])
     return tuple(start)
 
 
-def _cuts(twin: torch.Tensor) -> Iterator[torch.Tensor]:
+def _cuts(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
     """A cut split into blocks of rows, recursively, until they are small."""
-    nbytes = twin.numel() * twin.itemsize
+    nbytes = view_spec.numel() * view_spec.itemsize
     if nbytes <= _WRITTEN:
-        yield twin
-    elif nbytes > _WRITTEN * len(twin):
-        for row in twin.unbind():
+        yield view_spec
+    elif nbytes > _WRITTEN * len(view_spec):
+        for row in view_spec.unbind():
             yield from _cuts(row)
     else:
-        yield from twin.split(_WRITTEN * len(twin) // nbytes)
+        yield from view_spec.split(_WRITTEN * len(view_spec) // nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,12 +304,12 @@ class Box:
     first: int
 
     @classmethod
-    def around(cls, layout: Layout, twin: torch.Tensor) -> Box:
-        """The smallest box that contains the cut by `twin` of a dense value."""
+    def around(cls, layout: Layout, view_spec: torch.Tensor) -> Box:
+        """The smallest box that contains the cut by `view_spec` of a dense value."""
         shape = [layout.shape[dim] for dim in layout.order]
-        first = int(twin.storage_offset()) * twin.itemsize
-        steps = sum((size - 1) * step for size, step in zip(twin.shape, twin.stride(), strict=True))
-        last = (first + int(steps) * twin.itemsize + twin.itemsize - 1) // layout.dtype.itemsize
+        first = int(view_spec.storage_offset()) * view_spec.itemsize
+        steps = sum((size - 1) * step for size, step in zip(view_spec.shape, view_spec.stride(), strict=True))
+        last = (first + int(steps) * view_spec.itemsize + view_spec.itemsize - 1) // layout.dtype.itemsize
         first //= layout.dtype.itemsize
         start, size, begin = [0] * len(shape), list(shape), 0
         for dim, step in enumerate(contiguous_stride(tuple(shape))):
@@ -315,16 +322,18 @@ class Box:
         return cls(tuple(start), tuple(size), begin)
 
 
-def _recut(found: torch.Tensor, first: int, twin: torch.Tensor) -> torch.Tensor:
-    """The cut by `twin`, from `found`, which is laid out like the part of the value that begins at byte `first`."""
-    if found.dtype == twin.dtype:
-        offset = found.storage_offset() + int(twin.storage_offset()) - first // twin.itemsize
-        value = found.as_strided(twin.shape, twin.stride(), offset)
+def _recut(found: torch.Tensor, first: int, view_spec: torch.Tensor) -> torch.Tensor:
+    """The cut by `view_spec` from `found`, which is laid out like the part of the value from byte `first` on."""
+    if found.dtype == view_spec.dtype:
+        offset = found.storage_offset() + int(view_spec.storage_offset()) - first // view_spec.itemsize
+        value = found.as_strided(view_spec.shape, view_spec.stride(), offset)
     else:
-        offset = (found.storage_offset() * found.itemsize - first) // twin.itemsize + int(twin.storage_offset())
-        value = torch.empty(0, dtype=twin.dtype)
-        value.set_(found.untyped_storage(), offset, twin.shape, twin.stride())
-    return with_bits_of(value, twin) if twin.is_conj() or twin.is_neg() else value
+        offset = (found.storage_offset() * found.itemsize - first) // view_spec.itemsize + int(
+            view_spec.storage_offset()
+        )
+        value = torch.empty(0, dtype=view_spec.dtype)
+        value.set_(found.untyped_storage(), offset, view_spec.shape, view_spec.stride())
+    return with_bits_of(value, view_spec) if view_spec.is_conj() or view_spec.is_neg() else value
 
 
 class _Boxes(dict[Box, list[Inside]]):
@@ -347,17 +356,17 @@ class Joined(Plain):
     def __init__(self, layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]]) -> None:
         order = layout.order
         turned = list(zip(places, pieces, strict=True))
-        turned = [one for one in turned if one[1].twin.numel()] or turned[:1]
+        turned = [one for one in turned if one[1].view_spec.numel()] or turned[:1]
         if order != tuple(range(len(order))):
             turned = [
-                (tuple(place[dim] for dim in order), Piece(piece.handle, piece.twin.permute(order)))
+                (tuple(place[dim] for dim in order), Piece(piece.handle, piece.view_spec.permute(order)))
                 for place, piece in turned
             ]
         turned.sort(key=lambda one: one[0])
         self.layout = layout
         self.pieces = tuple(piece for _, piece in turned)
         self._places = [place for place, _ in turned]
-        ends = [place[0] + piece.twin.shape[0] for place, piece in turned] if order else []
+        ends = [place[0] + piece.view_spec.shape[0] for place, piece in turned] if order else []
         covered = all(end <= place[0] for end, place in zip(ends, self._places[1:], strict=False))
         self._rows = [place[0] for place in self._places] if order and covered else None  # pieces in a row
         self._known = _Boxes()
@@ -372,7 +381,7 @@ class Joined(Plain):
         composed = (piece.handle.composed for piece in self.pieces)
         said = sorted({one.form for one in composed if isinstance(one, Recipe)})
         said += ["joined"] if len(self.pieces) > 1 else []
-        said += ["cast"] if any(piece.twin.dtype != self.layout.dtype for piece in self.pieces) else []
+        said += ["cast"] if any(piece.view_spec.dtype != self.layout.dtype for piece in self.pieces) else []
         return ", ".join(said) or "laid out anew"
 
     def note(self, digest: Digest) -> None:
@@ -380,24 +389,24 @@ class Joined(Plain):
         super().note(digest)
         digest.update(repr(self._places).encode())
 
-    def stands(self, twin: torch.Tensor, /) -> bool:
+    def stands(self, view_spec: torch.Tensor, /) -> bool:
         """See `Composed`."""
-        found = self._only_one(self._inside(Box.around(self.layout, twin))) if twin.numel() else None
+        found = self._only_one(self._inside(Box.around(self.layout, view_spec))) if view_spec.numel() else None
         if found is None:
             return False
-        piece, twin = found
-        return piece.handle.composed is None or piece.handle.composed.stands(twin)
+        piece, view_spec = found
+        return piece.handle.composed is None or piece.handle.composed.stands(view_spec)
 
     def _only_one(self, inside: list[Inside]) -> tuple[Piece, torch.Tensor] | None:
         """The piece that contains the whole box, in the value's memory order; None if there is none."""
         if len(inside) == 1:
-            [(piece, twin, _)] = inside
-            if twin.dtype == self.layout.dtype and _lies_as(twin, contiguous_stride(self._turned_shape())):
-                return piece, twin
+            [(piece, view_spec, _)] = inside
+            if view_spec.dtype == self.layout.dtype and _lies_as(view_spec, contiguous_stride(self._turned_shape())):
+                return piece, view_spec
         return None
 
     def _read_in(self, box: Box) -> Iterator[tuple[Piece, torch.Tensor]]:
-        return ((piece, twin) for piece, twin, _ in self._inside(box))
+        return ((piece, view_spec) for piece, view_spec, _ in self._inside(box))
 
     def _in_box(self, box: Box) -> torch.Tensor:
         found = found_kept((self, box))
@@ -406,25 +415,25 @@ class Joined(Plain):
         only = self._only_one(self._inside(box))
         if only is None:
             return super()._in_box(box)
-        piece, twin = only
-        return piece.value(twin)
+        piece, view_spec = only
+        return piece.value(view_spec)
 
     def _computed(self, box: Box) -> torch.Tensor:
         inside = self._inside(box)
-        whole = room(contiguous(self.layout.dtype, box.size))
+        whole = scratch_for(contiguous(self.layout.dtype, box.size))
         if len(inside) > 1:
-            coming(view for piece, twin, _ in inside for view in piece.reads(twin))
-        for piece, twin, at in inside:
+            coming(view for piece, view_spec, _ in inside for view in piece.reads(view_spec))
+        for piece, view_spec, at in inside:
             place = whole
-            for dim, size in enumerate(twin.shape):
+            for dim, size in enumerate(view_spec.shape):
                 place = place.narrow(dim, at[dim], size)
-            piece.put(place, twin)
+            piece.put(place, view_spec)
         return whole
 
-    def parts(self, twin: torch.Tensor) -> Iterator[Piece]:
+    def parts(self, view_spec: torch.Tensor) -> Iterator[Piece]:
         """The pieces that a cut of the value is computed from."""
         with no_functions(), no_modes():
-            for piece, part, _ in self._inside(Box.around(self.layout, twin)) if twin.numel() else ():
+            for piece, part, _ in self._inside(Box.around(self.layout, view_spec)) if view_spec.numel() else ():
                 yield Piece(piece.handle, part)
 
     def put_into(self, place: torch.Tensor) -> None:
@@ -433,9 +442,9 @@ class Joined(Plain):
             turned = place.permute(self.layout.order)
             for piece, begin in zip(self.pieces, self._places, strict=True):
                 part = turned
-                for dim, size in enumerate(piece.twin.shape):
+                for dim, size in enumerate(piece.view_spec.shape):
                     part = part.narrow(dim, begin[dim], size)
-                piece.put(part, piece.twin)
+                piece.put(part, piece.view_spec)
 
     def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Piece | None:
         """As in all recipes."""
@@ -444,13 +453,13 @@ class Joined(Plain):
         pieces, places = [], []
         for piece, place in zip(self.pieces, self._places, strict=True):
             low = [max(one, other) for one, other in zip(place, start, strict=True)]
-            ends = zip(place, piece.twin.shape, start, shape, strict=True)
+            ends = zip(place, piece.view_spec.shape, start, shape, strict=True)
             high = [min(begin + has, first + size) for begin, has, first, size in ends]
             if all(one < other for one, other in zip(low, high, strict=True)):
-                twin = piece.twin
+                view_spec = piece.view_spec
                 for dim, (begin, end) in enumerate(zip(low, high, strict=True)):
-                    twin = twin.narrow(dim, begin - place[dim], end - begin)
-                pieces.append(Piece(piece.handle, twin).alone())
+                    view_spec = view_spec.narrow(dim, begin - place[dim], end - begin)
+                pieces.append(Piece(piece.handle, view_spec).alone())
                 places.append(tuple(one - first for one, first in zip(low, start, strict=True)))
         return joined(contiguous(self.layout.dtype, shape), pieces, places, self.pieces[0].handle.name)
 
@@ -472,31 +481,31 @@ class Joined(Plain):
             first = max(0, bisect_right(self._rows, box.start[0]) - 1)
             end = bisect_right(self._rows, box.start[0] + box.size[0] - 1)
         for piece, place in zip(self.pieces[first:end], self._places[first:end], strict=True):
-            twin, at = piece.twin, []
+            view_spec, at = piece.view_spec, []
             for dim, begin in enumerate(place):
                 low = max(begin, box.start[dim])
-                high = min(begin + twin.shape[dim], box.start[dim] + box.size[dim])
+                high = min(begin + view_spec.shape[dim], box.start[dim] + box.size[dim])
                 if low >= high:
                     break
                 at.append(low - box.start[dim])
-                if high - low < twin.shape[dim]:
-                    twin = twin.narrow(dim, low - begin, high - low)
+                if high - low < view_spec.shape[dim]:
+                    view_spec = view_spec.narrow(dim, low - begin, high - low)
             else:
-                yield piece, twin, at
+                yield piece, view_spec, at
 
 
 def joined(layout: Layout, pieces: Sequence[Piece], places: Sequence[tuple[int, ...]], name: str) -> Piece:
     """Pieces that cover a value, as one piece: the only one itself, if its layout is the value's."""
     [first, *others] = pieces
-    if not others and first.twin.dtype == layout.dtype and _lies_as(first.twin, layout.stride):
+    if not others and first.view_spec.dtype == layout.dtype and _lies_as(first.view_spec, layout.stride):
         return first
     return Piece(Handle.compose(Joined(layout, pieces, places), name))
 
 
-def _lies_as(twin: torch.Tensor, strides: tuple[int, ...]) -> bool:
+def _lies_as(view_spec: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """Whether its elements are laid out like those of a value with these strides."""
-    return not (twin.is_conj() or twin.is_neg()) and all(
-        has == step or size == 1 for has, step, size in zip(twin.stride(), strides, twin.shape, strict=True)
+    return not (view_spec.is_conj() or view_spec.is_neg()) and all(
+        has == step or size == 1 for has, step, size in zip(view_spec.stride(), strides, view_spec.shape, strict=True)
     )
 
 
@@ -536,7 +545,7 @@ class Decoded(Plain):
         self.per = tuple(per)
         self.stacked = stacked
         self._row = layout.shape[1 + stacked :]
-        sizes = [piece.twin.numel() * piece.twin.itemsize for piece in self.pieces]
+        sizes = [piece.view_spec.numel() * piece.view_spec.itemsize for piece in self.pieces]
         self._order = sorted(range(len(sizes)), key=sizes.__getitem__)  # the last one read is used first
         if stacked:
             for handle in self.handles():
@@ -556,11 +565,11 @@ class Decoded(Plain):
         begin, end = first * self.granule, min(last * self.granule, self.layout.shape[dim])
         pieces = []
         for piece, per in zip(self.pieces, self.per, strict=True):
-            twin = piece.twin.narrow(0, start[0], shape[0]) if self.stacked else piece.twin
+            view_spec = piece.view_spec.narrow(0, start[0], shape[0]) if self.stacked else piece.view_spec
             if per is not None:
-                low, high = first * per, min(last * per, twin.shape[dim])
-                twin = twin.narrow(dim, low, high - low)
-            pieces.append(Piece(piece.handle, twin).alone())
+                low, high = first * per, min(last * per, view_spec.shape[dim])
+                view_spec = view_spec.narrow(dim, low, high - low)
+            pieces.append(Piece(piece.handle, view_spec).alone())
         rows = (*shape[:dim], end - begin, *self._row)
         recipe = Decoded(
             contiguous(self.layout.dtype, rows),
@@ -572,10 +581,10 @@ class Decoded(Plain):
             stacked=self.stacked,
         )
         made = Piece(Handle.compose(recipe, self.pieces[0].handle.name))
-        twin = made.twin.narrow(dim, start[dim] - begin, shape[dim])
+        view_spec = made.view_spec.narrow(dim, start[dim] - begin, shape[dim])
         for column in range(dim + 1, len(shape)):
-            twin = twin.narrow(column, start[column], shape[column])
-        return Piece(made.handle, twin)
+            view_spec = view_spec.narrow(column, start[column], shape[column])
+        return Piece(made.handle, view_spec)
 
     def note(self, digest: Digest) -> None:
         """As `Piece.note`."""
@@ -603,31 +612,33 @@ class Decoded(Plain):
         only, start = divmod(start, self.layout.shape[1]) if self.stacked else (0, start)
         first, last = start // self.granule, -(-(start + count) // self.granule)
         for number in self._order:
-            per, twin = self.per[number], self.pieces[number].twin
-            twin = twin[only] if self.stacked else twin
-            yield number, twin if per is None else twin[first * per : last * per]
+            per, view_spec = self.per[number], self.pieces[number].view_spec
+            view_spec = view_spec[only] if self.stacked else view_spec
+            yield number, view_spec if per is None else view_spec[first * per : last * per]
 
     def _computed(self, box: Box) -> torch.Tensor:
         step = math.prod(self._row)
         start, end = self._rows_of(box)
-        whole = room(contiguous(self.layout.dtype, (end - start, *self._row)))
+        whole = scratch_for(contiguous(self.layout.dtype, (end - start, *self._row)))
         self._into(whole, start)
         inside = box.first - start * step
         return whole.view(-1)[inside:] if inside else whole
 
-    def put(self, place: torch.Tensor, twin: torch.Tensor) -> None:
+    def put(self, place: torch.Tensor, view_spec: torch.Tensor) -> None:
         """As `Piece.put`: whole rows are decoded straight to their place, also those of one expert in a stack."""
-        while twin.dim() > len(self.layout.shape) and len(twin) == 1:
-            place, twin = place[0], twin[0]
+        while view_spec.dim() > len(self.layout.shape) and len(view_spec) == 1:
+            place, view_spec = place[0], view_spec[0]
         step = math.prod(self._row)
-        offset = int(twin.storage_offset())
-        first = len(self.layout.shape) - twin.dim()
-        is_rows = first >= 0 and twin.dim() > len(self._row) and twin.shape[1:] == self.layout.shape[first + 1 :]
-        lies_so = is_rows and _lies_as(twin, self.layout.stride[first:])
-        if lies_so and twin.dtype == self.layout.dtype and offset % step == 0:
+        offset = int(view_spec.storage_offset())
+        first = len(self.layout.shape) - view_spec.dim()
+        is_rows = (
+            first >= 0 and view_spec.dim() > len(self._row) and view_spec.shape[1:] == self.layout.shape[first + 1 :]
+        )
+        lies_so = is_rows and _lies_as(view_spec, self.layout.stride[first:])
+        if lies_so and view_spec.dtype == self.layout.dtype and offset % step == 0:
             self._into(place, offset // step)
         else:
-            place.copy_(self.value(twin))
+            place.copy_(self.value(view_spec))
 
     def _into(self, place: torch.Tensor, start: int) -> None:
         """Compute the rows that `place` has room for, beginning with row `start`."""

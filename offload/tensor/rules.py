@@ -19,13 +19,12 @@ from torch.autograd import forward_ad
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.guests import CPU, Traced, as_called_from, cut, metadata_of, sent_to, twin_with
+from offload.tensor.guests import CPU, Traced, as_called_from, cut, metadata_of, sent_to, view_with
 from offload.tensor.wrapper import (
     BY_SCHEMA,
     OUT,
     OffloadedTensor,
     Rule,
-    current_twin,
     guest_of,
     implements,
     is_part,
@@ -33,6 +32,7 @@ from offload.tensor.wrapper import (
     overrides,
     redress,
     store,
+    view_spec_of,
     wrap,
     wrap_traced,
 )
@@ -243,20 +243,24 @@ def read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], memo: dict[int,
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Cut the twin: nothing is read."""
+    """Cut the view spec: nothing is read."""
     base = args[0]
     if type(base) is not OffloadedTensor or base._handle.recipe is not None:
         is_exported = type(base) is OffloadedTensor and type(base._handle) is Traced
         return _view_inside(func, args, kwargs) if is_exported else read(func, args, kwargs)
     if type(base._handle) is Traced:
         with DisableTorchFunctionSubclass():
-            twins = func(current_twin(base), *args[1:], **kwargs)
+            view_specs = func(view_spec_of(base), *args[1:], **kwargs)
     elif modes_are_on():
         with no_functions(), no_modes():
-            twins = func(current_twin(base), *args[1:], **kwargs)
+            view_specs = func(view_spec_of(base), *args[1:], **kwargs)
     else:
-        twins = func(current_twin(base), *args[1:], **kwargs)
-    return view_of(base, twins) if isinstance(twins, torch.Tensor) else [view_of(base, twin) for twin in twins]
+        view_specs = func(view_spec_of(base), *args[1:], **kwargs)
+    return (
+        view_of(base, view_specs)
+        if isinstance(view_specs, torch.Tensor)
+        else [view_of(base, view_spec) for view_spec in view_specs]
+    )
 
 
 def _view_inside(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -281,12 +285,12 @@ def _not_exported(kind: type) -> UnsupportedOpError:
     )
 
 
-def view_of(base: OffloadedTensor, twin: torch.Tensor) -> OffloadedTensor:
-    """The view of the value of `base` that `twin` describes. Of a normal tensor it is normal, in inference mode too."""
+def view_of(base: OffloadedTensor, view_spec: torch.Tensor) -> OffloadedTensor:
+    """The view of the value of `base` that `view_spec` describes; of a normal tensor it is normal in inference mode."""
     if torch.is_inference_mode_enabled() and not is_inference(base):
         with InferenceMode(False):
-            return view_of(base, twin)
-    return wrap_traced(twin) if type(base._handle) is Traced else wrap(base._handle, twin, base._target)
+            return view_of(base, view_spec)
+    return wrap_traced(view_spec) if type(base._handle) is Traced else wrap(base._handle, view_spec, base._target)
 
 
 def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -294,10 +298,10 @@ def _write_inplace_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     tensor = args[0]
     if type(tensor) is not OffloadedTensor:
         return write(func, args, kwargs)
-    twin = func(current_twin(tensor).detach(), *args[1:], **kwargs)
+    view_spec = func(view_spec_of(tensor).detach(), *args[1:], **kwargs)
     if type(tensor._handle) is Traced:
-        tensor._handle.inner = twin
-    redress(tensor, twin, tensor._target)
+        tensor._handle.inner = view_spec
+    redress(tensor, view_spec, tensor._target)
     return tensor
 
 
@@ -432,19 +436,19 @@ def _metadata(guest: torch.Tensor) -> tuple[Any, ...]:
 
 def _settle(tensor: OffloadedTensor, guest: torch.Tensor, before: tuple[Any, ...] | None) -> None:
     """After a write: nothing to do for a guest over the file; otherwise store its value, or its new shape."""
-    handle, twin = tensor._handle, tensor._twin
+    handle, view_spec = tensor._handle, tensor._view_spec
     if type(handle) is Traced:
         return
     if handle.recipe is not None:
         store(tensor, guest)
     elif before == _metadata(guest):
         if tensor._target != CPU:
-            cut(handle.writable_base(), twin).copy_(guest)
-    elif before is None and guest.shape == twin.shape:
-        cut(handle.writable_base(), twin).copy_(guest)
+            cut(handle.writable_base(), view_spec).copy_(guest)
+    elif before is None and guest.shape == view_spec.shape:
+        cut(handle.writable_base(), view_spec).copy_(guest)
     elif before is not None and before[0] == guest.untyped_storage().data_ptr() and tensor._target == CPU:
         with no_functions(), no_modes():
-            redress(tensor, twin_with(twin, metadata_of(guest)), tensor._target)
+            redress(tensor, view_with(view_spec, metadata_of(guest)), tensor._target)
     elif is_part(tensor):
         raise UnsupportedOpError(
             f"this op would resize {tensor.name!r} through a view of a part of it: resize the tensor itself"

@@ -29,7 +29,7 @@ from offload.storage.subclasses import flatten, is_subclass_value
 from offload.storage.write import copy_range, layout_of, write_beside, write_blocks, write_runs, write_tensor
 from offload.tensor.guests import metadata_of, start_of_run
 from offload.tensor.recipes import files_in
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_part, mapped_value
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_part, mapped_value, view_spec_of
 
 
 def write_value(fd: int, at: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -92,7 +92,7 @@ def write_file(path: Path, name: str, tensor: torch.Tensor, notes: Mapping[str, 
 def identity_of(tensor: torch.Tensor) -> Hashable:
     """Equal for two tensors that are the same view of the same memory or file: tied weights."""
     if type(tensor) is OffloadedTensor:
-        return tensor._handle, metadata_of(current_twin(tensor))
+        return tensor._handle, metadata_of(view_spec_of(tensor))
     if is_subclass_value(tensor):
         attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return type(tensor), tuple(identity_of(getattr(tensor, attribute)) for attribute in attributes)
@@ -146,10 +146,10 @@ def subclass_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _copied(fd: int, at: int, tensor: OffloadedTensor) -> bool:
     """Copy it from file to file if possible; returns whether it was."""
-    handle, twin = handle_of(tensor), current_twin(tensor)
-    start = start_of_run(handle, twin)
+    handle, view_spec = handle_of(tensor), view_spec_of(tensor)
+    start = start_of_run(handle, view_spec)
     if start is None:
         return False
     with closed_after(handle.file.descriptor(settled=not handle.owned)) as source:
-        copy_range(source, start, fd, at, twin.numel() * twin.itemsize, handle.file.path)
+        copy_range(source, start, fd, at, view_spec.numel() * view_spec.itemsize, handle.file.path)
     return True

@@ -1,8 +1,8 @@
 """The class: a tensor that knows its file, its view of it, and its compute device.
 
 Always true:
-- `_handle` is shared by all views of a value; `_twin` is this view's own meta tensor with its metadata
-- the wrapper's metadata, as torch sees it, is that of its twin
+- `_handle` is shared by all views of a value; `_view_spec` is a meta tensor with the metadata of this view
+- the wrapper's metadata, as torch sees it, is that of its view spec
 - a guest, the plain tensor that stands in during an op, is neither kept nor handed out
 - an op has at most one rule: in `RULES` for an aten overload, in `FUNCTIONS` for one of torch's Python functions
 """
@@ -54,9 +54,9 @@ from offload.tensor.guests import (
     as_called_from,
     copied,
     cut,
+    meta_of,
     resident_guest,
     sent_to,
-    twin_of,
     uncut,
     where_torch_expects,
     with_bits_of,
@@ -152,7 +152,7 @@ class OffloadedTensor(torch.Tensor):
     """
 
     _handle: Handle | Traced
-    _twin: torch.Tensor
+    _view_spec: torch.Tensor
     _target: torch.device
     _generation: int
     _range: Range | None = None  # what is known about its pages
@@ -384,10 +384,10 @@ class OffloadedTensor(torch.Tensor):
             before, target = self._target, value.device
             try:
                 if target != before:
-                    redress(self, self._twin, target)
+                    redress(self, self._view_spec, target)
                 _store_alone(self, value)
             except BaseException:
-                redress(self, self._twin, before)
+                redress(self, self._view_spec, before)
                 raise
 
     # Copies
@@ -409,7 +409,7 @@ class OffloadedTensor(torch.Tensor):
         if id(handle) not in memo:
             memo[id(handle)] = handle.duplicate()
             log.debug("%s: copied from %s to %s", handle.name, handle.path, memo[id(handle)].path)
-        copy = _dressed_as(wrap(memo[id(handle)], self._twin, self._target), self)
+        copy = _dressed_as(wrap(memo[id(handle)], self._view_spec, self._target), self)
         memo[id(self)] = copy
         if not isinstance(self, torch.nn.Parameter):  # as in torch
             copy.grad = None if self.grad is None else self.grad.__deepcopy__(memo)
@@ -455,7 +455,7 @@ class OffloadedTensor(torch.Tensor):
         if type(self._handle) is Traced and not torch.compiler.is_exporting():
             return self._handle.inner
         with no_functions(), no_modes():
-            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._twin), self._target)
+            return sent_to(where_torch_expects(mapped_value(self), self._handle, self._view_spec), self._target)
 
     # Numbers and arrays
 
@@ -512,7 +512,7 @@ class OffloadedTensor(torch.Tensor):
                 text = repr(value) if handle.is_subclass else tensor_text(value, tensor_contents=tensor_contents)
         except OffloadError as error:  # someone who debugs that error may print the tensor
             why = "file missing" if isinstance(error, MissingFileError) else f"not readable: {type(error).__name__}"
-            kind = f"shape={tuple(self._twin.shape)}, dtype={self._twin.dtype}"
+            kind = f"shape={tuple(self._view_spec.shape)}, dtype={self._view_spec.dtype}"
             path = next((file.path for file in files_in(handle) if not file.is_current()), handle.path)
             return f"OffloadedTensor(({why}), {kind}{extra}, name={handle.name!r}, file={str(path)!r})"
         return f"OffloadedTensor({text.partition('(')[2].removesuffix(')')}{extra}, name={handle.name!r})"
@@ -537,7 +537,7 @@ class OffloadedTensor(torch.Tensor):
         """An address of the mapped value, inside the storage of all its views; what has no file is stored first."""
         if self._handle.composed is not None:
             handle_of(self).writable_base()
-        return self.untyped_storage().data_ptr() + int(self._twin.storage_offset()) * self._twin.itemsize
+        return self.untyped_storage().data_ptr() + int(self._view_spec.storage_offset()) * self._view_spec.itemsize
 
     def storage(self) -> Any:
         return self._typed_storage()
@@ -601,27 +601,27 @@ class OffloadedTensor(torch.Tensor):
 # Making wrappers
 
 
-def wrap(handle: Handle | Traced, twin: torch.Tensor, target: torch.device) -> OffloadedTensor:
-    """An offloaded tensor over `handle`, the view described by the meta tensor `twin`."""
-    nbytes = twin.untyped_storage().nbytes()
+def wrap(handle: Handle | Traced, view_spec: torch.Tensor, target: torch.device) -> OffloadedTensor:
+    """An offloaded tensor over `handle`, the view described by the meta tensor `view_spec`."""
+    nbytes = view_spec.untyped_storage().nbytes()
     wrapper: OffloadedTensor = make_wrapper(
         OffloadedTensor,
-        twin.shape,
-        strides=twin.stride(),
-        storage_offset=twin.storage_offset(),
-        dtype=twin.dtype,
+        view_spec.shape,
+        strides=view_spec.stride(),
+        storage_offset=view_spec.storage_offset(),
+        dtype=view_spec.dtype,
         device=target,
         storage_size=_unread(nbytes) if type(handle) is Handle else nbytes,
     )
     wrapper._handle = handle
-    wrapper._twin = twin
+    wrapper._view_spec = view_spec
     wrapper._target = target
     wrapper._generation = handle.generation
     if type(handle) is Traced:
         wrapper._range = UNTRACKED
     refuse_pointers(wrapper)  # functions that read memory below every dispatcher raise instead of crashing
-    if twin.is_conj() or twin.is_neg():
-        with_bits_of(wrapper, twin)
+    if view_spec.is_conj() or view_spec.is_neg():
+        with_bits_of(wrapper, view_spec)
     return wrapper
 
 
@@ -639,7 +639,7 @@ def wrap_handle(handle: Handle, target: torch.device) -> OffloadedTensor:
 def wrap_handles(handles: Iterable[tuple[Handle, torch.device]]) -> list[OffloadedTensor]:
     """Like `wrap_handle`, for many: the modes are left once."""
     with no_functions(), no_modes():
-        return [wrap(handle, twin_of(handle), target) for handle, target in handles]
+        return [wrap(handle, meta_of(handle), target) for handle, target in handles]
 
 
 def wrap_traced(inner: torch.Tensor) -> OffloadedTensor:
@@ -679,9 +679,9 @@ def target_of(tensor: OffloadedTensor) -> torch.device:
 
 def is_part(tensor: OffloadedTensor) -> bool:
     """Whether it is a view of a part of its value, not the whole."""
-    layout, twin = handle_of(tensor).layout, tensor._twin
-    return (tuple(twin.shape), twin.dtype) != (layout.shape, layout.dtype) or (
-        twin.stride() != layout.stride and twin.numel() > 1
+    layout, view_spec = handle_of(tensor).layout, tensor._view_spec
+    return (tuple(view_spec.shape), view_spec.dtype) != (layout.shape, layout.dtype) or (
+        view_spec.stride() != layout.stride and view_spec.numel() > 1
     )
 
 
@@ -702,23 +702,23 @@ def _dressed_as(stored: OffloadedTensor, like: torch.Tensor) -> OffloadedTensor:
     return dressed(stored, requires_grad=like.requires_grad, is_parameter=isinstance(like, torch.nn.Parameter))
 
 
-def redress(wrapper: OffloadedTensor, twin: torch.Tensor, target: torch.device) -> None:
+def redress(wrapper: OffloadedTensor, view_spec: torch.Tensor, target: torch.device) -> None:
     """Give a wrapper other metadata in place."""
-    if twin is wrapper._twin and target == wrapper._target:
+    if view_spec is wrapper._view_spec and target == wrapper._target:
         wrapper._generation, wrapper._range = wrapper._handle.generation, None
     else:
-        _take_on(wrapper, wrap(wrapper._handle, twin, target))
+        _take_on(wrapper, wrap(wrapper._handle, view_spec, target))
 
 
 def become(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     """Turn a wrapper into an alias of `other`."""
-    _take_on(wrapper, wrap(other._handle, current_twin(other), other._target))
+    _take_on(wrapper, wrap(other._handle, view_spec_of(other), other._target))
 
 
 def _take_on(wrapper: OffloadedTensor, other: OffloadedTensor) -> None:
     _set_metadata(wrapper, other)  # raises if torch can't exchange one device type for another
     wrapper._handle = other._handle
-    wrapper._twin = other._twin
+    wrapper._view_spec = other._view_spec
     wrapper._target = other._target
     wrapper._generation = other._generation
     wrapper._range = other._range
@@ -741,7 +741,7 @@ def guest_of(tensor: torch.Tensor) -> torch.Tensor:
     if target == CPU:
         return value_on_cpu(tensor)
     handle = tensor._handle
-    resident = resident_guest(handle, current_twin(tensor), target) if type(handle) is Handle else None
+    resident = resident_guest(handle, view_spec_of(tensor), target) if type(handle) is Handle else None
     return sent_to(value_on_cpu(tensor), target) if resident is None else resident
 
 
@@ -752,20 +752,20 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
         return value
     known = tensor._range
     if known is None or known.calm_until < monotonic():
-        tensor._range = brought_in(handle_of(tensor), tensor._twin)
+        tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
     return value
 
 
 def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     """Like `value_on_cpu`, but not prefetched: for code that reads only a part of it, or writes to it."""
-    handle, twin = tensor._handle, tensor._twin
+    handle, view_spec = tensor._handle, tensor._view_spec
     if tensor._generation != handle.generation:
-        current_twin(tensor)  # raises
+        view_spec_of(tensor)  # raises
     if (composed := handle.composed) is not None:
-        return composed.value(twin)
+        return composed.value(view_spec)
     base = handle.base()
-    if twin is not handle.twin:
-        base = cut(base, twin) if handle.recipe is None else uncut(base, twin, handle_of(tensor).name)
+    if view_spec is not handle.meta:
+        base = cut(base, view_spec) if handle.recipe is None else uncut(base, view_spec, handle_of(tensor).name)
     if not handle.owned and version_of(base) > _AS_MAPPED and handle.recipe is None:
         # Compiled code stored into the mapping, which is only memory if the file is not ours.
         handle_of(tensor).replace(handle.base())
@@ -773,14 +773,14 @@ def mapped_value(tensor: OffloadedTensor) -> torch.Tensor:
     return base
 
 
-def current_twin(tensor: OffloadedTensor) -> torch.Tensor:
-    """The twin of `tensor`, if it still fits the stored value."""
+def view_spec_of(tensor: OffloadedTensor) -> torch.Tensor:
+    """The view spec of `tensor`, if it still fits the stored value."""
     if tensor._generation != tensor._handle.generation:
         raise StaleViewError(
             f"the value {handle_of(tensor).name!r} was replaced (by one of another shape or dtype, or in a "
             "tensor's .data), and this tensor is an old view of it: cut the view again"
         )
-    return tensor._twin
+    return tensor._view_spec
 
 
 def replace_value(
@@ -816,7 +816,7 @@ def store(tensor: OffloadedTensor, values: torch.Tensor, notes: Notes = None) ->
             handle.replace(guest_of(values.detach()), notes)
         finally:
             if handle.file is not before:
-                redress(tensor, twin_of(handle), tensor._target)
+                redress(tensor, meta_of(handle), tensor._target)
     log.debug("%s: replaced in %s by %s", handle.name, handle.file.path, handle.layout)
 
 
@@ -860,7 +860,7 @@ _ONE_HOLDER = _holders(SimpleNamespace(_handle=object()))
 # Python attributes that users and libraries set on a tensor follow its value
 
 
-_OWN = {"_handle", "_twin", "_target", "_generation", "_range", PARAMETER_MARK}
+_OWN = {"_handle", "_view_spec", "_target", "_generation", "_range", PARAMETER_MARK}
 
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:

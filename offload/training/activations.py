@@ -28,7 +28,7 @@ from offload.storage.handle import Handle
 from offload.storage.locks import Waiters
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.regular import absolute
-from offload.tensor.guests import CPU, metadata_of, sent_to, twin_with
+from offload.tensor.guests import CPU, metadata_of, sent_to, view_with
 from offload.tensor.wrapper import OffloadedTensor, handle_of, value_on_cpu, wrap_handle
 from offload.torch_api import not_compiled, storage_id, storage_uses, version_of
 from offload.training.optimizer import log
@@ -201,14 +201,14 @@ class _Disk(Background["tuple[weakref.ref[_Content], int]"]):
         with self.lock:
             if content.stored is None:
                 assert content.storage is not None
-                return twin_with(_bytes_of(content.storage), saved.cut)
+                return view_with(_bytes_of(content.storage), saved.cut)
         mapped = value_on_cpu(content.stored)
         with self.lock:  # if backward saves it again for a second backward, it is this content
             self._forget(content)
             content.storage = mapped.untyped_storage()
             self._contents[storage_id(content.storage)] = content
         count_freed(mapped.nbytes)  # those of earlier gradients
-        return sent_to(twin_with(mapped, saved.cut), saved.witness.device)
+        return sent_to(view_with(mapped, saved.cut), saved.witness.device)
 
     def look(self) -> None:
         """Queue for writing what nothing else holds any more."""

@@ -44,7 +44,7 @@ from offload.storage.replacing import made_folder, remove_folder, replacing_fold
 from offload.storage.state_file import MOST_NESTED, Kind, read_state, write_state
 from offload.tensor.arguments import checked_device, refuse_other, refuse_unstorable
 from offload.tensor.saved import write_file
-from offload.tensor.wrapper import current_twin, dressed, handle_of, is_offloaded, is_part, wrap_handle
+from offload.tensor.wrapper import dressed, handle_of, is_offloaded, is_part, view_spec_of, wrap_handle
 from offload.tree.structure import ROOT, Named, Way, decode, encode, told
 
 _log = logging.getLogger("offload.tree")
@@ -207,10 +207,10 @@ def _file_in(folder: Path, tensor: torch.Tensor, old: Collection[str]) -> str | 
     """The file of the tree in `folder` that holds exactly this value; None if there is none."""
     if not is_offloaded(tensor):
         return None
-    handle, twin = handle_of(tensor), current_twin(tensor)
+    handle, view_spec = handle_of(tensor), view_spec_of(tensor)
     if handle.owned or handle.composed is not None or is_part(tensor):
         return None
-    if handle.path.parent.parent != folder or twin.is_conj() or twin.is_neg():
+    if handle.path.parent.parent != folder or view_spec.is_conj() or view_spec.is_neg():
         return None
     file = f"{handle.path.parent.name}/{handle.path.name}"
     if file not in old:

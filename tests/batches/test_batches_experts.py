@@ -55,10 +55,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     found: Counter[Any] = Counter()
     plain = Joined.value
 
-    def noting(self: Joined, twin: torch.Tensor | None = None) -> torch.Tensor:
-        if twin is not None and twin.dim() == 3 and len(twin) == 1:
-            found[tuple(twin.shape), id(self), twin.storage_offset()] += 1
-        return plain(self, twin)
+    def noting(self: Joined, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+        if view_spec is not None and view_spec.dim() == 3 and len(view_spec) == 1:
+            found[tuple(view_spec.shape), id(self), view_spec.storage_offset()] += 1
+        return plain(self, view_spec)
 
     monkeypatch.setattr(Joined, "value", noting)
     return found

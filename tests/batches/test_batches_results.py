@@ -18,8 +18,8 @@ from offload.prefetch.residency import Pool
 from offload.prefetch.stream import Lease
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
-from offload.tensor import rooms
-from offload.tensor.guests import twin_of
+from offload.tensor import scratch
+from offload.tensor.guests import meta_of
 from offload.tensor.recipes import Joined, Piece, Plain
 from offload.tensor.wrapper import OffloadedTensor, handle_of, wrap_handle
 from tests.page_cache import needs_page_cache
@@ -43,7 +43,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]
         return made
 
     monkeypatch.setattr(Joined, "_computed", noting)
-    monkeypatch.setattr(rooms, "_ROOMS", rooms._Rooms())  # none that is too large is left of other tests
+    monkeypatch.setattr(scratch, "_SCRATCH", scratch._Scratch())  # none that is too large is left of other tests
     return found
 
 
@@ -133,15 +133,15 @@ def test_memory_of_the_last_block_is_used_for_the_next(tmp_path):
 def test_memory_of_a_block_is_freed_at_the_end(tmp_path, monkeypatch):
     """Blocks of three results of 8 MiB: more than is kept unused, and taken once for all blocks."""
     model, batches = cast_on_disk(tmp_path, 1024), batches_of(1024, 3)
-    monkeypatch.setattr(rooms, "_MOST_KEPT", 8 * MIB)
+    monkeypatch.setattr(scratch, "_MOST_KEPT", 8 * MIB)
     taken: list[int] = []
-    plain = rooms.scratch
-    monkeypatch.setattr(rooms, "scratch", lambda layout: (taken.append(layout.nbytes), plain(layout))[1])
+    plain = scratch.scratch
+    monkeypatch.setattr(scratch, "scratch", lambda layout: (taken.append(layout.nbytes), plain(layout))[1])
 
     list(map_batches(model, batches, model, in_flight=3, blocks=[model[at] for at in range(0, LAYERS, 3)]))
 
     assert 2 <= len(taken) <= 3
-    assert sum(flat.numel() for flat, _ in rooms._ROOMS._kept) <= 8 * MIB
+    assert sum(flat.numel() for flat, _ in scratch._SCRATCH._kept) <= 8 * MIB
 
 
 @needs_page_cache
@@ -246,7 +246,7 @@ def test_several_pieces_of_a_recipe_may_be_of_one_value(tmp_path, budget):
     layers = cast_on_disk(tmp_path, 512, max_memory=budget, read_ahead="4MiB")
     for layer in layers:
         [piece] = handle_of(layer.weight).composed.pieces
-        halves = [Piece(piece.handle, piece.twin[at::2]) for at in (0, 1)]
+        halves = [Piece(piece.handle, piece.view_spec[at::2]) for at in (0, 1)]
         turned = Joined(contiguous(torch.float64, (512, 512)), halves, [(0, 0), (256, 0)])
         layer.weight = nn.Parameter(wrap_handle(Handle.compose(turned, "turned"), torch.device("cpu")), False)
     batches = batches_of(512, 4)
@@ -274,7 +274,7 @@ def test_where_there_is_no_room_it_is_computed_for_each(tmp_path, computed):
 
 @torch.no_grad()
 def test_small_values_are_computed_for_each(tmp_path, computed):
-    """Memory is taken in rooms of half a MiB."""
+    """Memory is taken in blocks of half a MiB."""
     model, batches = cast_on_disk(tmp_path, 64), batches_of(64)
 
     list(map_batches(model, batches, model, in_flight=8))
@@ -305,7 +305,7 @@ def test_what_is_kept_is_not_read_ahead_again(tmp_path):
     class Asking(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             handle = handle_of(self.weight)
-            views.append(len(list(handle.composed.reads(twin_of(handle)))))
+            views.append(len(list(handle.composed.reads(meta_of(handle)))))
             return super().forward(x)
 
     for layer in model:
@@ -320,7 +320,7 @@ def test_what_is_kept_is_not_read_ahead_again(tmp_path):
 def test_of_recipes_in_recipes_the_last_result_is_kept(tmp_path, monkeypatch):
     model, batches = cast_on_disk(tmp_path, 512), batches_of(512, 4)
     weight = model[3].weight
-    halves = [Piece(handle_of(weight), handle_of(weight).twin[at : at + 256]) for at in (0, 256)]
+    halves = [Piece(handle_of(weight), handle_of(weight).meta[at : at + 256]) for at in (0, 256)]
     swapped = Joined(contiguous(torch.float64, (512, 512)), halves, [(256, 0), (0, 0)])
     model[3].weight = nn.Parameter(wrap_handle(Handle.compose(swapped, "swapped"), torch.device("cpu")), False)
     kept: list[int] = []

@@ -52,14 +52,14 @@ def test_the_encoder_on_disk_gives_the_embeddings_of_the_one_in_memory(folder: P
 
 
 def test_a_sentence_transformer_encodes_the_same_from_disk(plain: Any, folder: Path) -> None:
-    """The whole object is passed to `disk_offload`; its files are aligned like fresh tensors, so its twin is a copy."""
-    twin = library.SentenceTransformer(str(folder), device="cpu")
-    for parameter in twin.parameters():
+    """The whole object is passed to `disk_offload`; its values are aligned like fresh ones, so the plain are copied."""
+    in_memory = library.SentenceTransformer(str(folder), device="cpu")
+    for parameter in in_memory.parameters():
         parameter.data = parameter.data.clone()
 
     on_disk = offload.disk_offload(plain)
 
-    assert torch.equal(embeddings(twin), embeddings(on_disk))
+    assert torch.equal(embeddings(in_memory), embeddings(on_disk))
     assert all_on_disk(on_disk)
     assert (embeddings(on_disk).norm(dim=1) - 1).abs().max() < 1e-5
 

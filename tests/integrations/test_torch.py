@@ -50,7 +50,7 @@ def plain_form(result: Any) -> Any:
 
 
 def assert_as_in_memory(act: Callable[[nn.Sequential], Any]) -> tuple[nn.Sequential, Any]:
-    """Do it to a model on disk and to its twin in memory: same result, same state, same random numbers used.
+    """Do it to a model on disk and to a copy of it in memory: same result, same state, same random numbers used.
 
     Returns:
         The model on disk, and the result.
@@ -202,13 +202,13 @@ def test_a_deep_copy_stays_as_it_was_while_the_model_trains() -> None:
 
     def act(model: nn.Sequential) -> list[Any]:
         train(model, 1)
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         train(model)
-        return [twin, [parameter.grad for parameter in twin.parameters()]]
+        return [copied, [parameter.grad for parameter in copied.parameters()]]
 
-    _, (twin, _) = assert_as_in_memory(act)
+    _, (copied, _) = assert_as_in_memory(act)
 
-    assert on_disk_names(twin) == EVERY
+    assert on_disk_names(copied) == EVERY
 
 
 def test_weights_are_set_aside_and_restored() -> None:

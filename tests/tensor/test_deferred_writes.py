@@ -316,8 +316,8 @@ def test_a_row_of_a_table_in_which_one_was_set_is_looked_up_alone(tmp_path, monk
     tensor = deferred(offload.load_file(tmp_path / "model.safetensors")["w"])
     tensor[3] = 0.0
     value = tensor.stored("x")
-    made, room = [], recipes.room
-    monkeypatch.setattr(recipes, "room", lambda layout: made.append(layout.nbytes) or room(layout))
+    made, scratch_for = [], recipes.scratch_for
+    monkeypatch.setattr(recipes, "scratch_for", lambda layout: made.append(layout.nbytes) or scratch_for(layout))
 
     found = torch.nn.functional.embedding(torch.tensor([3, 4, 1023, 3]), value)
 

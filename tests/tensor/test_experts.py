@@ -165,9 +165,9 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     def look(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
         views = list(views)
-        for handle, twin in views:
+        for handle, view_spec in views:
             name, _, number = handle.name.partition(" ")
-            seen.append((name, int(number or twin.storage_offset() // (256 * 128))))
+            seen.append((name, int(number or view_spec.storage_offset() // (256 * 128))))
         coming(views)
 
     monkeypatch.setattr(ops, "coming", look)

@@ -45,8 +45,8 @@ def carried_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     value = Plain.value
 
-    def look(self: Plain, twin: torch.Tensor | None = None) -> torch.Tensor:
-        found = value(self, twin)
+    def look(self: Plain, view_spec: torch.Tensor | None = None) -> torch.Tensor:
+        found = value(self, view_spec)
         seen.append(found.numel())
         return found
 
@@ -162,10 +162,10 @@ def test_what_is_noted_of_boxes_is_bounded_and_not_pickled(tmp_path: Path) -> No
         for at in (0, 1)
     ]
     recipe = Joined(contiguous(torch.float32, (128, 8)), halves, [(0, 0), (64, 0)])
-    twin = torch.empty(128, 8, device="meta")
+    view_spec = torch.empty(128, 8, device="meta")
 
     for row in range(60, 90):
-        assert torch.equal(torch.ones(2, 8), recipe.value(twin[row : row + 2]))
+        assert torch.equal(torch.ones(2, 8), recipe.value(view_spec[row : row + 2]))
 
     assert 0 < len(recipe._known) <= 16
     assert {} == pickle.loads(pickle.dumps(recipe._known))

@@ -27,7 +27,7 @@ from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import recipes
 from offload.tensor.deferred import deferred
-from offload.tensor.guests import CPU, twin_of
+from offload.tensor.guests import CPU, meta_of
 from offload.tensor.recipes import Decoded, Piece
 from offload.tensor.wrapper import handle_of, wrap_handle
 
@@ -186,8 +186,8 @@ def test_nothing_and_a_number(tmp_path: Path) -> None:
     assert torch.equal(torch.empty(3, 0), nothing.t() + 0)
 
     whole = handle_of(torch.cat([deferred(stored), deferred(stored)]).stored("whole"))  # type: ignore[attr-defined]
-    assert 2 == len(list(whole.composed.reads(twin_of(whole))))
-    assert [] == list(whole.composed.reads(twin_of(whole)[:, :0]))
+    assert 2 == len(list(whole.composed.reads(meta_of(whole))))
+    assert [] == list(whole.composed.reads(meta_of(whole)[:, :0]))
 
 
 def test_views_of_another_dtype(recipe: OffloadedTensor, plain: torch.Tensor) -> None:

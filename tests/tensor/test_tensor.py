@@ -754,7 +754,7 @@ def test_a_moved_tensor_shares_the_version(plain: torch.Tensor) -> None:
     """So that autograd notices writes through the other one. (torch can exchange the CPU for some devices only.)"""
     w = offloaded(plain)
     gpu = torch.device("cuda", 0)
-    moved = offload.tensor.ops.move_with_version(lambda t: wrap(t._handle, t._twin, gpu), (w,), {})
+    moved = offload.tensor.ops.move_with_version(lambda t: wrap(t._handle, t._view_spec, gpu), (w,), {})
     w.add_(1)
 
     assert gpu == moved.device

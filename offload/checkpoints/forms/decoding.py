@@ -20,7 +20,7 @@ from offload.storage.layout import contiguous
 from offload.storage.modes import no_functions, no_modes
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, view_spec_of, wrap_handle
 
 Tensors: TypeAlias = "Mapping[str, OffloadedTensor]"
 Unpack: TypeAlias = "Callable[[Tensors, Mapping[str, Any]], dict[str, OffloadedTensor]]"
@@ -103,10 +103,10 @@ def decoded(
     rows, *row = shape[1:] if stacked else shape
     granules = -(-rows // granule)
     with no_functions(), no_modes():
-        twins = [current_twin(piece) for piece in pieces]
-        if stacked and any(len(twin) != shape[0] for twin in twins):
+        view_specs = [view_spec_of(piece) for piece in pieces]
+        if stacked and any(len(view_spec) != shape[0] for view_spec in view_specs):
             raise unfit(name, pieces, f"not all of them are stacks of {shape[0]}")
-        ones = [twin[0] for twin in twins] if stacked else twins
+        ones = [view_spec[0] for view_spec in view_specs] if stacked else view_specs
     for one, each in zip(ones, per, strict=True):
         if each is not None and not granules * each - each < len(one) <= granules * each:
             raise unfit(name, pieces, f"{list(one.shape)} does not make {granules} times {each} rows")
@@ -123,7 +123,7 @@ def decoded(
     recipe = Decoded(
         contiguous(dtype or made, tuple(shape)),
         decode,
-        [Piece(handle_of(piece), twin) for piece, twin in zip(pieces, twins, strict=True)],
+        [Piece(handle_of(piece), view_spec) for piece, view_spec in zip(pieces, view_specs, strict=True)],
         granule=granule,
         per=per,
         is_divisible=is_divisible,

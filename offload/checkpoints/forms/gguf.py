@@ -34,7 +34,7 @@ from offload.storage.regular import as_file, open_regular
 from offload.tensor.deferred import deferred
 from offload.tensor.guests import CPU
 from offload.tensor.recipes import Decode, Decoded, Piece
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, is_offloaded, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, view_spec_of, wrap_handle
 
 Dense: TypeAlias = "dict[str, torch.Tensor]"
 
@@ -222,7 +222,7 @@ def _by_rows(tensor: OffloadedTensor, change: Decode, granule: int) -> Offloaded
     if isinstance(made, Decoded) and isinstance(change, partial) and change.func is _unpaired:
         change, pieces = partial(change, decode=made.decode), made.pieces
     else:
-        pieces = (Piece(handle, current_twin(tensor)),)
+        pieces = (Piece(handle, view_spec_of(tensor)),)
     layout = contiguous(tensor.dtype, tuple(tensor.shape))
     recipe = Decoded(layout, change, pieces, granule=granule, per=(granule,))
     return wrap_handle(Handle.compose(recipe, handle.name, handle.folder), CPU)

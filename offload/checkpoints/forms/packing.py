@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload.storage.handle import Handle
-from offload.tensor.guests import CPU, twin_of
+from offload.tensor.guests import CPU, meta_of
 from offload.tensor.recipes import Decoded, Joined, Piece, stored_in
 from offload.tensor.saved import identity_of
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, wrap_handle
@@ -112,11 +112,11 @@ def _owners(tensor: torch.Tensor) -> Iterator[tuple[Decoded | Handle, int]]:
 def _of_piece(piece: Piece) -> Iterator[tuple[Decoded | Handle, int]]:
     composed = piece.handle.composed
     if isinstance(composed, Joined):
-        for inner in composed.parts(piece.twin):
+        for inner in composed.parts(piece.view_spec):
             yield from _of_piece(inner)
     else:
-        yield composed if isinstance(composed, Decoded) else piece.handle, piece.twin.numel()
+        yield composed if isinstance(composed, Decoded) else piece.handle, piece.view_spec.numel()
 
 
 def _size(owner: Decoded | Handle) -> int:
-    return twin_of(owner).numel() if isinstance(owner, Handle) else torch.Size(owner.layout.shape).numel()
+    return meta_of(owner).numel() if isinstance(owner, Handle) else torch.Size(owner.layout.shape).numel()

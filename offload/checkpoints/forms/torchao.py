@@ -23,7 +23,7 @@ from offload.tensor.guests import CPU
 from offload.tensor.rebuilt import Rebuilt
 from offload.tensor.recipes import Piece
 from offload.tensor.saved import subclass_value
-from offload.tensor.wrapper import OffloadedTensor, current_twin, handle_of, wrap_handle
+from offload.tensor.wrapper import OffloadedTensor, handle_of, view_spec_of, wrap_handle
 
 PARTS_NOTE = "tensor_names"  # lists the tensors, both whole ones and those stored in parts
 
@@ -89,8 +89,8 @@ def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTen
 
     prefix, pieces = _prefix(name), list(parts.values())
     with no_functions(), no_modes():
-        twins = {key: current_twin(part) for key, part in parts.items()}
-        given = {prefix + key.removeprefix(f"{name}."): twin for key, twin in twins.items()}
+        view_specs = {key: view_spec_of(part) for key, part in parts.items()}
+        given = {prefix + key.removeprefix(f"{name}."): view_spec for key, view_spec in view_specs.items()}
         try:
             notes = {name: json.dumps(note), PARTS_NOTE: json.dumps([name])}
             value = unflatten_tensor_state_dict(given, notes)[0][name]
@@ -100,7 +100,7 @@ def _weight(name: str, note: Mapping[str, Any], parts: Mapping[str, OffloadedTen
             raise
         except Exception as error:  # torchao can raise anything for tensors that don't match
             raise unfit(name, pieces, str(error)) from error
-        inner = {key: Piece(handle_of(part), twins[key]) for key, part in parts.items()}
+        inner = {key: Piece(handle_of(part), view_specs[key]) for key, part in parts.items()}
     composed = Rebuilt(name, inner, recipe)
     return wrap_handle(Handle.compose(composed, name, handle_of(pieces[0]).folder), CPU)
 

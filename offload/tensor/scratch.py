@@ -20,7 +20,7 @@ _MOST_TIMES = 4  # most times the needed size that a reused block may have
 _BY_US = 2  # references to an unused storage: the tensor over all of it, and our own
 
 
-class _Rooms:
+class _Scratch:
     """Memory of earlier computed values, to be reused once nothing refers to it."""
 
     def __init__(self) -> None:
@@ -60,15 +60,15 @@ def _is_free(storage: torch.UntypedStorage) -> bool:
     return storage_uses(storage_id(storage)) == _BY_US
 
 
-def room(layout: Layout) -> torch.Tensor:
+def scratch_for(layout: Layout) -> torch.Tensor:
     """A plain tensor of that dense layout, uninitialized."""
-    flat = _ROOMS.take(max(layout.nbytes, 1))
+    flat = _SCRATCH.take(max(layout.nbytes, 1))
     return torch.empty(0, dtype=layout.dtype, device="cpu").set_(flat.untyped_storage(), 0, layout.shape, layout.stride)
 
 
-def give_back_rooms() -> None:
+def release_scratch() -> None:
     """Many values were in use together, and will not be again."""
-    _ROOMS.give_back()
+    _SCRATCH.give_back()
 
 
-_ROOMS = _Rooms()
+_SCRATCH = _Scratch()
