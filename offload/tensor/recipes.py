@@ -253,41 +253,34 @@ class Plain(Recipe):
     def blocks(self) -> Iterator[torch.Tensor]:
         """See `Composed`."""
         layout = self.layout
-        view_spec = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(
-            layout.order
-        )
-        for part in _cuts(view_spec) if view_spec.numel() else ():
+        meta = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").permute(layout.order)
+        for part in _cuts(meta) if meta.numel() else ():
             yield self.value(part).contiguous()
 
 
-def _start_in(layout: Layout, view_spec: torch.Tensor) -> tuple[int, ...] | None:
+def _start_in(layout: Layout, spec: torch.Tensor) -> tuple[int, ...] | None:
     """Where in a dense value the box begins that a cut describes; None for other cuts."""
-    if (
-        view_spec.dtype != layout.dtype
-        or view_spec.dim() != len(layout.shape)
-        or view_spec.is_conj()
-        or view_spec.is_neg()
-    ):
+    if spec.dtype != layout.dtype or spec.dim() != len(layout.shape) or spec.is_conj() or spec.is_neg():
         return None
-    steps = zip(view_spec.stride(), layout.stride, view_spec.shape, strict=True)
-    if not layout.is_dense or not view_spec.numel() or any(has != step and size > 1 for has, step, size in steps):
+    steps = zip(spec.stride(), layout.stride, spec.shape, strict=True)
+    if not layout.is_dense or not spec.numel() or any(has != step and size > 1 for has, step, size in steps):
         return None
-    start, left = [0] * view_spec.dim(), int(view_spec.storage_offset())
+    start, left = [0] * spec.dim(), int(spec.storage_offset())
     for dim in layout.order:
         start[dim], left = divmod(left, layout.stride[dim])
     return tuple(start)
 
 
-def _cuts(view_spec: torch.Tensor) -> Iterator[torch.Tensor]:
+def _cuts(spec: torch.Tensor) -> Iterator[torch.Tensor]:
     """A cut split into blocks of rows, recursively, until they are small."""
-    nbytes = view_spec.numel() * view_spec.itemsize
+    nbytes = spec.numel() * spec.itemsize
     if nbytes <= _WRITTEN:
-        yield view_spec
-    elif nbytes > _WRITTEN * len(view_spec):
-        for row in view_spec.unbind():
+        yield spec
+    elif nbytes > _WRITTEN * len(spec):
+        for row in spec.unbind():
             yield from _cuts(row)
     else:
-        yield from view_spec.split(_WRITTEN * len(view_spec) // nbytes)
+        yield from spec.split(_WRITTEN * len(spec) // nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,18 +315,16 @@ class Box:
         return cls(tuple(start), tuple(size), begin)
 
 
-def _recut(found: torch.Tensor, first: int, view_spec: torch.Tensor) -> torch.Tensor:
-    """The cut by `view_spec` from `found`, which is laid out like the part of the value from byte `first` on."""
-    if found.dtype == view_spec.dtype:
-        offset = found.storage_offset() + int(view_spec.storage_offset()) - first // view_spec.itemsize
-        value = found.as_strided(view_spec.shape, view_spec.stride(), offset)
+def _recut(found: torch.Tensor, first: int, spec: torch.Tensor) -> torch.Tensor:
+    """The cut by `spec` from `found`, which is laid out like the part of the value from byte `first` on."""
+    if found.dtype == spec.dtype:
+        offset = found.storage_offset() + int(spec.storage_offset()) - first // spec.itemsize
+        value = found.as_strided(spec.shape, spec.stride(), offset)
     else:
-        offset = (found.storage_offset() * found.itemsize - first) // view_spec.itemsize + int(
-            view_spec.storage_offset()
-        )
-        value = torch.empty(0, dtype=view_spec.dtype)
-        value.set_(found.untyped_storage(), offset, view_spec.shape, view_spec.stride())
-    return with_bits_of(value, view_spec) if view_spec.is_conj() or view_spec.is_neg() else value
+        offset = (found.storage_offset() * found.itemsize - first) // spec.itemsize + int(spec.storage_offset())
+        value = torch.empty(0, dtype=spec.dtype)
+        value.set_(found.untyped_storage(), offset, spec.shape, spec.stride())
+    return with_bits_of(value, spec) if spec.is_conj() or spec.is_neg() else value
 
 
 class _Boxes(dict[Box, list[Inside]]):
@@ -672,9 +663,7 @@ class Decoded(Plain):
             if self.is_divisible and stop - begin == 1:
                 inside = low
             _put_rows(place[low - start : high - start], self.decode(*given), low - inside, self.layout.dtype)
-        count_freed(
-            place.nbytes // _TRIMMED
-        )  # of the blocks: what stays, as of experts that are new, settles among them
+        count_freed(place.nbytes // _TRIMMED)  # of the blocks, among which settles what stays, as of new experts
 
     def _blocks_of_rows(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of rows to compute at a time: of whole granules, or within one."""
