@@ -292,6 +292,28 @@ def test_a_module_opens_with_what_is_always_true_of_it(path):
     assert path.name == "__init__.py" or "\n\nAlways true:\n- " in text
 
 
+def named_places(text: str) -> Iterator[tuple[str, str]]:
+    """The files of the package that a page names, each with the names in it: `offload/a.py`: `b`, `C.d`."""
+    for path, names in re.findall(r"`(offload/[\w/]+\.py)`((?:[:,] `[\w.]+`)*)", text):
+        yield from ((path, name) for name in re.findall(r"`([\w.]+)`", names) or [""])
+
+
+def names_defined_in(path: Path) -> set[str]:
+    """The functions, classes and methods of a module: `f`, `C`, `C.m`."""
+    top = ast.parse(path.read_text(encoding="utf-8")).body
+    defined = [node for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    inner = [(one, node) for one in defined if isinstance(one, ast.ClassDef) for node in one.body]
+    methods = {f"{one.name}.{node.name}" for one, node in inner if isinstance(node, ast.FunctionDef)}
+    return methods | {node.name for node in defined} | {""}
+
+
+def test_the_places_that_contributing_names_exist():
+    found = list(named_places((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+
+    assert len(found) > 12
+    assert [] == [f"{path}: {name}" for path, name in found if name not in names_defined_in(ROOT / path)]
+
+
 LONG = {  # a class is not split for a line limit, and its docstrings are the reference
     "offload.cache.table": 760,
     "offload.storage.handle": 720,
@@ -437,7 +459,7 @@ def test_importing_offload_on_another_system_says_where_it_works():
     assert said.endswith("this is darwin False\n")
 
 
-def test_importing_any_module_of_offload_works_by_itself():
+def test_importing_a_part_of_offload_works_by_itself():
     """Without the package's own `__init__`, which imports the parts in an order that works."""
     script = """
         import os, sys, types, torch
