@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import offload
 from offload.prefetch.engine import counts
-from offload.prefetch.residency import Pool, books_of
+from offload.prefetch.plan import Pool, books_of
 from offload.tensor.wrapper import handle_of
 
 ROWS, COLUMNS = 68, 256  # of a matrix in float32: 68 KiB, whole pages

@@ -19,7 +19,7 @@ from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, tracked
 from offload.prefetch.reader import Counts
-from offload.prefetch.residency import Pool, Value, books_of, let_go
+from offload.prefetch.plan import Pool, Value, books_of, let_go
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.locals import local_of

@@ -17,7 +17,7 @@ import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
 from offload.prefetch.engine import POOL, counts
-from offload.prefetch.residency import Pool, books_of
+from offload.prefetch.plan import Pool, books_of
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 

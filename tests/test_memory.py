@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from offload import memory
 from offload.memory import anonymous_bytes, available_bytes, cgroup_room, mapped_bytes, uncollected
-from offload.prefetch.residency import Pool
+from offload.prefetch.plan import Pool
 from tests.page_cache import needs_page_cache
 from tests.processes import run_script
 

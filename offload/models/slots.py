@@ -20,7 +20,7 @@ from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.device_map import Place
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.progress import progress
 from offload.storage.reasons import some
 from offload.storage.regular import is_same_folder

@@ -38,7 +38,7 @@ from offload.memory import count_freed, return_freed
 from offload.models import log
 from offload.models.journal import RUNS, Journal, marks_of, words_of
 from offload.models.slots import Slot, is_meta, joined_slots, tensor_slots
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder

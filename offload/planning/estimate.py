@@ -20,7 +20,7 @@ from offload.errors import ArgumentError
 from offload.memory import as_budget, as_bytes, available_bytes
 from offload.planning.machine import Computing, computing_rates, diagnose, reading_rate
 from offload.planning.sizes import DENSE, ModelSizes, sizes_of
-from offload.prefetch.residency import Pool
+from offload.prefetch.plan import Pool
 from offload.tensor.arguments import checked_count, computing_device
 from offload.tensor.wrapper import PathLike
 

@@ -26,7 +26,7 @@ import torch
 
 from offload.errors import MissingFileError
 from offload.memory import available_bytes, cgroup_room
-from offload.prefetch.residency import Pool
+from offload.prefetch.plan import Pool
 from offload.storage.reasons import reading, writing
 from offload.storage.regular import absolute, closed_after
 from offload.storage.replacing import remove, temporary_for

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from offload.prefetch.reader import Counts, Reader, ReadInParts
-from offload.prefetch.residency import AWAY, SMALL, Books, Pool, Value, books_of, let_go
-from offload.prefetch.stream import Lease, Streams
+from offload.prefetch.plan import AWAY, SMALL, Books, Pool, Value, books_of, let_go
+from offload.prefetch.order import Lease, Streams
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached
 

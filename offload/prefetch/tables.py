@@ -16,7 +16,7 @@ import torch
 
 from offload.prefetch.engine import CALM, POOL, span_of
 from offload.prefetch.filling import Filling
-from offload.prefetch.residency import Books, books_of
+from offload.prefetch.plan import Books, books_of
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached, has_holes
 

@@ -21,7 +21,7 @@ from torch import nn
 from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.engine import counts
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there

@@ -20,7 +20,7 @@ import torch
 
 from offload.errors import StaleViewError
 from offload.prefetch.engine import POOL, brought_in, lock
-from offload.prefetch.residency import Pool, Value, books_of, let_go
+from offload.prefetch.plan import Pool, Value, books_of, let_go
 from offload.prefetch.staging import lend, send, settle
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout

@@ -23,7 +23,7 @@ import offload
 from offload.batches import waiting
 from offload.batches.mapping import map_batches
 from offload.batches.waiting import tensors_in, waiting_bytes
-from offload.prefetch.residency import Pool
+from offload.prefetch.plan import Pool
 from offload.storage.mapping import swapped_in, swapped_out
 
 WIDTH, ROWS = 64, 512

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import offload
 from offload.batches.mapping import map_batches
 from offload.prefetch.engine import counts
-from offload.prefetch.residency import Pool
+from offload.prefetch.plan import Pool
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import ops

@@ -14,7 +14,7 @@ from offload.batches import mapping
 from offload.batches.mapping import map_batches
 from offload.memory import return_freed
 from offload.prefetch.engine import counts
-from offload.prefetch.residency import WINDOW, Pool
+from offload.prefetch.plan import WINDOW, Pool
 from tests.page_cache import needs_page_cache
 from tests.peak import Peak
 

@@ -14,8 +14,8 @@ from torch import nn
 import offload
 from offload.batches.mapping import map_batches
 from offload.prefetch.engine import counts
-from offload.prefetch.residency import Pool
-from offload.prefetch.stream import Lease
+from offload.prefetch.plan import Pool
+from offload.prefetch.order import Lease
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import scratch

@@ -29,7 +29,7 @@ from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
 from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError, WriteError
 from offload.models import values as values_module
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.pages import Range

@@ -29,7 +29,7 @@ from offload.errors import (
     StaleViewError,
     UnsupportedOpError,
 )
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.testing import is_equal
 from tests.processes import run_script
 

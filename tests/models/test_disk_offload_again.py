@@ -12,7 +12,7 @@ from torch import nn
 import offload
 from offload import OffloadedTensor
 from offload.errors import DeviceError, UnsupportedOpError
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.tensor.wrapper import handle_of
 
 

@@ -12,7 +12,7 @@ import torch
 import offload
 from offload.checkpoints.forms import fp8
 from offload.prefetch.engine import POOL
-from offload.prefetch.residency import books_of
+from offload.prefetch.plan import books_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 from tests.checkpoints.forms import FORMS, outcome

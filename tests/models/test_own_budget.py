@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
 from offload.prefetch.engine import POOL
-from offload.prefetch.residency import SMALL, Pool, books_of
+from offload.prefetch.plan import SMALL, Pool, books_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 

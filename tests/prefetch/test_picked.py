@@ -20,7 +20,7 @@ from offload.prefetch import engine as engines
 from offload.prefetch import filling
 from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.picked import _RESCALE, Picked
-from offload.prefetch.residency import Pool, Value, books_of
+from offload.prefetch.plan import Pool, Value, books_of
 from offload.prefetch.tables import has_rows_here, runs_of
 from offload.storage import pages
 from offload.tensor.wrapper import handle_of

@@ -11,7 +11,7 @@ import pytest
 
 from offload.prefetch import engine as engines
 from offload.prefetch.engine import Engine
-from offload.prefetch.residency import HERE, QUEUED, READ, SMALL, Pool, Value
+from offload.prefetch.plan import HERE, QUEUED, READ, SMALL, Pool, Value
 from offload.storage import background
 from tests.processes import in_fork
 

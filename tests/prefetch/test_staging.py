@@ -14,7 +14,7 @@ from offload import OffloadedTensor
 from offload.prefetch import engine as engines
 from offload.prefetch import staging
 from offload.prefetch.engine import POOL
-from offload.prefetch.residency import AWAY, READ, Pool, books_of
+from offload.prefetch.plan import AWAY, READ, Pool, books_of
 from offload.tensor import guests
 from offload.tensor.wrapper import guest_of
 

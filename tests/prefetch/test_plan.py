@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.prefetch import residency
-from offload.prefetch.residency import SMALL, WINDOW, Books, Pool, Turns, Value
+from offload.prefetch import plan
+from offload.prefetch.plan import SMALL, WINDOW, Books, Pool, Turns, Value
 
 MIB = 1 << 20
 
@@ -45,7 +45,7 @@ def test_half_of_what_does_not_fit_stays_and_is_spread():
 
 
 def test_without_a_budget_what_is_available_is_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(residency, "available_bytes", lambda: 10 * MIB)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB)
 
     values = values_of(Pool(), [MIB] * 20)
 
@@ -53,7 +53,7 @@ def test_without_a_budget_what_is_available_is_one(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_budget_is_never_more_than_what_is_available(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(residency, "available_bytes", lambda: 10 * MIB)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB)
 
     assert 8 == len(kept(values_of(Pool(15 * MIB, 2 * MIB), [MIB] * 20)))
 
@@ -307,7 +307,7 @@ def test_available_memory_is_not_asked_for_at_each_read(monkeypatch: pytest.Monk
         asked.append(1)
         return 10 * MIB
 
-    monkeypatch.setattr(residency, "available_bytes", available)
+    monkeypatch.setattr(plan, "available_bytes", available)
     pool = Pool()
     values_of(pool, [MIB] * 20)
     for _ in range(100):

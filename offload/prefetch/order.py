@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from offload.prefetch.reader import Reader
-from offload.prefetch.residency import AWAY, QUEUED, READ, SMALL, Pool, Stack, Turns, Value, books_of, let_go, log
+from offload.prefetch.plan import AWAY, QUEUED, READ, SMALL, Pool, Stack, Turns, Value, books_of, let_go, log
 from offload.storage.handle import Handle
 
 _LEAST_AHEAD = 3  # values, if there is room: one in use, one here, one on its way
