@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 import offload
 from offload.prefetch.engine import counts
-from offload.prefetch.plan import Pool, books_of
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import page_state_of
 from offload.tensor.wrapper import handle_of
 
 ROWS, COLUMNS = 68, 256  # of a matrix in float32: 68 KiB, whole pages
@@ -71,12 +72,12 @@ def replayed(path: Path, order: Sequence[int], places: int) -> Replay:
     """Read the matrices of a `stack` file in this order, with room for `places` of them."""
     nbytes = ROWS * COLUMNS * 4
     tensor = offload.load_file(path)[_ENTRY]
-    books = books_of(handle_of(tensor))
-    books.pool = Pool(places * nbytes, 0)
+    page_state = page_state_of(handle_of(tensor))
+    page_state.pool = Pool(places * nbytes, 0)
     start = handle_of(tensor).extent[0]
     before, hits = counts().bytes_read, 0
     for number in order:
-        known = books.ranges.get((start + number * nbytes, nbytes))
-        hits += known is not None and known.kept and known.calm_until > 0
+        known = page_state.ranges.get((start + number * nbytes, nbytes))
+        hits += known is not None and known.kept and known.checked_until > 0
         tensor[number].amax()
     return Replay(hits, counts().bytes_read - before)

@@ -18,8 +18,9 @@ from torch import nn
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
 from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, tracked
+from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts
-from offload.prefetch.plan import Pool, Value, books_of, let_go
+from offload.prefetch.value import Value, let_go, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.locals import local_of
@@ -148,17 +149,17 @@ def evict(*what: Any) -> None:
         >>> from offload import OffloadedTensor
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
-    values, books = _values_in(what), [books_of(handle) for handle in _handles_in(what)]
+    values, states = _values_in(what), [page_state_of(handle) for handle in _handles_in(what)]
     leaving: list[Value] = []
     try:
         with lock():
-            for one in books:
+            for one in states:
                 one.forget_rows()
             for value in values:
                 value.pinned = False
             for pool in {value.pool for value in values}:
                 leaving.extend(pool.reconsider(anew=True))
-            leaving.extend([*values, *(copy for one in books for copy in one.copies.values())])
+            leaving.extend([*values, *(copy for one in states for copy in one.copies.values())])
     finally:
         let_go(leaving)
 

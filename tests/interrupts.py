@@ -166,7 +166,7 @@ def _stopped_at(
         error = None
         assert [] == list(held_locks())
         assert [] == list(left_on())
-        assert [] == list(wrong_books())
+        assert [] == list(wrong_counts())
         assert [] == list(folder.rglob(TEMPORARY + "*"))
         check(given)
     except BaseException as failure:
@@ -207,7 +207,7 @@ def held_locks() -> Iterator[threading.RLock]:
     return (lock for lock in locks if lock._is_owned())
 
 
-def wrong_books() -> Iterator[str]:
+def wrong_counts() -> Iterator[str]:
     """Byte counts of the read-ahead that are not the sum of its values."""
     engine = engines._ENGINE
     with engine.reader.lock:

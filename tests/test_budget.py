@@ -17,7 +17,8 @@ import offload
 from offload import ON_DISK, OffloadedTensor
 from offload.errors import BudgetError
 from offload.prefetch.engine import POOL, counts
-from offload.prefetch.plan import Pool, books_of
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import page_state_of
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
 
@@ -84,7 +85,7 @@ def test_what_stays_is_within_the_budget_and_the_rest_is_dropped(checkpoint):
         for _ in range(4):
             model(torch.randn(3, 512))
 
-    pool = books_of(next(model.parameters())._handle).pool  # type: ignore[attr-defined]
+    pool = page_state_of(next(model.parameters())._handle).pool  # type: ignore[attr-defined]
     resident = sum(value.cached_bytes() for value in pool.values())
     assert resident <= 6 * MIB + 2 * MIB + 2 * LAYERS * 4096  # a page at each end may be a neighbour's, too
     read = (counts().bytes_read - before) / 4
@@ -149,7 +150,7 @@ def test_pinned_values_stay_under_a_budget_that_would_not_keep_them(checkpoint):
         for _ in range(3):
             model(torch.randn(3, 512))
 
-    value = books_of(last.weight._handle).ranges[last.weight._handle.extent]
+    value = page_state_of(last.weight._handle).ranges[last.weight._handle.extent]
     assert value.kept
     assert value.is_cached()
     offload.budget.evict(last)
@@ -163,7 +164,7 @@ def test_more_than_the_budget_cannot_be_pinned(checkpoint):
     with pytest.raises(BudgetError, match=r"12\d+ bytes can't stay in memory: the budget is 3145728"):
         offload.budget.keep_resident(model)
 
-    assert not any(value.pinned for value in books_of(next(model.parameters())._handle).pool.values())  # type: ignore[attr-defined]
+    assert not any(value.pinned for value in page_state_of(next(model.parameters())._handle).pool.values())  # type: ignore[attr-defined]
 
 
 def test_a_setting_ends_with_its_with_and_else_stays():
@@ -269,7 +270,7 @@ def test_ops_that_pick_rows_do_not_bring_the_table_in(tmp_path, pick):
         assert torch.equal(pick(values, rows), pick(table, rows))
 
     assert before == counts()
-    assert {} == books_of(table._handle).ranges
+    assert {} == page_state_of(table._handle).ranges
 
 
 @needs_page_cache
@@ -326,7 +327,7 @@ def cold(tmp_path, monkeypatch):
         path = tmp_path / "w.safetensors"
         save_file({"w": torch.randn(shape)}, path)
         w = OffloadedTensor.from_file(path)
-        books_of(handle_of(w)).pool = pool
+        page_state_of(handle_of(w)).pool = pool
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # also what was read along with the header
@@ -390,7 +391,7 @@ def test_a_strided_view_counts_as_what_the_disk_gives(shape, cut, gives, cold):
 @needs_page_cache
 def test_values_whose_views_overlap_stay_if_their_bytes_fit(cold):
     w = cold(2048, 256)
-    pool = books_of(handle_of(w)).pool
+    pool = page_state_of(handle_of(w)).pool
     pool.max_memory = 3 * MIB
     for part in (w[:1000], w[1048:], w):
         part.sum()

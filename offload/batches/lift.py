@@ -31,7 +31,7 @@ from offload.batches.waiting import Parcel, storages_of, tensors_in, waiting_byt
 from offload.batches.world import Settings, Thread, World
 from offload.memory import anonymous_bytes, return_freed
 from offload.prefetch.engine import lease
-from offload.prefetch.order import Lease
+from offload.prefetch.lease import Lease
 from offload.storage.handle import Handle
 from offload.tensor.scratch import release_scratch
 from offload.torch_api import not_compiled, pre_hooks_of

@@ -20,7 +20,7 @@ from offload.errors import ArgumentTypeError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.device_map import Place
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.progress import progress
 from offload.storage.reasons import some
 from offload.storage.regular import is_same_folder
@@ -330,7 +330,7 @@ def _brought_over(tensor: OffloadedTensor, name: str, offload_dir: PathLike | No
         stored = OffloadedTensor.from_original_tensor(value, name, offload_dir, exist_ok=True)
     else:
         stored = wrap(handle.elsewhere(offload_dir), view_spec_of(tensor), target_of(tensor))
-    books_of(handle_of(stored)).pool = books_of(handle).pool
+    page_state_of(handle_of(stored)).pool = page_state_of(handle).pool
     return stored
 
 

@@ -38,7 +38,7 @@ from offload.memory import count_freed, return_freed
 from offload.models import log
 from offload.models.journal import RUNS, Journal, marks_of, words_of
 from offload.models.slots import Slot, is_meta, joined_slots, tensor_slots
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.progress import progress_in_bytes
 from offload.storage.file import TensorFile
 from offload.storage.folders import file_name, named_folder
@@ -415,7 +415,7 @@ class Replacing:
         handle, value = handle_of(old), guest_of(new.detach())
         own_name = f"{handle.name}.{self._suffix}" if name in ("", handle.name) else name
         made = Handle.create(value, own_name, handle.folder, _notes(marks), exist_ok=True)
-        books_of(made).pool = books_of(handle).pool
+        page_state_of(made).pool = page_state_of(handle).pool
         self._handles.add(made)
         return wrap_handle(made, new.device)
 

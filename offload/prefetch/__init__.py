@@ -10,11 +10,13 @@ Always true:
 | module | what |
 | --- | --- |
 | `engine` | the entry point: a value is read |
-| `stream` | what one thread has read, and will read next |
+| `value` | a value as the prefetcher knows it |
+| `plan` | which values stay in memory, under a budget |
+| `order` | what one thread has read, and will read next |
+| `lease` | values that several threads use one after the other |
 | `reader` | the threads that read ahead, and drop what is no longer needed |
-| `residency` | what stays in memory: values under a budget |
 | `picked` | of values that ops pick from many, which ones stay, by use |
-| `filling` | tables that rows are picked from, read in whole if there is room |
 | `tables` | rows of a table, such as an embedding: which are in memory, and which will be needed |
+| `filling` | tables that rows are picked from, read in whole if there is room |
 | `staging` | copies to an accelerator through reused pinned memory |
 """

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -26,13 +26,15 @@ from typing import Any
 
 import torch
 
+from offload.prefetch.lease import Lease
+from offload.prefetch.order import Streams
+from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts, Reader, ReadInParts
-from offload.prefetch.plan import AWAY, SMALL, Books, Pool, Value, books_of, let_go
-from offload.prefetch.order import Lease, Streams
+from offload.prefetch.value import AWAY, SMALL, PageState, Value, let_go, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
-CALM = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
+CHECKED_FOR = 2.0  # longest time in seconds for which a value seen in memory is assumed to be still there
 _FOREVER = float("inf")
 _MOST_OVERLAP = 2  # times a value's size that it and its parts may be tracked
 _MOST_SCATTERED = 2  # limit of the bytes spanned, as a multiple of the bytes read
@@ -58,7 +60,7 @@ def brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
         return _ENGINE.glance(handle, view_spec)
     if found.is_picked:
         found.pool.picked.count(found)
-    if found.calm_until < monotonic():
+    if found.checked_until < monotonic():
         _ENGINE.arrive(found)
     return found
 
@@ -83,7 +85,7 @@ def kept(
     ]
     if read:
         with lock():
-            lease.keep(key, found, books_of(read[0][0]).pool or POOL, sources)
+            lease.keep(key, found, page_state_of(read[0][0]).pool or POOL, sources)
     return found
 
 
@@ -115,17 +117,11 @@ def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
         found = _range_of(handle, view_spec)
         if found is UNTRACKED:
             _announce(handle, view_spec)
-        elif found is not None and found.calm_until < now:
+        elif found is not None and found.checked_until < now:
             values.append(found)
     if len(values) > 1:
         with lock():
             _ENGINE.streams.own().bring_soon(values)
-
-
-def stack_after(handle: Handle, view_spec: torch.Tensor, numbers: Sequence[int]) -> tuple[Handle, torch.Tensor] | None:
-    """Note which matrices of a stack are picked; tells from which stack the same are picked next, if that is known."""
-    with lock():
-        return _ENGINE.streams.of_thread().stack_after(handle, view_spec, numbers)
 
 
 def span_of(view_spec: torch.Tensor) -> int:
@@ -153,10 +149,10 @@ def _range_of(handle: Handle, view_spec: torch.Tensor) -> Value | None:
     """The bytes that are read as one range; None for several pieces, each worth checking."""
     nbytes = view_spec.numel() * view_spec.itemsize
     start, most = handle.extent
-    whole = books_of(handle).ranges.get(handle.extent)
+    whole = page_state_of(handle).ranges.get(handle.extent)
     if handle.recipe is not None or nbytes == most:
         return whole or (tracked(handle, start, most) if most > SMALL else UNTRACKED)
-    if whole is not None and whole.calm_until >= monotonic():
+    if whole is not None and whole.checked_until >= monotonic():
         return whole
     if nbytes <= SMALL:
         return UNTRACKED
@@ -199,9 +195,9 @@ def _pieces_brought_in(handle: Handle, view_spec: torch.Tensor) -> Value:
     first = handle.extent[0] + int(view_spec.storage_offset()) * view_spec.itemsize
     found = [tracked(handle, start, piece) for start in _starts(first, others)]
     for one in found:
-        if one.calm_until < monotonic():
+        if one.checked_until < monotonic():
             _ENGINE.arrive(one)
-    return min(found, key=lambda one: one.calm_until)
+    return min(found, key=lambda one: one.checked_until)
 
 
 class Engine:
@@ -219,9 +215,9 @@ class Engine:
             return UNTRACKED
         _announce(handle, view_spec)
         now, seen = monotonic(), self._glance
-        if seen.calm_until == _FOREVER or seen.calm_until < now:
+        if seen.checked_until == _FOREVER or seen.checked_until < now:
             seen = Value.nowhere()
-            seen.calm_until = now + CALM
+            seen.checked_until = now + CHECKED_FOR
             self._glance = seen
         return seen
 
@@ -253,7 +249,7 @@ class Engine:
         if not expected:
             found = value.is_cached()
             with lock:
-                if not found and value.kept and value.calm_until > 0 and value.may_ask:
+                if not found and value.kept and value.checked_until > 0 and value.may_ask:
                     value.pool.doubt()  # it should be here: something else needed the memory
                 if not (found and (value.kept or value.is_held)):
                     stream.move_to(value)
@@ -261,8 +257,8 @@ class Engine:
             self._make_sure(value, found=found)
         if value.kept or value.is_held:
             lasts = value.is_held or value.nbytes <= SMALL
-            calm = _FOREVER if lasts else CALM * self._chance.uniform(0.1, 1)
-            value.calm_until = monotonic() + calm
+            calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
+            value.checked_until = monotonic() + calm
 
     def _mend(self, value: Value) -> None:
         """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""
@@ -292,17 +288,17 @@ class Engine:
 
 def tracked(handle: Handle, start: int, nbytes: int) -> Value:
     """The range of these bytes in the file of `handle`; `UNTRACKED` if enough of its parts are tracked already."""
-    key, books = (start, nbytes), books_of(handle)
+    key, page_state = (start, nbytes), page_state_of(handle)
     leaving: list[Value] = []
     try:
         with lock():
-            value = books.ranges.get(key)
+            value = page_state.ranges.get(key)
             if value is None:
-                if sum(part.nbytes for part in books.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
+                if sum(part.nbytes for part in page_state.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
                     return UNTRACKED
-                value = _track(handle, key, books)
+                value = _track(handle, key, page_state)
                 leaving.extend(value.pool.add([value]))
-                books.ranges[key] = value  # last: every tracked value must be under its budget
+                page_state.ranges[key] = value  # last: tracked values are under a budget
     finally:
         let_go(leaving)
     return value
@@ -322,11 +318,11 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
             values: dict[Handle, Value] = {}
             new: dict[Pool, list[Value]] = {}
             for handle in handles:
-                books = books_of(handle)
-                books.pool = pool or books.pool
-                value = values.get(handle) or books.ranges.get(handle.extent)
-                if value is None or value.pool is not (books.pool or POOL):
-                    value = _track(handle, handle.extent, books)
+                page_state = page_state_of(handle)
+                page_state.pool = pool or page_state.pool
+                value = values.get(handle) or page_state.ranges.get(handle.extent)
+                if value is None or value.pool is not (page_state.pool or POOL):
+                    value = _track(handle, handle.extent, page_state)
                     new.setdefault(value.pool, []).append(value)
                 values[handle] = value
                 order.append(value)
@@ -335,7 +331,7 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
             for its_pool, members in new.items():
                 leaving.extend(its_pool.add(members))
             for handle, value in values.items():
-                books_of(handle).ranges[handle.extent] = value  # last: every tracked value must be under its budget
+                page_state_of(handle).ranges[handle.extent] = value  # last: tracked values are under a budget
     finally:
         let_go(leaving)
 
@@ -346,10 +342,10 @@ def count_in(handles: Iterable[Handle], pool: Pool) -> None:
     Not those that are pinned under another one.
     """
     with lock():
-        for books in map(books_of, handles):
-            if books.pool is not pool and not any(value.pinned for value in books.ranges.values()):
-                books.pool = pool
-                books.begin_anew()
+        for page_state in map(page_state_of, handles):
+            if page_state.pool is not pool and not any(value.pinned for value in page_state.ranges.values()):
+                page_state.pool = pool
+                page_state.begin_anew()
 
 
 def lock() -> threading.RLock:
@@ -373,8 +369,8 @@ def counts() -> Counts:
         return replace(_ENGINE.reader.counts)
 
 
-def _track(handle: Handle, key: tuple[int, int], books: Books) -> Value:
-    value = Value(books.pool or POOL, handle.file, *key, shared=handle.owned)
+def _track(handle: Handle, key: tuple[int, int], page_state: PageState) -> Value:
+    value = Value(page_state.pool or POOL, handle.file, *key, shared=handle.owned)
     is_cut = key != handle.extent
     value.is_part = is_cut or handle.is_apart
     value.is_picked = handle.is_picked or (is_cut and len(handle.layout.shape) == _OF_MATRICES)
@@ -387,7 +383,7 @@ def _begin_anew() -> None:
     global _ENGINE
     _ENGINE = Engine()
     for pool in Pool.all():
-        pool.turns = []
+        pool.users = []
         for value in pool.values():
             value.state = AWAY
 

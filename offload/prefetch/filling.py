@@ -17,7 +17,8 @@ from contextlib import suppress
 import torch
 
 from offload.prefetch.engine import POOL, fill, lock
-from offload.prefetch.plan import Pool, log
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import log
 from offload.storage.pages import announce, populated, read_in_huge_pages
 
 _LEAST_ROWS = 256

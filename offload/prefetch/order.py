@@ -5,8 +5,6 @@ Always true:
   has been seen twice
 - picked values, such as experts, are not part of the order, which goes on past them: they are ahead once an op says so
 - what is ahead, and what streams and is in use, counts as `in_flight` until it is used, dropped or forgotten
-- what a lease holds stays until the lease moves on; a part of the budget is reserved for it. A result that it keeps
-  takes the place of the values that it was computed from
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-import torch
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from offload.prefetch.reader import Reader
-from offload.prefetch.plan import AWAY, QUEUED, READ, SMALL, Pool, Stack, Turns, Value, books_of, let_go, log
-from offload.storage.handle import Handle
+from offload.prefetch.value import AWAY, QUEUED, READ, SMALL, Value
+
+if TYPE_CHECKING:
+    from offload.prefetch.lease import Lease
 
 _LEAST_AHEAD = 3  # values, if there is room: one in use, one here, one on its way
 _MOST_STEPS = 256  # steps to follow the order at a time
@@ -111,8 +108,6 @@ class Stream:
         self._moves = self._picks = 0  # values of the order, and picked ones
         self._surprises = 0  # in a row
         self._picked = 0  # bytes picked last; the window keeps room for as much
-        self._stack: Callable[[], Handle | None] = lambda: None  # the last one that was picked from
-        self._numbers: Sequence[int] = ()  # which of its matrices
         self._used: deque[Value] = deque()  # streaming values only
 
     def expects(self, value: Value) -> bool:
@@ -147,24 +142,6 @@ class Stream:
         new = [value for value in dict.fromkeys(values) if value.state == AWAY and value not in self._ahead]
         self._picked = sum(value.nbytes for value in new) if new else self._picked
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
-
-    def stack_after(
-        self, handle: Handle, view_spec: torch.Tensor, numbers: Sequence[int]
-    ) -> tuple[Handle, torch.Tensor] | None:
-        """Some matrices of a stack are picked; tells from which stack the same were picked next, the last two times.
-
-        Once may be chance; and where all are picked, as by long prompts, it says nothing.
-        """
-        last, has_all = self._stack(), len(numbers) == len(view_spec)
-        if last is not None and last is not handle and not has_all:
-            before = books_of(last).next_stack
-            is_known = before is not None and before.handle() is handle
-            books_of(last).next_stack = (
-                Stack.of(handle, view_spec, is_sure=is_known) if self._numbers == numbers else None
-            )
-        self._stack, self._numbers = (lambda: None) if has_all else weakref.ref(handle), numbers
-        following = books_of(handle).next_stack
-        return None if has_all or following is None or not following.is_sure else following.found()
 
     def give_up(self) -> None:
         """Drop everything."""
@@ -233,7 +210,7 @@ class Stream:
             following = last.follower(before) if last is not None else None
             if following is None or following is self._last or following in self._ahead:
                 break
-            if following.calm_until < now:
+            if following.checked_until < now:
                 if not self._put_ahead(following):
                     break
                 self._reader.queue(following)
@@ -270,160 +247,3 @@ class Stream:
     def _is_few(self) -> bool:
         """Whether less is ahead than there should be: small and picked values don't count."""
         return sum(value.nbytes > SMALL and not value.is_picked for value in self._ahead) < _LEAST_AHEAD
-
-
-class Lease:
-    """Values that several threads use one after the other, and that stay until all of them have.
-
-    The threads read as one, in the order of the first of them: the others find everything in memory.
-
-    Attributes:
-        keeps_results: whether what the first thread computes from values is kept for the others, too.
-    """
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._stream = Stream(streams)
-        self._stream.lease = self
-        self._lots: Sequence[Sequence[Handle]] = ()
-        self._held: dict[Value, None] = {}
-        self._bytes: dict[Pool, int] = {}  # held, per pool
-        self._turns: dict[Pool, Turns] = {}
-        self._results: dict[Hashable, torch.Tensor] = {}
-        self._made: dict[Pool, int] = {}  # bytes of results, per pool
-        self._shared: dict[Hashable, dict[Any, Any]] = {}
-        self._is_again = False  # whether something is computed that was computed before
-        self._has_told = self._has_ended = False
-        self.keeps_results = False
-
-    def expect(self, lots: Sequence[Sequence[Handle]]) -> None:
-        """Reserve room for these lots, each used until the lease moves on. Other values may be used, too."""
-        leaving: list[Value] = []
-        try:
-            with self._streams.reader.lock:
-                self._lots = lots
-                known = [value for lot in lots for handle in lot for value in books_of(handle).ranges.values()]
-                for pool in dict.fromkeys(value.pool for value in known):
-                    leaving.extend(self._take_part(pool))
-        finally:
-            let_go(leaving)
-
-    def join(self) -> None:
-        """Make the running thread read as one with the others."""
-        with self._streams.reader.lock:
-            self._streams.join(self._stream)
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """In this context, the running thread reads as one with the others."""
-        streams = self._streams
-        with streams.reader.lock:
-            own = streams.join(self._stream)
-        try:
-            yield
-        finally:
-            with streams.reader.lock:
-                streams.join(own)
-
-    def move_on(self) -> None:
-        """All threads have used what is held. From now on the budget has room for as much."""
-        leaving: list[Value] = []
-        try:
-            with self._streams.reader.lock:
-                self._results, self._shared = {}, {}
-                held, self._held = self._held, {}
-                made, self._made = self._made, {}
-                sizes, self._bytes = self._bytes, {}
-                for turns in self._turns.values():
-                    turns.replaced.difference_update(held)  # there was no room for the result this time
-                for value in held:
-                    value.is_held = False
-                    value.calm_until = 0.0
-                    if not value.kept and not self._stream.expects(value):
-                        self._streams.reader.drop(value)
-                is_again, self._is_again = self._is_again, False
-                for pool, size in sizes.items():
-                    if size > pool.at_a_time or (is_again and pool in self._turns and self._turns[pool].has_news):
-                        leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
-        finally:
-            let_go(leaving)
-
-    def end(self) -> None:
-        """Release everything, and the reserved room."""
-        self._has_ended = True
-        self.move_on()
-        leaving: list[Value] = []
-        try:
-            with self._streams.reader.lock:
-                self._stream.give_up()
-                for pool, turns in self._turns.items():
-                    pool.turns.remove(turns)
-                    leaving.extend(pool.reconsider(anew=True))
-                self._turns = {}
-        finally:
-            let_go(leaving)
-
-    def result(self, key: Hashable) -> torch.Tensor | None:
-        """A result that is kept."""
-        return self._results.get(key)
-
-    def shared(self, key: Hashable) -> dict[Any, Any]:
-        """What the threads note for one another under this key; empty once the lease moves on."""
-        return self._shared.setdefault(key, {})
-
-    # Under the lock
-
-    def keep(self, key: Hashable, result: torch.Tensor, pool: Pool, sources: Iterable[Value]) -> None:
-        """Keep a result until the lease moves on, if there is room, instead of the values that it was computed from."""
-        sources = list(dict.fromkeys(sources))  # several pieces may be cuts of one value
-        held = [value for value in sources if value in self._held]
-        nbytes = result.untyped_storage().nbytes()
-        size = self._bytes.get(pool, 0) + nbytes - sum(value.nbytes for value in held)
-        if size > pool.most_at_a_time or self._has_ended:
-            return
-        if pool in self._turns:
-            replaced = self._turns[pool].replaced
-            self._is_again = self._is_again or not replaced.isdisjoint(sources)
-            replaced.update(sources)
-        for value in held:
-            value.is_held = False
-            value.calm_until = 0.0
-            del self._held[value]
-            if not value.kept and not self._stream.expects(value):
-                self._streams.reader.drop(value)
-        self._results[key] = result
-        self._bytes[pool] = size
-        self._made[pool] = self._made.get(pool, 0) + nbytes
-
-    def holds(self, value: Value) -> bool:
-        """Whether a value used now stays: it does if there is room for it."""
-        if value.is_held or self._has_ended:
-            return value.is_held
-        pool = value.pool
-        size = self._bytes.get(pool, 0) + value.nbytes
-        if size > pool.most_at_a_time:
-            self._tell(size)
-            return False
-        value.is_held = True
-        self._held[value] = None
-        self._bytes[pool] = size
-        return True
-
-    def _take_part(self, pool: Pool, held: Iterable[Value] = (), made: int = 0) -> list[Value]:
-        """Reserve room in a budget for the lots, and for what was held beside them and the bytes of results.
-
-        Returns what has to be dropped.
-        """
-        turns = self._turns.get(pool)
-        if turns is None:
-            turns = self._turns[pool] = Turns(self._lots)
-            pool.turns.append(turns)
-        others = {value for value in held if value.pool is pool}.difference(*turns)
-        turns.planned = len(turns.replaced)
-        turns.others = max(turns.others, made + sum(value.nbytes for value in others))
-        return pool.reconsider(anew=True)
-
-    def _tell(self, size: int) -> None:
-        if not self._has_told:
-            self._has_told = True
-            log.info("what is used at once takes %d bytes, for which there is no room: it is read each time", size)

@@ -4,7 +4,7 @@ Always true:
 - resident values are pages of the files themselves: there is no copy that could become stale
 - if all values fit in the budget, all stay; if not, a fixed part stays, spread evenly over the order of reads, and the
   rest streams: a pass then reads from the disk only what exceeds the budget
-- if several threads use the values group by group, there is room for the streaming part of the largest group
+- if several threads use the values block by block, there is room for the streaming part of the largest block
 - of values that are picked from many, such as experts, the most used stay, in the room that is left beside what each
   pass reads
 - values of up to 64 KiB stay once they are read
@@ -17,225 +17,43 @@ Functions that change a plan return the values to evict; the caller drops them a
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
 from offload.memory import available_bytes
 from offload.prefetch.picked import Picked
-from offload.storage.file import TensorFile
+from offload.prefetch.value import SMALL, Value, log, page_state_of
 from offload.storage.handle import Handle
-from offload.storage.locks import fork_safe_lock
-from offload.storage.pages import Range, joined
+from offload.storage.pages import joined
 
-log = logging.getLogger("offload.prefetch")
-
-SMALL = 64 << 10  # bytes up to which a value stays once it is read
 WINDOW = 64 << 20  # least bytes in flight: read ahead, in use, or not yet dropped
 _AHEAD = 0.25  # seconds of disk reads to have ahead
 _PART = 0.1  # largest share of the resident room that the window takes
 _RATES = 0.25  # weight of a new measurement of the disk rate
 _SHARE = 0.85  # share of the available memory without a set budget; the rest is for the window and activations
 _LOOK_AGAIN = 2.0  # seconds between checks of available memory
-_MOST_CONTEXTS = 16  # contexts (previous reads) to distinguish per value
-AWAY, QUEUED, READ, HERE = range(4)
-_BESIDE = 32 << 20  # bytes of a group that may stream beside the budget
+_BESIDE = 32 << 20  # bytes of a block that may stream beside the budget
 _TELLING = 4 << 20  # smallest read, in bytes, that says something about the disk rate
 _NEWS = 0.1  # relative change of the total or the room that triggers a new plan
 
 
-class Value(Range):
-    """A value, or a part of one, that is read as a whole.
-
-    Attributes:
-        pool: its budget.
-        kept: whether it stays in memory after a read.
-        pinned: whether it stays regardless of the plan.
-        is_picked: whether ops pick it from many, like an expert: it is not part of an order.
-        uses: how much it is used, if it is picked.
-        state: its state in the reader.
-        is_leaving: whether it is queued to be dropped.
-        is_held: whether it stays for now because several threads use it.
-        seeded: its announced successor.
-        waited: total seconds that ops have waited for it.
-    """
-
-    __slots__ = (
-        "_branches",
-        "_followers",
-        "is_held",
-        "is_leaving",
-        "is_picked",
-        "kept",
-        "pinned",
-        "pool",
-        "seeded",
-        "state",
-        "uses",
-        "waited",
-    )
-
-    def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
-        super().__init__(file, start, nbytes, shared=shared)
-        self.pool = pool
-        self.kept = self.pinned = self.is_leaving = self.is_held = self.is_picked = False
-        self.uses = 0.0
-        self.state = AWAY
-        self.waited = 0.0
-        self.seeded: weakref.ref[Value] | None = None
-        self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the previous read
-        self._branches = False
-
-    @classmethod
-    def nowhere(cls) -> Value:
-        """A value about which nothing is known, and that is never read in."""
-        nothing = cls.__new__(cls)
-        nothing.nbytes = 0
-        nothing.is_picked = False
-        nothing.calm_until = float("inf")
-        return nothing
-
-    def read(self) -> None:
-        """Read it; unless everything fits, without its neighbours.
-
-        Raises:
-            ReadError: the disk failed.
-        """
-        self.bring_in(exactly=not self.pool.fits, spare=self.spare)
-
-    @property
-    def spare(self) -> int:
-        """Bytes of free huge pages that a resident value leaves for streaming ones, which are read again and again."""
-        return self.pool.widest if self.kept and not self.pool.fits else 0
-
-    def follower(self, before: Value | None) -> Value | None:
-        """What is expected after `before` and then this value; None if that is open."""
-        found = self._followers.get(id(before))
-        if found is None and not self._branches:
-            if self.seeded is not None:
-                return self.seeded()
-            found = next(reversed(self._followers.values()), None)
-        return found[0]() if found is not None and found[1] else None
-
-    @property
-    def has_stayed(self) -> bool:
-        """Whether it stays by the plan, and has been read since the plan was made."""
-        return self.kept and self.calm_until > 0
-
-    def let_go(self) -> None:
-        """Drop it from memory; the next read brings it back."""
-        if self.state == HERE:
-            self.state = AWAY
-        super().let_go()
-
-    def learn(self, before: Value | None, following: Value) -> None:
-        """Record that `following` came after `before` and then this value."""
-        if self.seeded is not None and self.seeded() is not following:
-            self.seeded = None
-        known = self._followers.pop(id(before), None)
-        is_news = known is None or known[0]() is not following
-        self._branches = self._branches or (known is not None and is_news)
-        while len(self._followers) >= _MOST_CONTEXTS:
-            del self._followers[next(iter(self._followers))]
-        self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A view of a stack of matrices, from which was picked after another. Does not keep the value alive.
-
-    Attributes:
-        is_sure: whether that happened twice in a row.
-    """
-
-    handle: weakref.ref[Handle]
-    view_spec: torch.Tensor
-    generation: int
-    is_sure: bool
-
-    @classmethod
-    def of(cls, handle: Handle, view_spec: torch.Tensor, *, is_sure: bool) -> Stack:
-        """The view of `handle` described by `view_spec`."""
-        return cls(weakref.ref(handle), view_spec, handle.generation, is_sure)
-
-    def found(self) -> tuple[Handle, torch.Tensor] | None:
-        """The value and the view; None once the value is gone, or has another layout."""
-        handle = self.handle()
-        return None if handle is None or handle.generation != self.generation else (handle, self.view_spec)
-
-
-class BroughtIn(Protocol):
-    """Reads in all rows of a value."""
-
-    def end(self) -> None:
-        """Read in nothing more."""
-
-
-class Books:
-    """What is known about the bytes of one stored value.
-
-    Attributes:
-        pool: its budget; None for the process's.
-        ranges: tracked ranges, by start and length.
-        copies: resident copies on accelerators, by device.
-        calm_until: until when (`time.monotonic`) its rows are assumed to be in memory without checking.
-        filling: reads in all of it, if rows are picked from it.
-        next_stack: the stack from which the same matrices were picked after this one, last time.
-    """
-
-    __slots__ = ("calm_until", "copies", "filling", "next_stack", "pool", "ranges")
-
-    def __init__(self) -> None:
-        self.pool: Pool | None = None
-        self.ranges: dict[tuple[int, int], Value] = {}
-        self.copies: dict[torch.device, Value] = {}
-        self.calm_until = 0.0
-        self.filling: BroughtIn | None = None
-        self.next_stack: Stack | None = None
-
-    def begin_anew(self) -> None:
-        """The value is in another file now."""
-        known, self.ranges = self.ranges, {}
-        for value in list(known.values()):
-            value.calm_until = 0.0  # users that hold on to one check again
-        self.copies = {}
-        self.forget_rows()
-
-    def forget_rows(self) -> None:
-        """Assume none of its rows to be in memory any more, and stop reading them in."""
-        self.calm_until = 0.0
-        filling, self.filling = self.filling, None
-        if filling is not None:
-            filling.end()
-
-
-def books_of(handle: Handle) -> Books:
-    """The `Books` of the value of `handle`, created on first use."""
-    if handle.books is None:
-        with _LOCK:
-            if handle.books is None:
-                handle.books = Books()
-    assert type(handle.books) is Books
-    return handle.books
-
-
 @dataclass(eq=False)
-class Turns:
-    """What several threads use group by group (a group is a "lot"); a lot stays in memory until all have used it.
+class Users:
+    """Several threads that use values block by block; a block stays in memory until all of them have used it.
 
     Attributes:
-        lots: the handles expected to be used together.
-        others: most bytes that were in memory with a lot, without being in any: of results, and of other values.
+        blocks: the handles expected to be used together.
+        others: most bytes that were in memory with a block, without being in any: of results, and of other values.
         replaced: values of which only results stay.
         planned: the number of them when the plan was made.
     """
 
-    lots: Sequence[Sequence[Handle]] = ()
+    blocks: Sequence[Sequence[Handle]] = ()
     others: int = 0
     replaced: weakref.WeakSet[Value] = field(default_factory=weakref.WeakSet)
     planned: int = 0
@@ -246,9 +64,9 @@ class Turns:
         return len(self.replaced) - self.planned > _NEWS * len(self.replaced)
 
     def __iter__(self) -> Iterator[list[Value]]:
-        """The tracked values of each lot."""
-        for lot in self.lots:
-            yield list(dict.fromkeys(value for handle in lot for value in books_of(handle).ranges.values()))
+        """The tracked values of each block."""
+        for block in self.blocks:
+            yield list(dict.fromkeys(value for handle in block for value in page_state_of(handle).ranges.values()))
 
 
 class Pool:
@@ -258,8 +76,8 @@ class Pool:
         max_memory: bytes that may stay resident; None for as much as there is room for.
         fixed_window: bytes that may be read ahead, as set by the user, 0 for none; None for the automatic window.
         rate: recent disk rate in bytes per second; 0 until known.
-        turns: of the users that work lot by lot.
-        at_a_time: most bytes that stream of any lot, per user, as far as is known.
+        users: those that work block by block.
+        at_a_time: most bytes that stream of any block, per group of users, as far as is known.
         picked: which of the picked values stay.
         on_devices: budgets for what stays on accelerators.
     """
@@ -274,7 +92,7 @@ class Pool:
         self.max_memory = max_memory
         self.fixed_window = window
         self.rate = 0.0
-        self.turns: list[Turns] = []
+        self.users: list[Users] = []
         self.at_a_time = 0
         self.picked = Picked()
         self.on_devices: dict[torch.device, Pool] = {}
@@ -298,7 +116,7 @@ class Pool:
 
     @property
     def reserved(self) -> int:
-        """Bytes of the budget reserved for streaming lots."""
+        """Bytes of the budget reserved for streaming blocks."""
         return self._reserve(self.at_a_time)
 
     @property
@@ -313,7 +131,7 @@ class Pool:
 
     @property
     def most_at_a_time(self) -> int:
-        """Bytes of a lot that may stream."""
+        """Bytes of a block that may stream."""
         return max(self.window, self._room // 2)
 
     @property
@@ -352,7 +170,7 @@ class Pool:
     def add(self, values: Iterable[Value]) -> list[Value]:
         """Add values, preferably in the order in which they will be read. Returns those to drop."""
         for value in values:
-            self._values[next(_TURNS)] = value
+            self._values[next(_ARRIVALS)] = value
             self._total += value.nbytes
             value.kept = value.nbytes <= SMALL or self._total <= self.room
         return self.reconsider()
@@ -383,14 +201,14 @@ class Pool:
     def admit(self, value: Value) -> list[Value]:
         """`value`, a picked one, is read: it may stay instead of less used ones, which are returned."""
         self.picked.rescale(self._values.values())
-        if value.kept or self.turns:  # all values that several threads use are used equally often
+        if value.kept or self.users:  # all values that several threads use are used equally often
             return []
         return cast("list[Value]", self.picked.admit(value))
 
     def doubt(self) -> None:
         """A value that should have been in memory was not: don't assume it of any other."""
         for value in self.values():
-            value.calm_until = 0.0
+            value.checked_until = 0.0
 
     def _plan(self) -> list[Value]:
         """Choose what stays."""
@@ -409,17 +227,17 @@ class Pool:
         return leaving
 
     def _chosen(self, values: list[Value], *, is_new: bool) -> set[Value]:
-        """What stays: pinned and small values, what lots require, and as many of the others as fit.
+        """What stays: pinned and small values, what blocks require, and as many of the others as fit.
 
         Picked values come last: none of them is used more often than those that every pass reads.
 
         If most values were in the previous plan, few are exchanged: what is evicted has to be read again.
         """
         kept = {value for value in values if value.pinned or value.nbytes <= SMALL}
-        picked = [] if self.turns else [value for value in values if value.is_picked and value not in kept]
-        values = values if self.turns else [value for value in values if not value.is_picked]
+        picked = [] if self.users else [value for value in values if value.is_picked and value not in kept]
+        values = values if self.users else [value for value in values if not value.is_picked]
         before = [] if is_new else [value for value in values if value.kept]
-        due = self._due_of_lots(kept) if self.turns else ()
+        due = self._due_of_blocks(kept) if self.users else ()
         left = self.room - _size(kept)
         for tier in _stayed(due), due, _stayed(before), before, values:
             others = [value for value in tier if value not in kept]
@@ -429,18 +247,18 @@ class Pool:
         kept.update(cast("list[Value]", self.picked.choose(picked, max(left, 0))))
         return kept
 
-    def _due_of_lots(self, kept: set[Value]) -> list[Value]:
-        """What has to stay so that no lot streams more than there is room for."""
-        lots: list[list[Value]] = []
-        for turns in self.turns:
-            apart = kept.union(turns.replaced)
-            lots.extend(self._streaming(lot, apart) for lot in turns)
-        others, room = max(turns.others for turns in self.turns), self._room - _size(kept)
-        most = min(max(map(_size, lots), default=0), self.most_at_a_time)
-        too_small, due = 0, _due(lots, most)
+    def _due_of_blocks(self, kept: set[Value]) -> list[Value]:
+        """What has to stay so that no block streams more than there is room for."""
+        blocks: list[list[Value]] = []
+        for users in self.users:
+            apart = kept.union(users.replaced)
+            blocks.extend(self._streaming(block, apart) for block in users)
+        others, room = max(users.others for users in self.users), self._room - _size(kept)
+        most = min(max(map(_size, blocks), default=0), self.most_at_a_time)
+        too_small, due = 0, _due(blocks, most)
         while most - too_small > SMALL:
             size = (too_small + most) // 2
-            found = _due(lots, size)
+            found = _due(blocks, size)
             if _size(found) + self._reserve(size + others) <= room:
                 most, due = size, found
             else:
@@ -448,19 +266,13 @@ class Pool:
         self.at_a_time = most + others
         return due
 
-    def _streaming(self, lot: Iterable[Value], kept: set[Value]) -> list[Value]:
-        """The part of a lot that may stream: what has stayed so far first, then larger ones first."""
-        own = [value for value in lot if value.pool is self and value not in kept]
+    def _streaming(self, block: Iterable[Value], kept: set[Value]) -> list[Value]:
+        """The part of a block that may stream: what has stayed so far first, then larger ones first."""
+        own = [value for value in block if value.pool is self and value not in kept]
         return sorted(own, key=lambda value: (not value.has_stayed, -value.nbytes))
 
     def _reserve(self, at_a_time: int) -> int:
-        return max(0, len(self.turns) * at_a_time - min(self.window // 2, _BESIDE))
-
-
-def let_go(values: Iterable[Value]) -> None:
-    """Drop values from memory."""
-    for value in values:
-        value.let_go()
+        return max(0, len(self.users) * at_a_time - min(self.window // 2, _BESIDE))
 
 
 def _size(values: Iterable[Value]) -> int:
@@ -471,13 +283,13 @@ def _stayed(values: Iterable[Value]) -> list[Value]:
     return [value for value in values if value.has_stayed]
 
 
-def _due(lots: Iterable[list[Value]], most: int) -> list[Value]:
-    """What has to stay so that no lot streams more than `most` bytes: little more of each than that."""
+def _due(blocks: Iterable[list[Value]], most: int) -> list[Value]:
+    """What has to stay so that no block streams more than `most` bytes: little more of each than that."""
     due: dict[Value, None] = {}
-    for lot in lots:
-        left = _size(lot) - most
+    for block in blocks:
+        left = _size(block) - most
         others = []
-        for value in lot:
+        for value in block:
             if value.nbytes <= left:
                 due[value] = None
                 left -= value.nbytes
@@ -507,6 +319,5 @@ def _spread(values: list[Value], room: int) -> set[Value]:
     return kept
 
 
-_LOCK = fork_safe_lock()
-_TURNS = itertools.count()
+_ARRIVALS = itertools.count()
 _POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()

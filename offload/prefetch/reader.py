@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from offload.prefetch.plan import AWAY, HERE, QUEUED, READ, Pool, Value, log
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import AWAY, HERE, QUEUED, READ, Value, log
 from offload.storage.background import Background
 from offload.storage.locks import Waiters
 

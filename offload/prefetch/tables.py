@@ -14,9 +14,9 @@ from time import monotonic
 
 import torch
 
-from offload.prefetch.engine import CALM, POOL, span_of
+from offload.prefetch.engine import CHECKED_FOR, POOL, span_of
 from offload.prefetch.filling import Filling
-from offload.prefetch.plan import Books, books_of
+from offload.prefetch.value import PageState, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached, has_holes
 
@@ -25,14 +25,14 @@ _LOOKED_AT = 8  # rows to check for being in memory
 
 def has_rows_here(handle: Handle) -> bool:
     """Whether all rows of a table are assumed to be in memory; called for each pick, so it has to be cheap."""
-    books = handle.books
-    if type(books) is not Books:
+    page_state = handle.page_state
+    if type(page_state) is not PageState:
         return False
     now = monotonic()
-    if books.calm_until >= now:
+    if page_state.checked_until >= now:
         return True
-    whole = books.ranges.get(handle.extent)
-    return whole is not None and whole.calm_until >= now
+    whole = page_state.ranges.get(handle.extent)
+    return whole is not None and whole.checked_until >= now
 
 
 def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> None:
@@ -50,24 +50,24 @@ def rows_coming(handle: Handle, view_spec: torch.Tensor, rows: torch.Tensor) -> 
     numbers = rows.flatten()
     some = [one for one in numbers[:: max(1, len(numbers) // _LOOKED_AT)].tolist() if 0 <= one < len(view_spec)]
     missing = sum(not are_cached(first + number * step, nbytes) for number in some)
-    books = books_of(handle)
+    page_state = page_state_of(handle)
     if not missing:
-        if type(books.filling) is Filling:
-            books.filling.take()  # its mapping is the file's
+        if type(page_state.filling) is Filling:
+            page_state.filling.take()  # its mapping is the file's
         if are_cached(mapped.data_ptr() + start, length):
-            books.calm_until = monotonic() + CALM
+            page_state.checked_until = monotonic() + CHECKED_FOR
         return
     each = torch.unique(numbers).tolist()
     for begin, end in runs_of(each, len(view_spec), PAGE // max(step, 1)):
         announce(first + begin * step, (end - begin - 1) * step + nbytes)
-    _missed(handle, books, mapped, len(each) * missing // len(some), -(-nbytes // PAGE) * PAGE)
+    _missed(handle, page_state, mapped, len(each) * missing // len(some), -(-nbytes // PAGE) * PAGE)
 
 
-def _missed(handle: Handle, books: Books, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
+def _missed(handle: Handle, page_state: PageState, mapped: torch.UntypedStorage, rows: int, nbytes: int) -> None:
     """So many rows, each on pages of so many bytes, have to be read one by one: it may be time to read all."""
-    if type(books.filling) is not Filling:
-        books.filling = Filling(books.pool or POOL, in_huge_pages=not handle.owned)
-    books.filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
+    if type(page_state.filling) is not Filling:
+        page_state.filling = Filling(page_state.pool or POOL, in_huge_pages=not handle.owned)
+    page_state.filling.missed(rows, rows * nbytes, handle.extent[1], lambda: _whole(handle, mapped))
 
 
 def _whole(handle: Handle, mapped: torch.UntypedStorage) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from torch import nn
 from offload.errors import ForeignFileError
 from offload.memory import anonymous_bytes, mapped_bytes
 from offload.prefetch.engine import counts
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.report.charts import Line, Section, bar_chart, line_chart, page
 from offload.storage.reasons import writing
 from offload.storage.regular import absolute, is_there
@@ -212,7 +212,7 @@ def _waits(model: nn.Module) -> dict[str, float]:
         for handle in stored_in([handle_of(local)]):
             if id(handle) not in seen:
                 seen.add(id(handle))
-                layer, ranges = _layer_of(name), list(books_of(handle).ranges.values())
+                layer, ranges = _layer_of(name), list(page_state_of(handle).ranges.values())
                 waits[layer] = waits.get(layer, 0.0) + sum(value.waited for value in ranges)
     return waits
 

@@ -64,7 +64,7 @@ _MADE_OF = "made of"  # a note in the file that stores a composed value; the fir
 Notes: TypeAlias = "Mapping[str, Any] | None"
 
 
-class Books(Protocol):
+class PageState(Protocol):
     """What the prefetcher knows about a value's bytes in memory."""
 
     def begin_anew(self) -> None:
@@ -120,7 +120,7 @@ class Handle:
         owned: whether `file` is ours to write.
         composed: how it is computed while it has no file; `file` is then one of its sources.
         meta: a meta tensor of this layout, created on first use; None until then.
-        books: what the prefetcher knows about its bytes in memory.
+        page_state: what the prefetcher knows about its bytes in memory.
         has_holes: whether the file may be sparse; its blocks are then reserved before the first store.
         is_apart: whether it is read without its neighbours in the file.
         is_picked: whether it is one of many that are used in no fixed order, such as experts.
@@ -133,7 +133,6 @@ class Handle:
         "_base",
         "_own_lock",
         "_pid",
-        "books",
         "composed",
         "extent",
         "file",
@@ -147,6 +146,7 @@ class Handle:
         "meta",
         "name",
         "owned",
+        "page_state",
         "part",
         "recipe",
     )
@@ -164,7 +164,7 @@ class Handle:
         self._base: torch.Tensor | None = None
         self._addresses: torch.UntypedStorage | None = None
         self._own_lock: threading.RLock | None = None
-        self.books: Books | None = None
+        self.page_state: PageState | None = None
         self._pid = 0  # the process that removes the file with this handle; 0 for none
 
     @property
@@ -426,8 +426,8 @@ class Handle:
         start = min(entry.start for entry in entries)
         self.extent = start, max(entry.start + entry.layout.nbytes for entry in entries) - start
         self._base = self._addresses = None
-        if self.books is not None:
-            self.books.begin_anew()
+        if self.page_state is not None:
+            self.page_state.begin_anew()
 
     # Reading
 

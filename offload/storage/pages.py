@@ -55,7 +55,7 @@ class Range:
 
     Attributes:
         nbytes: their number.
-        calm_until: until when (`time.monotonic`) they are assumed to be in memory without checking.
+        checked_until: until when (`time.monotonic`) they are assumed to be in memory without checking.
         is_part: whether the rest of the value may stay unread: nothing around them is read along.
     """
 
@@ -66,7 +66,7 @@ class Range:
         "_shared",
         "_start",
         "_was_read",
-        "calm_until",
+        "checked_until",
         "is_part",
         "nbytes",
     )
@@ -78,7 +78,7 @@ class Range:
         self._may_ask: bool | None = None
         self._was_read = False
         self.nbytes = nbytes
-        self.calm_until = 0.0
+        self.checked_until = 0.0
         self.is_part = False
 
     def follows(self, other: Range) -> bool:
@@ -183,7 +183,7 @@ class Range:
 
         Does nothing if the file is not mapped, nor (a kernel rule) for files that this user may not write to.
         """
-        self.calm_until = 0.0
+        self.checked_until = 0.0
         file = self._file()
         mapped = None if file is None else file.mapping(shared=self._shared)
         if file is None or mapped is None:

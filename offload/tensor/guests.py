@@ -20,8 +20,9 @@ import torch
 
 from offload.errors import StaleViewError
 from offload.prefetch.engine import POOL, brought_in, lock
-from offload.prefetch.plan import Pool, Value, books_of, let_go
+from offload.prefetch.plan import Pool
 from offload.prefetch.staging import lend, send, settle
+from offload.prefetch.value import Value, let_go, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
@@ -192,16 +193,16 @@ def resident_guest(handle: Handle, view_spec: torch.Tensor, target: torch.device
 
 
 def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
-    books = books_of(handle)
-    pool = (books.pool or POOL).on_devices.get(target)
+    page_state = page_state_of(handle)
+    pool = (page_state.pool or POOL).on_devices.get(target)
     if pool is None or handle.owned or handle.recipe is not None or handle.composed is not None:
         return None
     leaving: list[Value] = []
     try:
         with lock():
-            copy = books.copies.get(target)
+            copy = page_state.copies.get(target)
             if type(copy) is not Copy or copy.pool is not pool:
-                copy = books.copies[target] = Copy(pool, handle)
+                copy = page_state.copies[target] = Copy(pool, handle)
                 leaving.extend(pool.add([copy]))
             return copy if copy.kept else None
     finally:

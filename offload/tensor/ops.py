@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.errors import UnsupportedOpError
-from offload.prefetch.engine import are_staying, brought_in, coming, shared, stack_after
+from offload.prefetch.engine import are_staying, brought_in, coming, shared
 from offload.prefetch.tables import has_rows_here, rows_coming
 from offload.storage.handle import Composed, Handle
 from offload.storage.modes import no_functions, no_grad, no_modes
@@ -314,7 +314,7 @@ def multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     if matrices._handle.composed is not None:
         return _multiply_one_by_one(func, guest_of(rows), matrices, counts, groups.tolist(), rest, kwargs)
     parts = [view_spec_of(matrices).select(0, group) for group in groups.tolist()]
-    coming([*((matrices._handle, part) for part in parts), *_reads(_picked_next(matrices, groups.tolist()))])
+    coming((matrices._handle, part) for part in parts)
     for part in parts:
         brought_in(matrices._handle, part)
     if matrices._target == CPU:
@@ -353,7 +353,7 @@ def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Ten
     noted = shared((recipe, metadata_of(view_spec)))
     known = noted or {}
     new = {group: view_spec[group : group + 1] for group in groups if group not in known}
-    due = [*((handle_of(matrices), cut) for cut in new.values()), *_picked_next(matrices, groups)]
+    due = [(handle_of(matrices), cut) for cut in new.values()]
     coming(_reads(due[: 2 * _AT_ONCE]))
     used = 0
     for group in groups:
@@ -367,13 +367,6 @@ def _each_of(matrices: OffloadedTensor, groups: list[int]) -> Iterator[torch.Ten
         if noted is not None and _is_staying(recipe, new[group]):
             noted[group] = matrix
         yield matrix
-
-
-def _picked_next(matrices: OffloadedTensor, groups: list[int]) -> list[tuple[Handle, torch.Tensor]]:
-    """The matrices that are multiplied next, where that is known: an expert has one in each of several stacks."""
-    handle, view_spec = handle_of(matrices), view_spec_of(matrices)
-    found = stack_after(handle, view_spec, groups)
-    return [] if found is None else [(found[0], found[1][group : group + 1]) for group in groups]
 
 
 def _reads(views: Iterable[tuple[Handle, torch.Tensor]]) -> Iterator[tuple[Handle, torch.Tensor]]:

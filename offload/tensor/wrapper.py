@@ -751,7 +751,7 @@ def value_on_cpu(tensor: OffloadedTensor) -> torch.Tensor:
     if tensor._handle.composed is not None:  # computing it has read its sources already
         return value
     known = tensor._range
-    if known is None or known.calm_until < monotonic():
+    if known is None or known.checked_until < monotonic():
         tensor._range = brought_in(handle_of(tensor), tensor._view_spec)
     return value
 

@@ -14,8 +14,8 @@ from torch import nn
 import offload
 from offload.batches.mapping import map_batches
 from offload.prefetch.engine import counts
+from offload.prefetch.lease import Lease
 from offload.prefetch.plan import Pool
-from offload.prefetch.order import Lease
 from offload.storage.handle import Handle
 from offload.storage.layout import contiguous
 from offload.tensor import scratch
@@ -171,7 +171,7 @@ def test_what_it_was_computed_from_is_not_held(tmp_path):
 def test_results_take_their_part_of_the_budget(tmp_path):
     """Each layer has 4 MiB, and its result 8 MiB."""
     model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
-    pool = handle_of(model[0].weight).composed.pieces[0].handle.books.pool
+    pool = handle_of(model[0].weight).composed.pieces[0].handle.page_state.pool
     staying: list[int] = []
 
     class Looking(nn.Linear):
@@ -192,7 +192,7 @@ def test_results_take_their_part_of_the_budget(tmp_path):
 def test_room_is_for_results_or_for_what_they_replace_not_for_both(tmp_path):
     """Each layer has 4 MiB, and its result 8 MiB."""
     model, batches = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB"), batches_of(1024)
-    pool = handle_of(model[0].weight).composed.pieces[0].handle.books.pool
+    pool = handle_of(model[0].weight).composed.pieces[0].handle.page_state.pool
     reserved: list[int] = []
 
     def fn(batch: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def test_room_is_for_results_or_for_what_they_replace_not_for_both(tmp_path):
 def test_what_has_no_room_for_its_result_this_time_is_reserved_for(tmp_path, monkeypatch):
     """Blocks of three layers, in another order in each sweep: of three results of 8 MiB, two have room."""
     layers = cast_on_disk(tmp_path, 1024, max_memory="40MiB", read_ahead="8MiB")
-    pool = handle_of(layers[0].weight).composed.pieces[0].handle.books.pool
+    pool = handle_of(layers[0].weight).composed.pieces[0].handle.page_state.pool
     in_memory: list[int] = []
     plain = Lease.move_on
 

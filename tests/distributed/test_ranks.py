@@ -29,7 +29,7 @@ from bench.page_cache import cached_fraction, make_cold
 from offload.budget import evict, keep_resident, memory_summary
 from offload.errors import CheckpointError, OffloadError, ShapeMismatchError, UnsupportedOpError, WriteError
 from offload.models import values as values_module
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.pages import Range
@@ -463,7 +463,7 @@ def test_shares_are_read_ahead_in_the_order_of_the_layers(tmp_path: Path) -> Non
 
 
 def values_of(tensor: torch.Tensor) -> list[Any]:
-    return [value for handle in stored_in([handle_of(tensor)]) for value in books_of(handle).ranges.values()]
+    return [value for handle in stored_in([handle_of(tensor)]) for value in page_state_of(handle).ranges.values()]
 
 
 class Stage(nn.Module):
@@ -684,8 +684,8 @@ def test_what_walks_a_model_looks_inside_a_dtensor(tmp_path: Path) -> None:
 
         local_of(parameter).sum()
         keep_resident(model)
-        assert [True] == [one.pinned for one in handle_of(local_of(parameter)).books.ranges.values()]
-        assert mine.nbytes == sum(one.nbytes for one in handle_of(local_of(parameter)).books.ranges.values())
+        assert [True] == [one.pinned for one in handle_of(local_of(parameter)).page_state.ranges.values()]
+        assert mine.nbytes == sum(one.nbytes for one in handle_of(local_of(parameter)).page_state.ranges.values())
         summary = memory_summary()
         assert mine.nbytes == summary.values - before.values
         assert mine.nbytes == summary.kept - before.kept

@@ -29,7 +29,7 @@ from offload.errors import (
     StaleViewError,
     UnsupportedOpError,
 )
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.testing import is_equal
 from tests.processes import run_script
 
@@ -486,7 +486,7 @@ def test_a_token_leaves_nothing_behind(llama: Any) -> None:
         found = []
         for tokens in ids(2, 60).split(1, dim=1):
             llama(tokens, past_key_values=past)
-            found.append([len(books_of(layer.keys._handle).ranges) for layer in past.layers])
+            found.append([len(page_state_of(layer.keys._handle).ranges) for layer in past.layers])
 
     assert [[1, 1]] * len(found) == found
 

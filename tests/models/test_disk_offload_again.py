@@ -12,7 +12,7 @@ from torch import nn
 import offload
 from offload import OffloadedTensor
 from offload.errors import DeviceError, UnsupportedOpError
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.tensor.wrapper import handle_of
 
 
@@ -104,12 +104,12 @@ def test_what_is_referenced_is_not_copied_and_is_written_to_there(tmp_path):
 def test_the_budget_of_a_model_goes_along(tmp_path):
     offload.save_checkpoint(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved")
     model = offload.load_checkpoint_and_dispatch(nn.Sequential(nn.Linear(2, 3)), tmp_path / "saved", max_memory="8MiB")
-    pool = books_of(handle_of(model[0].weight)).pool
+    pool = page_state_of(handle_of(model[0].weight)).pool
 
     offload.disk_offload(model, tmp_path / "kept")
 
     assert pool is not None
-    assert books_of(handle_of(model[0].weight)).pool is pool
+    assert page_state_of(handle_of(model[0].weight)).pool is pool
 
 
 class Copies(MutableMapping):

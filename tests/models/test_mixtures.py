@@ -12,7 +12,7 @@ import torch
 import offload
 from offload.checkpoints.forms import fp8
 from offload.prefetch.engine import POOL
-from offload.prefetch.plan import books_of
+from offload.prefetch.value import page_state_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 from tests.checkpoints.forms import FORMS, outcome
@@ -84,6 +84,6 @@ def test_all_values_are_under_the_models_own_budget(family: str, tmp_path: Path)
     model(torch.arange(24)[None])
 
     stored = stored_in(handle_of(member) for member in model.state_dict().values() if is_offloaded(member))
-    budgets = {books_of(handle).pool for handle in stored}
+    budgets = {page_state_of(handle).pool for handle in stored}
     assert [1 << 30] == [pool and pool.max_memory for pool in budgets]
     assert not [value for value in POOL.values() if id(value) not in before]

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import offload
 from offload.prefetch.engine import POOL
-from offload.prefetch.plan import SMALL, Pool, books_of
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import SMALL, page_state_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
 
@@ -48,7 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def budgets_of(model: Any) -> set[Pool | None]:
     """Of the values of more than 64 KiB."""
     stored = stored_in(handle_of(member) for member in model.state_dict().values() if is_offloaded(member))
-    return {books_of(handle).pool for handle in stored if handle.extent[1] > SMALL}
+    return {page_state_of(handle).pool for handle in stored if handle.extent[1] > SMALL}
 
 
 @torch.no_grad()
@@ -102,7 +103,7 @@ def test_what_is_pinned_under_another_budget_stays_there(tmp_path):
 
     load(second, "1.weight", "2GiB")
 
-    books = books_of(handle_of(first[0].weight))
-    assert 1 << 30 == books.pool.max_memory
-    assert [True] == [value.pinned for value in books.ranges.values()]
-    assert 2 << 30 == books_of(handle_of(second[1].weight)).pool.max_memory
+    page_state = page_state_of(handle_of(first[0].weight))
+    assert 1 << 30 == page_state.pool.max_memory
+    assert [True] == [value.pinned for value in page_state.ranges.values()]
+    assert 2 << 30 == page_state_of(handle_of(second[1].weight)).pool.max_memory

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from offload.prefetch.engine import Engine
-from offload.prefetch.order import Lease
+from offload.prefetch.lease import Lease
 from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, rest, seed  # noqa: F401
 
 

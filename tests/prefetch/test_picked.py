@@ -20,8 +20,9 @@ from offload.prefetch import engine as engines
 from offload.prefetch import filling
 from offload.prefetch.engine import POOL, Engine
 from offload.prefetch.picked import _RESCALE, Picked
-from offload.prefetch.plan import Pool, Value, books_of
+from offload.prefetch.plan import Pool
 from offload.prefetch.tables import has_rows_here, runs_of
+from offload.prefetch.value import Value, page_state_of
 from offload.storage import pages
 from offload.tensor.wrapper import handle_of
 from tests.page_cache import needs_page_cache
@@ -52,7 +53,7 @@ def use(pool: Pool, values: list[Value]) -> list[Value]:
     left = []
     for value in values:
         pool.picked.count(value)
-        value.calm_until = 1.0
+        value.checked_until = 1.0
         left += pool.admit(value)
     return left
 
@@ -231,23 +232,6 @@ def test_picked_values_that_are_ahead_wait_for_picked_ones_only(engine: Engine, 
     assert not engine.reader.counts.wasted
 
 
-def test_to_note_what_is_picked_takes_no_part_of_the_window(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(4, 64, 64)}, tmp_path / "w.safetensors")
-    stack = offload.load_file(tmp_path / "w.safetensors")["w"]
-    live: list[int] = []
-
-    def act() -> None:
-        engines.stack_after(handle_of(stack), torch.empty(4, 64, 64, device="meta"), [1])
-        live.append(len(engines._ENGINE.streams.live))
-
-    before = len(engines._ENGINE.streams.live)
-    thread = threading.Thread(target=act)
-    thread.start()
-    thread.join()
-
-    assert [before] == live
-
-
 @needs_page_cache
 def test_rows_are_read_without_what_lies_around_them(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
@@ -405,6 +389,6 @@ def test_counts_are_of_uses_and_not_of_looks(tmp_path: Path, monkeypatch: pytest
     for _ in range(5):
         tensor[1].amax()
 
-    [value] = books_of(handle_of(tensor)).ranges.values()
+    [value] = page_state_of(handle_of(tensor)).ranges.values()
     assert value.is_picked
     assert value.uses == pytest.approx(5)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.prefetch import plan
-from offload.prefetch.plan import SMALL, WINDOW, Books, Pool, Turns, Value
+from offload.prefetch.plan import WINDOW, Pool, Users
+from offload.prefetch.value import SMALL, PageState, Value
 
 MIB = 1 << 20
 
@@ -137,7 +138,7 @@ def test_memory_that_others_take_and_give_back_moves_no_more_than_that(taken: li
     pool = Pool(available=lambda: available[0])
     values = values_of(pool, [MIB] * 60)
     for value in values:
-        value.calm_until = 1.0  # it was read
+        value.checked_until = 1.0  # it was read
     for others in taken:
         before = set(kept(values))
         available[0] = (40 - others) * MIB
@@ -186,20 +187,20 @@ def test_what_is_read_in_a_moment_does_not_tell_how_fast_the_disk_is():
     assert 400 * MIB < pool.rate < 800 * MIB
 
 
-def lots_of(pool: Pool, lots: list[list[int]]) -> tuple[list[list[Value]], Turns]:
-    """Values of these sizes, used lot by lot."""
+def blocks_of(pool: Pool, blocks: list[list[int]]) -> tuple[list[list[Value]], Users]:
+    """Values of these sizes, used block by block."""
     made, handles = [], []
-    for start, sizes in enumerate(lots):
+    for start, sizes in enumerate(blocks):
         values = values_of(pool, sizes, start << 40)
-        books = Books()
-        books.ranges = {(place, value.nbytes): value for place, value in enumerate(values)}
+        page_state = PageState()
+        page_state.ranges = {(place, value.nbytes): value for place, value in enumerate(values)}
         made.append(values)
-        handles.append([SimpleNamespace(books=books)])
-    return made, Turns(handles)  # type: ignore[arg-type]
+        handles.append([SimpleNamespace(page_state=page_state)])
+    return made, Users(handles)  # type: ignore[arg-type]
 
 
-def streams(lot: list[Value]) -> int:
-    return sum(value.nbytes for value in lot if not value.kept)
+def streams(block: list[Value]) -> int:
+    return sum(value.nbytes for value in block if not value.kept)
 
 
 BLOCK = [8 * MIB] * 4 + [22 * MIB] * 3  # a Llama of a gigabyte
@@ -207,50 +208,50 @@ BLOCK = [8 * MIB] * 4 + [22 * MIB] * 3  # a Llama of a gigabyte
 
 def test_what_streams_of_a_lot_has_room_beside_what_stays():
     pool = Pool(283 * MIB)
-    lots, turns = lots_of(pool, [*([BLOCK] * 8), [62 * MIB]])
-    pool.turns.append(turns)
+    blocks, users = blocks_of(pool, [*([BLOCK] * 8), [62 * MIB]])
+    pool.users.append(users)
     pool.reconsider(anew=True)
 
-    stays = sum(value.nbytes for lot in lots for value in lot if value.kept)
-    most = max(map(streams, lots))
+    stays = sum(value.nbytes for block in blocks for value in block if value.kept)
+    most = max(map(streams, blocks))
     assert WINDOW // 2 < pool.at_a_time - SMALL <= most <= pool.at_a_time
     assert stays + most <= 283 * MIB + WINDOW // 2
-    assert sum(map(streams, lots)) <= 1.08 * (sum(sum(BLOCK) for _ in range(8)) + 62 * MIB - 283 * MIB)
+    assert sum(map(streams, blocks)) <= 1.08 * (sum(sum(BLOCK) for _ in range(8)) + 62 * MIB - 283 * MIB)
 
 
 @given(
-    lots=st.lists(st.lists(st.integers(SMALL + 1, 20 * MIB), max_size=6), min_size=1, max_size=8),
+    blocks=st.lists(st.lists(st.integers(SMALL + 1, 20 * MIB), max_size=6), min_size=1, max_size=8),
     budget=st.integers(0, 200 * MIB),
     others=st.integers(0, 8 * MIB),
 )
-def test_whatever_the_lots_are_the_budget_holds(lots: list[list[int]], budget: int, others: int):
+def test_whatever_the_lots_are_the_budget_holds(blocks: list[list[int]], budget: int, others: int):
     pool = Pool(budget)
-    made, turns = lots_of(pool, lots)
-    turns.others = others
-    pool.turns.append(turns)
+    made, users = blocks_of(pool, blocks)
+    users.others = others
+    pool.users.append(users)
     pool.reconsider(anew=True)
 
-    stays = sum(value.nbytes for lot in made for value in lot if value.kept)
+    stays = sum(value.nbytes for block in made for value in block if value.kept)
     assert stays <= max(0, budget - pool.reserved)
-    if budget >= sum(map(sum, lots)):
-        assert stays == sum(map(sum, lots))
-    elif pool.at_a_time < others + min(pool.most_at_a_time, max(map(sum, lots))):
+    if budget >= sum(map(sum, blocks)):
+        assert stays == sum(map(sum, blocks))
+    elif pool.at_a_time < others + min(pool.most_at_a_time, max(map(sum, blocks))):
         assert max(map(streams, made)) + others <= pool.at_a_time
 
 
 @pytest.mark.parametrize("budget", [100, 150, 200])
 def test_who_uses_lots_again_finds_what_has_stayed(budget: int):
     pool = Pool(budget * MIB)
-    lots, turns = lots_of(pool, [BLOCK] * 4)
+    blocks, users = blocks_of(pool, [BLOCK] * 4)
     before: list[Value] = []
     for _ in range(3):
-        pool.turns.append(turns)
+        pool.users.append(users)
         pool.reconsider(anew=True)
-        found = [value for lot in lots for value in lot if value.kept]
+        found = [value for block in blocks for value in block if value.kept]
         assert before in ([], found)
         for value in found:  # they are read
-            value.calm_until = 1.0
-        pool.turns.remove(turns)
+            value.checked_until = 1.0
+        pool.users.remove(users)
         pool.reconsider(anew=True)
         before = found
 

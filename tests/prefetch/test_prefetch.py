@@ -11,7 +11,8 @@ import pytest
 
 from offload.prefetch import engine as engines
 from offload.prefetch.engine import Engine
-from offload.prefetch.plan import HERE, QUEUED, READ, SMALL, Pool, Value
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import HERE, QUEUED, READ, SMALL, Value
 from offload.storage import background
 from tests.processes import in_fork
 
@@ -97,7 +98,7 @@ def made(memory: Memory, names: str, *, size: int = MIB, budget: int = 0, window
 def read(engine: Engine, values: list[Made]) -> None:
     """Read like ops that take a while: the reader becomes idle in between."""
     for value in values:
-        if value.calm_until < time.monotonic():
+        if value.checked_until < time.monotonic():
             engine.arrive(value)
             assert value.is_cached()
             rest(engine)
@@ -409,7 +410,7 @@ def test_what_is_kept_is_read_once(engine, memory):
     for _ in range(4):
         read(engine, values)
         for value in values:
-            value.calm_until = min(value.calm_until, 0.0)  # simulates a second passing
+            value.checked_until = min(value.checked_until, 0.0)  # simulates a second passing
 
     kept = [value.name for value in values if value.kept]
     assert 4 == len(kept)
@@ -435,7 +436,7 @@ def test_when_something_else_took_the_memory_all_is_read_ahead_again(engine, mem
     pool.add(seed(values))
     read(engine, values)
     memory.here.clear()
-    values[0].calm_until = 1e-9  # simulates a second passing, for this one only
+    values[0].checked_until = 1e-9  # simulates a second passing, for this one only
 
     missed = engine.reader.counts.missed
     read(engine, values)

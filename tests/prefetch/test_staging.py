@@ -14,7 +14,8 @@ from offload import OffloadedTensor
 from offload.prefetch import engine as engines
 from offload.prefetch import staging
 from offload.prefetch.engine import POOL
-from offload.prefetch.plan import AWAY, READ, Pool, books_of
+from offload.prefetch.plan import Pool
+from offload.prefetch.value import AWAY, READ, page_state_of
 from offload.tensor import guests
 from offload.tensor.wrapper import guest_of
 
@@ -232,7 +233,7 @@ def test_a_forked_child_goes_through_the_budgets_of_devices_too(tmp_path, sent, 
     guest_of(w)
     v = OffloadedTensor.from_original_tensor(torch.zeros(300, 300), "v")
     v.sum()
-    value = books_of(v._handle).ranges[v._handle.extent]
+    value = page_state_of(v._handle).ranges[v._handle.extent]
     value.state = READ
 
     engine = engines._ENGINE

@@ -1,0 +1,188 @@
+"""A value as the prefetcher knows it: its bytes, whether they are in memory, and what is read after it.
+
+Always true:
+- it keeps neither its file nor the values that follow it alive
+- what follows it is remembered for each value that came before it; where that has branched, only from the second time
+- all views of a stored value share one `PageState`
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from offload.storage.file import TensorFile
+from offload.storage.handle import Handle
+from offload.storage.locks import fork_safe_lock
+from offload.storage.pages import Range
+
+if TYPE_CHECKING:
+    from offload.prefetch.plan import Pool
+
+log = logging.getLogger("offload.prefetch")
+
+SMALL = 64 << 10  # bytes up to which a value stays once it is read
+_MOST_CONTEXTS = 16  # contexts (previous reads) to distinguish per value
+AWAY, QUEUED, READ, HERE = range(4)
+
+
+class Value(Range):
+    """A value, or a part of one, that is read as a whole.
+
+    Attributes:
+        pool: its budget.
+        kept: whether it stays in memory after a read.
+        pinned: whether it stays regardless of the plan.
+        is_picked: whether ops pick it from many, like an expert: it is not part of an order.
+        uses: how much it is used, if it is picked.
+        state: its state in the reader.
+        is_leaving: whether it is queued to be dropped.
+        is_held: whether it stays for now because several threads use it.
+        seeded: its announced successor.
+        waited: total seconds that ops have waited for it.
+    """
+
+    __slots__ = (
+        "_branches",
+        "_followers",
+        "is_held",
+        "is_leaving",
+        "is_picked",
+        "kept",
+        "pinned",
+        "pool",
+        "seeded",
+        "state",
+        "uses",
+        "waited",
+    )
+
+    def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
+        super().__init__(file, start, nbytes, shared=shared)
+        self.pool = pool
+        self.kept = self.pinned = self.is_leaving = self.is_held = self.is_picked = False
+        self.uses = 0.0
+        self.state = AWAY
+        self.waited = 0.0
+        self.seeded: weakref.ref[Value] | None = None
+        self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the previous read
+        self._branches = False
+
+    @classmethod
+    def nowhere(cls) -> Value:
+        """A value about which nothing is known, and that is never read in."""
+        nothing = cls.__new__(cls)
+        nothing.nbytes = 0
+        nothing.is_picked = False
+        nothing.checked_until = float("inf")
+        return nothing
+
+    def read(self) -> None:
+        """Read it; unless everything fits, without its neighbours.
+
+        Raises:
+            ReadError: the disk failed.
+        """
+        self.bring_in(exactly=not self.pool.fits, spare=self.spare)
+
+    @property
+    def spare(self) -> int:
+        """Bytes of free huge pages that a resident value leaves for streaming ones, which are read again and again."""
+        return self.pool.widest if self.kept and not self.pool.fits else 0
+
+    def follower(self, before: Value | None) -> Value | None:
+        """What is expected after `before` and then this value; None if that is open."""
+        found = self._followers.get(id(before))
+        if found is None and not self._branches:
+            if self.seeded is not None:
+                return self.seeded()
+            found = next(reversed(self._followers.values()), None)
+        return found[0]() if found is not None and found[1] else None
+
+    @property
+    def has_stayed(self) -> bool:
+        """Whether it stays by the plan, and has been read since the plan was made."""
+        return self.kept and self.checked_until > 0
+
+    def let_go(self) -> None:
+        """Drop it from memory; the next read brings it back."""
+        if self.state == HERE:
+            self.state = AWAY
+        super().let_go()
+
+    def learn(self, before: Value | None, following: Value) -> None:
+        """Record that `following` came after `before` and then this value."""
+        if self.seeded is not None and self.seeded() is not following:
+            self.seeded = None
+        known = self._followers.pop(id(before), None)
+        is_news = known is None or known[0]() is not following
+        self._branches = self._branches or (known is not None and is_news)
+        while len(self._followers) >= _MOST_CONTEXTS:
+            del self._followers[next(iter(self._followers))]
+        self._followers[id(before)] = weakref.ref(following), not (is_news and self._branches)
+
+
+class BroughtIn(Protocol):
+    """Reads in all rows of a value."""
+
+    def end(self) -> None:
+        """Read in nothing more."""
+
+
+class PageState:
+    """What is known about the bytes of one stored value.
+
+    Attributes:
+        pool: its budget; None for the process's.
+        ranges: tracked ranges, by start and length.
+        copies: resident copies on accelerators, by device.
+        checked_until: until when (`time.monotonic`) its rows are assumed to be in memory without checking.
+        filling: reads in all of it, if rows are picked from it.
+    """
+
+    __slots__ = ("checked_until", "copies", "filling", "pool", "ranges")
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.ranges: dict[tuple[int, int], Value] = {}
+        self.copies: dict[torch.device, Value] = {}
+        self.checked_until = 0.0
+        self.filling: BroughtIn | None = None
+
+    def begin_anew(self) -> None:
+        """The value is in another file now."""
+        known, self.ranges = self.ranges, {}
+        for value in list(known.values()):
+            value.checked_until = 0.0  # users that hold on to one check again
+        self.copies = {}
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Assume none of its rows to be in memory any more, and stop reading them in."""
+        self.checked_until = 0.0
+        filling, self.filling = self.filling, None
+        if filling is not None:
+            filling.end()
+
+
+def page_state_of(handle: Handle) -> PageState:
+    """The `PageState` of the value of `handle`, created on first use."""
+    if handle.page_state is None:
+        with _LOCK:
+            if handle.page_state is None:
+                handle.page_state = PageState()
+    assert type(handle.page_state) is PageState
+    return handle.page_state
+
+
+def let_go(values: Iterable[Value]) -> None:
+    """Drop values from memory."""
+    for value in values:
+        value.let_go()
+
+
+_LOCK = fork_safe_lock()  # of the first access to a value's state
