@@ -11,9 +11,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from types import FrameType, FunctionType
+from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -234,21 +232,3 @@ class Traced:
     @property
     def meta(self) -> torch.Tensor:
         return self.inner
-
-
-def as_called_from(frame: FrameType, func: Any) -> Callable[..., Any]:
-    """`func`, called so that code that looks up its caller finds the line and the variables of `frame`.
-
-    `torch.jit.trace` records which line calls an op, and how the values are named there. It compares its trace with one
-    over plain clones of the arguments, and accepts no other line or name (2.13).
-    """
-    if isinstance(func, FunctionType):  # makes its own calls
-        return func
-    line = "\n" * (frame.f_lineno - 1) + "_traced(*_args, **_kwargs)"
-    code = compile(line, frame.f_code.co_filename, "eval")
-
-    @wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return eval(code, {"_traced": func, "_args": args, "_kwargs": kwargs}, dict(frame.f_locals))
-
-    return call

@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.autograd import forward_ad
 from offload.errors import UnsupportedOpError
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.subclasses import is_subclass_value
-from offload.tensor.guests import CPU, Traced, as_called_from, cut, metadata_of, sent_to, view_with
+from offload.tensor.guests import CPU, Traced, cut, metadata_of, sent_to, view_with
 from offload.tensor.wrapper import (
     BY_SCHEMA,
     OUT,
@@ -167,10 +166,9 @@ def decompose_with_views(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 def decompose_in_sight(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Like `decompose`, for an op with a kernel of its own: `torch.jit.trace`, re-enabled here, records the parts."""
-    caller = sys._getframe(3)  # above this, the rule, and `__torch_dispatch__`
     with keys_kept():
         exclude_key(TRACER_KEY, False)
-        return as_called_from(caller, kernel_of(func))(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return kernel_of(func)(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 @cache

@@ -51,7 +51,6 @@ from offload.tensor.blocks import in_shape, referenced
 from offload.tensor.guests import (
     CPU,
     Traced,
-    as_called_from,
     copied,
     cut,
     meta_of,
@@ -67,7 +66,6 @@ from offload.torch_api import (
     SWAPPING,
     ConstantIntNode,
     DisableTorchFunctionSubclass,
-    is_traced,
     make_wrapper,
     memo_of_stager,
     refuse_pointers,
@@ -578,8 +576,6 @@ class OffloadedTensor(torch.Tensor):
             rule = FUNCTIONS[OUT]
         else:
             rule = FUNCTIONS.get(func)
-            if is_traced():
-                func = as_called_from(sys._getframe(1), func)
         if rule is None or torch.compiler.is_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +22,35 @@ from tests.tensor.test_op_census import OPS, dtypes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
-# Refused by the check of the trace: the indices are read from memory, of a copy, which plain clones don't need.
-REFUSED = {"tensor_split"}
 # A composite op that takes another branch, with other last bits, for subclasses.
 CLOSE = {"linalg.cond", "linalg.lstsq", "norm.nuc"}
 
 INPUT = torch.linspace(-1, 1, 60).view(4, 3, 5)
-MODULES = {
-    "linear": lambda: nn.Linear(5, 2),
-    "frozen": lambda: nn.Linear(5, 2).requires_grad_(False),
-    "convolution": lambda: nn.Sequential(
-        nn.Conv1d(3, 6, 2, stride=2, padding=1), nn.ReLU(), nn.ConvTranspose1d(6, 3, 2)
+IMAGES = torch.linspace(-1, 1, 300).view(2, 3, 5, 10)
+TOKENS = torch.tensor([[3, 1, 2], [0, 3, 3]])
+MODULES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "linear": (lambda: nn.Linear(5, 2), INPUT),
+    "frozen": (lambda: nn.Linear(5, 2).requires_grad_(False), INPUT),
+    "gated": (lambda: nn.Sequential(nn.Linear(5, 8), nn.GLU(), nn.Dropout(0.5), nn.Linear(4, 3)).eval(), INPUT),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv1d(3, 6, 2, stride=2, padding=1), nn.ReLU(), nn.ConvTranspose1d(6, 3, 2)),
+        INPUT,
     ),
-    "norms": lambda: nn.Sequential(nn.LayerNorm(5), nn.GroupNorm(3, 3), nn.BatchNorm1d(3)).eval(),
-    "attention": lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True),
+    "images": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding="same", groups=3), nn.BatchNorm2d(6), nn.MaxPool2d(2), nn.Flatten(), nn.Tanh()
+        ).eval(),
+        IMAGES,
+    ),
+    "channels last": (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), IMAGES),
+    "norms": (lambda: nn.Sequential(nn.LayerNorm(5), nn.GroupNorm(3, 3), nn.BatchNorm1d(3)).eval(), INPUT),
+    "root mean squares": (lambda: nn.Sequential(nn.RMSNorm(5), nn.PReLU()), INPUT),
+    "attention": (lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True), INPUT),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(4, 6, padding_idx=1), nn.Linear(6, 2)), TOKENS),
+    "bag of rows": (lambda: nn.EmbeddingBag(4, 6, mode="mean"), TOKENS),
+    "recurrent": (lambda: nn.GRU(5, 4, batch_first=True), INPUT),
 }
+NOT_SCRIPTED = {"recurrent"}  # torch scripts `flatten_parameters`, which looks at the storage of each weight
 
 
 def function_of(op: Any, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
@@ -51,15 +66,17 @@ def function_of(op: Any, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
 
 
 def traced(function: Any, tensors: list[torch.Tensor]) -> Any:
+    """A trace without torch's own check: that compares source lines, too, with a trace over plain clones."""
     torch.default_generator.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.trace(function, tuple(tensors))
+        return torch.jit.trace(function, tuple(tensors), check_trace=False)
 
 
+@pytest.mark.campaign("ops", only=True)
 @pytest.mark.parametrize("name", OPS)
-def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> None:
-    """With torch's own check of the trace; it then runs on plain and offloaded tensors."""
+def test_a_trace_over_offloaded_tensors_computes_the_same_as_one_over_plain_tensors(name: str) -> None:
+    """It runs on plain and on offloaded tensors."""
     op = OPS[name]
     samples = ops.samples_of(op, dtypes_of(op)[0], requires_grad=False)
     for expected_of, actual_of in OFFLOADED.pairs(ops.spread(samples, name, most=1)):
@@ -68,10 +85,6 @@ def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> No
         if error is not None or not tensors:
             pytest.skip("torch can't trace it")
         stored = [leaf for leaf in tree_leaves(actual_of) if isinstance(leaf, OffloadedTensor)]
-        if name in REFUSED:
-            with pytest.raises(torch.jit.TracingCheckError):
-                traced(call, stored)
-            return
         over_stored = traced(call, stored)
         expected = ops.succeed(over_plain, *tensors)
         for arguments in (tensors, stored):
@@ -82,23 +95,35 @@ def test_a_trace_over_offloaded_tensors_is_that_over_plain_ones(name: str) -> No
                 OFFLOADED.assert_same(expected, actual, values=name not in ops.ARBITRARY, strides=False)
 
 
-def _traced(module: nn.Module) -> Any:
-    return torch.jit.trace(module, INPUT)
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [*((name, how) for name in MODULES for how in (torch.jit.script, _traced)), ("recurrent", _traced)],
-)
-def test_a_module_on_disk_is_compiled_as_one_in_memory(name, compiled):
+def in_memory_and_on_disk(name: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    make, example = MODULES[name]
     torch.manual_seed(0)
-    plain = {**MODULES, "recurrent": lambda: nn.GRU(5, 4, batch_first=True)}[name]()
-    stored = offload.disk_offload(copy.deepcopy(plain))
+    plain = make()
+    return plain, offload.disk_offload(copy.deepcopy(plain)), example
 
-    module = compiled(stored)
 
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_on_disk_is_traced_as_one_in_memory(name: str) -> None:
+    """With torch's own check of the trace, and the same ops in it: exporters translate them one by one."""
+    plain, stored, example = in_memory_and_on_disk(name)
+    expected = torch.jit.trace(plain, example)
+
+    module = torch.jit.trace(stored, example)
+
+    kinds = [[node.kind() for node in found.inlined_graph.nodes()] for found in (expected, module)]
+    assert kinds[0] == kinds[1]
     for _ in range(3):  # the second time, TorchScript runs what it has learned the first time
-        assert_equal(plain(INPUT), module(INPUT))
+        assert_equal(plain(example), module(example))
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in NOT_SCRIPTED])
+def test_a_module_on_disk_is_scripted_as_one_in_memory(name: str) -> None:
+    plain, stored, example = in_memory_and_on_disk(name)
+
+    module = torch.jit.script(stored)
+
+    for _ in range(3):
+        assert_equal(plain(example), module(example))
 
 
 def test_a_trace_takes_arguments_for_what_they_are():
@@ -106,7 +131,7 @@ def test_a_trace_takes_arguments_for_what_they_are():
     weight = torch.arange(9.0).view(3, 3)
     stored = OffloadedTensor.from_original_tensor(weight, "w")
 
-    function = torch.jit.trace(lambda x, w: x @ w + w.t(), (torch.eye(3), stored))
+    function = traced(lambda x, w: x @ w + w.t(), [torch.eye(3), stored])
 
     assert torch.equal(torch.eye(3) @ (weight * 2) + weight.t() * 2, function(torch.eye(3), weight * 2))
 
