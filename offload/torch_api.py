@@ -196,12 +196,6 @@ _PICKLED = "opening a pickled checkpoint"
 CLASSES_OF_TENSORS = _for(_PICKLED, lambda: torch._tensor_classes)  # torch.FloatTensor...
 rebuild_from_type = _for(_PICKLED, lambda: torch._tensor._rebuild_from_type_v2)
 
-_ARCHIVE = "writing a file for torch.load"
-storage_names = _for(_ARCHIVE, lambda: torch.storage._dtype_to_storage_type_map)  # of dtypes with a storage class
-new_dtypes = _for(_ARCHIVE, lambda: torch.storage._new_dtypes)  # dtypes without one
-rebuild_tensor = _for(_ARCHIVE, lambda: torch._utils._rebuild_tensor_v2)
-rebuild_tensor_of_new_dtype = _for(_ARCHIVE, lambda: torch._utils._rebuild_tensor_v3)
-
 _TENSORDICT = "opening a folder of tensordict's"
 active_fake_mode = _for(_TENSORDICT, lambda: torch._guards.active_fake_mode)
 nested_view_from_buffer = _for(_TENSORDICT, lambda: torch._nested_view_from_buffer)

@@ -319,10 +319,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "TensorCache.lengths(rows)": lambda bad: with_cache(lambda cache: cache.lengths("r", bad)),
     "TensorCache.column(name)": lambda bad: with_cache(lambda cache: cache.column(bad)),
     "TensorCache.column(name) in memory": lambda bad: TensorCache(COLUMN).column(bad),
-    "TensorCache.put_column(name)": lambda bad: (
-        TensorCache(COLUMN).put_column(bad, torch.ones(2)) if bad.__hash__ else None
-    ),
-    "TensorCache.put_column(tensor)": lambda bad: TensorCache({**COLUMN, "y": torch.ones(2)}).put_column("y", bad),
     "TensorCache[rows] = values": lambda bad: with_cache(lambda cache: cache.__setitem__([0], bad)),
     "TensorCache[...] = a column": lambda bad: with_cache(lambda cache: cache.__setitem__([0], {"x": bad})),
     "TensorCache[...] = a ragged column": lambda bad: with_cache(lambda cache: cache.__setitem__([0], {"r": bad})),

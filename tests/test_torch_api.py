@@ -276,8 +276,6 @@ FEATURES = {
     "torch._utils._rebuild_tensor": ("offloading", "load()"),
     "torch._tensor._rebuild_from_type_v2": ("opening a pickled checkpoint", "pickled()"),
     "torch._weights_only_unpickler.Unpickler": ("opening a pickled checkpoint", "pickled()"),
-    "torch.storage._new_dtypes": ("writing a file for torch.load", "archive()"),
-    "torch._utils._rebuild_tensor_v2": ("writing a file for torch.load", "archive()"),
     "torch.nn.utils.parametrize._maybe_set": ("moving or parametrizing a module", "parametrized()"),
     "a variable of _apply": ("moving or parametrizing a module", "moved()"),
     "a variable of load_tensor": ("offloading", "load()"),
@@ -326,12 +324,6 @@ def test_a_name_that_only_a_feature_needs_is_missed_when_that_is_used(tmp_path):
 
     def pickled():
         offload.load_file(folder + "/w.pt")["w"]
-
-    def archive():
-        from pathlib import Path
-        from offload.cache.archive import write_archive
-        from offload.storage.header import contiguous
-        write_archive(Path(folder, "x.pt"), {{"x": contiguous(torch.float32, (2,))}}, {{"x": torch.ones(2)}}, {{}})
 
     def moved():
         module = torch.nn.Linear(2, 2)

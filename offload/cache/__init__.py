@@ -7,7 +7,7 @@
 | `store` | a folder: created, opened, read, written, closed; and the order of writes |
 | `states` | which rows are filled, and how many there are |
 | `columns` `rowfile` | columns with rows of fixed or varying size; rows of a file by index |
-| `held` `archive` | existing tensors, in memory or in a file, as a cache; writing such a file |
+| `held` | existing tensors, in memory or in a file, as a cache; writing such a file |
 | `incoming` | rows to be added, from records and other sources |
 | `schema` | what a column is, and the manifest of a folder |
 | `indexing` `claims` | resolving row indices; sharing out missing rows among processes |

@@ -99,6 +99,10 @@ class FixedColumn:
         refuse_foreign(path)
         put_file(path, _head(column, room), _size(column, room), durable=False)
 
+    def whole(self, count: int) -> torch.Tensor:
+        """As `RowFile.whole`."""
+        return self._file.whole(count)
+
     def table(self, count: int) -> tuple[RowFile, torch.Tensor] | None:
         """The file and its first `count` rows, if it is in memory."""
         words = self._file.table(count)

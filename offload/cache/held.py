@@ -9,19 +9,21 @@ Always true:
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import zipfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from offload.cache.archive import SUFFIXES, notes_in, write_archive
 from offload.cache.indexing import Numbers, Rows
 from offload.cache.rowfile import Descriptors, RowFile
-from offload.cache.schema import Manifest, schema_of
+from offload.cache.schema import Column, Manifest, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
     CacheError,
@@ -32,15 +34,19 @@ from offload.errors import (
     UnsupportedOpError,
 )
 from offload.storage.file import Identity, TensorFile
+from offload.storage.header import VERSION
 from offload.storage.layout import contiguous
+from offload.storage.modes import no_functions, no_modes
+from offload.storage.pickled import NOTES
 from offload.storage.reasons import reading
-from offload.storage.replacing import made_folder
-from offload.storage.write import write_values
+from offload.storage.replacing import replacing
+from offload.storage.write import refuse_foreign, write_values
 from offload.tensor.arguments import checked_dense, checked_names, refuse_other, refuse_unstorable
 from offload.tensor.guests import CPU
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, is_part, mapped_value, wrap_handles
 
 _NOTE = "rows"  # the note in a file of ours
+_ROOT = "archive"  # the folder inside a file of torch.save that is given a file object
 
 
 class HeldColumn:
@@ -60,26 +66,41 @@ class HeldColumn:
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError
         """
-        if is_offloaded(self.tensor):
-            return self._from_file(self.tensor, rows, pinned=pinned)
-        values = self.tensor[torch.from_numpy(rows.numbers).to(self.tensor.device)]
+        source = self._source()
+        if isinstance(source, RowFile):
+            return source.read(rows, pinned=pinned)
+        values = source[torch.from_numpy(rows.numbers).to(source.device)]
         return values.pin_memory() if pinned and values.device.type == "cpu" else values
 
-    def _from_file(self, tensor: OffloadedTensor, rows: Rows, *, pinned: bool) -> torch.Tensor:
-        handle = handle_of(tensor)
+    def whole(self) -> torch.Tensor:
+        """All rows, contiguous, on the CPU; those of a file are mapped. `torch.save` writes them and nothing else.
+
+        Raises: as `read`.
+        """
+        source = self._source()
+        if isinstance(source, RowFile):
+            return source.whole(len(self.tensor))
+        values = source.cpu().contiguous().resolve_conj().resolve_neg()
+        return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
+
+    def _source(self) -> RowFile | torch.Tensor:
+        if not is_offloaded(self.tensor):
+            return self.tensor
+        handle = handle_of(self.tensor)
         if handle.owned:
             handle.base()  # switches to a new file if there is one
         if self._rows is None or self._of is not handle.file:
-            self.keep(Kept())
+            self.open({})
         if not handle.owned:
             self._refuse_changed()
-        if isinstance(self._rows, RowFile):
-            return self._rows.read(rows, pinned=pinned)
         assert self._rows is not None
-        return self._rows[torch.from_numpy(rows.numbers)]
+        return self._rows
 
-    def keep(self, kept: Kept) -> None:
+    def open(self, opened: dict[TensorFile, Descriptors]) -> None:
         """Keep its file open from now on, if there is one, shared with the file's other columns.
+
+        Args:
+            opened: the files that are open already; this one is added.
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError, ReadError
@@ -88,12 +109,15 @@ class HeldColumn:
             return
         tensor: OffloadedTensor = self.tensor
         handle = handle_of(tensor)
-        files = kept.of(handle.file, is_settled=not handle.owned)
+        file = handle.file
+        if file not in opened:
+            opened[file] = Descriptors.kept(file.descriptor(settled=not handle.owned), file.path)
         if is_part(tensor) or handle.layout != contiguous(tensor.dtype, tuple(tensor.shape)):
             self._rows = mapped_value(tensor)
         else:
-            self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, tuple(tensor.shape[1:]), files=files)
-        self._of, self._files = handle.file, files
+            row_shape = tuple(tensor.shape[1:])
+            self._rows = RowFile(handle.path, handle.extent[0], tensor.dtype, row_shape, files=opened[file])
+        self._of, self._files = file, opened[file]
 
     def _refuse_changed(self) -> None:
         """
@@ -117,22 +141,6 @@ class HeldColumn:
         self._rows = self._of = None
 
 
-class Kept:
-    """Files that are kept open, each shared by its columns."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Descriptors] = {}
-
-    def of(self, file: TensorFile, *, is_settled: bool) -> Descriptors:
-        """
-        Raises:
-            MissingFileError, ChangedFileError, CorruptFileError, ReadError
-        """
-        if id(file) not in self._known:
-            self._known[id(file)] = Descriptors.kept(file.descriptor(settled=is_settled), file.path)
-        return self._known[id(file)]
-
-
 class HeldStore:
     """Existing columns, with the interface of `Store`. Rows can't be written."""
 
@@ -148,57 +156,29 @@ class HeldStore:
         """
         refuse_other(tensors, Mapping, "a dict of tensors by column")
         self.folder = folder
-        self._metadata = metadata
-        self._take({name: HeldColumn(name, tensor) for name, tensor in tensors.items()})
-        self.device = next(iter(self._columns.values())).tensor.device
-
-    def _take(self, columns: dict[str, HeldColumn]) -> None:
-        """Replace the columns; they must have the same length."""
-        lengths = {name: len(column.tensor) for name, column in columns.items()}
+        self._columns = {name: HeldColumn(name, tensor) for name, tensor in tensors.items()}
+        lengths = {name: len(column.tensor) for name, column in self._columns.items()}
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+            each = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
             raise CacheError(
-                f"the tensors differ in length ({told or 'there are none'}): all columns must have the same number of "
-                "rows"
+                f"the tensors differ in length ({each}): all columns must have the same number of rows"
+                if each
+                else "there are no tensors: a cache has at least one column"
             )
-        self.schema = schema_of({name: (held.tensor.dtype, held.tensor.shape[1:]) for name, held in columns.items()})
         [self.num_rows] = set(lengths.values())
-        self._columns = columns
-        self.manifest = Manifest(self.schema, self.num_rows, self._metadata)
+        self.schema = schema_of({name: (value.dtype, value.shape[1:]) for name, value in self.tensors.items()})
+        self.manifest = Manifest(self.schema, self.num_rows, metadata)
+        self.device = next(iter(self.tensors.values())).device
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Set a tensor as a column, new or existing.
-
-        Raises:
-            CacheError: its length differs from the others', or it can't be a column.
-            UnsupportedOpError
-        """
-        self._take({**self._columns, name: HeldColumn(name, tensor)})
-
-    def drop(self, name: str) -> None:
-        """
-        Raises:
-            ColumnError: there is no such column.
-            CacheError: it is the last column.
-        """
-        self.names([name])
-        self._take({other: column for other, column in self._columns.items() if other != name})
-
-    def keep(self) -> None:
+    def open_files(self) -> None:
         """Keep the files of all columns open from now on, even if they are replaced.
 
         Raises:
             MissingFileError, ChangedFileError, CorruptFileError, ReadError
         """
-        kept = Kept()
+        opened: dict[TensorFile, Descriptors] = {}
         for column in self._columns.values():
-            column.keep(kept)
-
-    def was_saved(self, path: Path, names: Iterable[str]) -> None:
-        """These columns were written to `path`: if they came from that file, switch to the new one."""
-        if path == self.folder:
-            new = read_file(path)._columns
-            self._take({name: new[name] if name in set(names) else column for name, column in self._columns.items()})
+            column.open(opened)
 
     @property
     def place(self) -> str:
@@ -251,6 +231,11 @@ class HeldStore:
         found = {name: self._columns[name].read(rows, pinned=pinned) for name in self.names(columns)}
         return {name: _into(out[name], name, value) if out and name in out else value for name, value in found.items()}
 
+    @contextmanager
+    def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """As `Store.whole`; rows are not written here."""
+        yield {name: self._columns[name].whole() for name in self.names(columns)}
+
     def read_hot(self, *_: Any) -> None:
         """Nothing: `read` is fast enough."""
 
@@ -260,8 +245,8 @@ class HeldStore:
 
     def write(self, *_: Any) -> NoReturn:
         raise CacheError(
-            f"the rows of the cache in {self.place} are not written one by one: change cache.tensors if they are in "
-            "memory, or make a cache with TensorCache.create"
+            f"the cache in {self.place} is read-only, as it is over existing tensors: write into these, or create a "
+            "cache with TensorCache.create"
         )
 
     append = write
@@ -271,40 +256,6 @@ class HeldStore:
 
     def close(self) -> None:
         self.is_closed = True
-
-
-class Tensors(dict[str, torch.Tensor]):
-    """Tensors by column, returned by `TensorCache.tensors`: assignments and deletions are passed on to the cache.
-
-    It is pickled, also by `torch.save`, as a plain dict.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], put: Callable[[str, torch.Tensor | None], None]) -> None:
-        super().__init__(tensors)
-        self._put = put
-
-    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
-        self._put(name, tensor)
-        super().__setitem__(name, tensor)
-
-    def __delitem__(self, name: str) -> None:
-        self._put(name, None)
-        super().__delitem__(name)
-
-    def __ior__(self, other: Any) -> Tensors:  # type: ignore[misc, override]
-        self.update(other)
-        return self
-
-    update = MutableMapping.update
-    setdefault = MutableMapping.setdefault
-    pop = MutableMapping.pop
-    popitem = MutableMapping.popitem
-
-    def clear(self) -> None:
-        raise CacheError("a cache has at least one column: drop the cache, or remove some of its columns")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)
 
 
 def _into(out: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -327,34 +278,68 @@ def read_file(path: Path) -> HeldStore:
     handles = [(value.handle(name), CPU) for name, value in found.items()]
     tensors: dict[str, torch.Tensor] = dict(zip(found, wrap_handles(handles), strict=True))
     file = next((value.file for value in found.values()), None)
-    said = {} if file is None else file.notes.get(_NOTE) or notes_in(file) or {}
-    names, metadata = said.get("columns", list(tensors)), said.get("metadata", {})
+    notes = {} if file is None else file.notes.get(_NOTE, {})
+    names, metadata = notes.get("columns", list(tensors)), notes.get("metadata", {})
     if not isinstance(metadata, dict) or not isinstance(names, list) or set(names) != set(tensors):
         raise CorruptFileError(f"{path} has metadata that contradict its tensors: download or copy the file again")
     store = HeldStore({name: tensors[name] for name in names}, metadata, path)
-    store.keep()
+    store.open_files()
     return store
 
 
 def write_file(
     path: Path,
-    columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    values: Mapping[str, torch.Tensor | Iterable[torch.Tensor]],
+    columns: Mapping[str, Column],
+    num_rows: int,
+    blocks: Mapping[str, Iterable[torch.Tensor]],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Put a file of columns, given by (dtype, shape), at `path`, atomically; creates parent folders.
+    """Put a safetensors file of columns at `path`, atomically.
 
-    The suffix decides the format: one that `torch.load` opens, or safetensors.
+    Args:
+        blocks: by column, tensors that hold its rows, in order.
 
     Raises:
         ForeignFileError: there is a file that offload did not write.
         WriteError
     """
-    by_size = sorted(columns, key=lambda name: -columns[name][0].itemsize)  # keeps every element aligned
-    layouts = {name: contiguous(*columns[name]) for name in by_size}
-    made_folder(path.parent)
-    said = {"columns": list(columns), "metadata": dict(metadata)}
-    if path.suffix in SUFFIXES:
-        write_archive(path, {name: layouts[name] for name in columns}, values, said)
-    else:
-        write_values(path, {name: values[name] for name in by_size}, layouts, {_NOTE: said}, durable=True)
+    by_size = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)  # keeps every element aligned
+    layouts = {name: contiguous(columns[name].dtype, (num_rows, *columns[name].row_shape)) for name in by_size}
+    notes = {_NOTE: _notes(columns, metadata)}
+    write_values(path, {name: blocks[name] for name in by_size}, layouts, notes, durable=True)
+
+
+def save_file(
+    path: Path, columns: AbstractContextManager[Mapping[str, torch.Tensor]], metadata: Mapping[str, Any]
+) -> None:
+    """Put a file of `torch.save` at `path`, atomically.
+
+    Args:
+        columns: plain tensors that cover their storages; left before the file is at `path`.
+
+    Raises: as `write_file`, and what `columns` raises.
+    """
+    refuse_foreign(path)
+    with replacing(path) as new, columns as tensors, open(new.fd, "r+b", closefd=False) as file:
+        with no_functions(), no_modes(), _disk_errors():
+            torch.save(dict(tensors), file)
+        with zipfile.ZipFile(file, "a") as archive:
+            if not archive.namelist():  # where the file can't be read, a second archive would follow the first
+                raise OSError(errno.EIO, "what was written can't be read back")
+            notes = {"version": VERSION, _NOTE: _notes(tensors, metadata)}
+            archive.writestr(f"{_ROOT}/{NOTES}", json.dumps(notes))
+
+
+def _notes(columns: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {"columns": list(columns), "metadata": dict(metadata)}
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """After a failed write, torch tries to complete the archive, and raises what comes of that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

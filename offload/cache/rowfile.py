@@ -24,6 +24,7 @@ from offload.cache.indexing import Numbers, Rows
 from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, ReadError
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
+from offload.storage.layout import contiguous
 from offload.storage.mapping import mapped
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
 from offload.storage.reasons import explained, reading
@@ -153,6 +154,22 @@ class RowFile:
             words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
             return self._values(words) if out is None else out
+
+    def whole(self, count: int) -> torch.Tensor:
+        """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once.
+
+        Raises:
+            CorruptFileError: the file is truncated.
+            ReadError
+        """
+        shape, nbytes = (count, *self._row_shape), count * self._size
+        if not nbytes:
+            return torch.empty(shape, dtype=self._dtype, device="cpu")
+        if size_of(self.fd, self.path) < self._at(count):
+            raise CorruptFileError(f"{self.path} ends before its {count} rows: it was cut")
+        storage = mapped(self.fd, self.path, self._start, nbytes, shared=False)
+        empty = torch.empty(0, dtype=self._dtype, device="cpu")
+        return empty.set_(storage, 0, shape, contiguous(self._dtype, shape).stride)
 
     def table(self, count: int) -> torch.Tensor | None:
         """The first `count` rows, mapped, for `picked`; None if there is no mapping."""

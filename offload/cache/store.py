@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import util
@@ -250,14 +250,7 @@ class Store:
 
     def tensor(self, name: str, device: torch.device) -> OffloadedTensor:
         """A column as a tensor over its file."""
-        self.places([name])
-        if self.schema[name].kind != TENSOR:
-            raise UnsupportedOpError(
-                f"column {name!r} of {self.folder} has rows of different lengths, which do not form a tensor: read "
-                "rows of it"
-            )
-        column = self._files[name]
-        assert isinstance(column, FixedColumn)
+        column = self._fixed(name)
         if not self.writes:
             return self._referenced(column, device)
         tensor = self._tensors.get(name)
@@ -270,6 +263,16 @@ class Store:
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
         whole = tensor if tensor.device == device else tensor.to(device)
         return whole if len(whole) == rows else whole[:rows]  # type: ignore[return-value]
+
+    def _fixed(self, name: str) -> FixedColumn:
+        self.places([name])
+        column = self._files[name]
+        if not isinstance(column, FixedColumn):
+            raise UnsupportedOpError(
+                f"column {name!r} of {self.folder} has rows of different lengths, which do not form a tensor: read "
+                "rows of it"
+            )
+        return column
 
     def _referenced(self, column: FixedColumn, device: torch.device) -> OffloadedTensor:
         with self._lock.held(shared=True):
@@ -339,6 +342,24 @@ class Store:
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
 
+    @contextmanager
+    def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+        """Columns of fixed-size rows, mapped, to be gone through once.
+
+        Raises:
+            MissingRowsError, CorruptFileError
+            CacheError: at the end, if rows were rewritten meanwhile.
+        """
+        places, rows = self.places(columns), Rows.run(0, self.num_rows)
+        self.flush_own()
+        with self._lock.held(shared=True):
+            changes, before = self._states.changes, self._states.of(rows, places)
+            tensors = {name: self._fixed(name).whole(len(rows)) for name in columns}
+        self._refuse_missing(rows.numbers[~cells_filled(before).all(axis=1)])
+        yield tensors
+        if not self._are_still(rows, places, before, changes):
+            raise CacheError(f"rows of {self.folder} were rewritten while they were saved: try again")
+
     def _keep_hot(self, changes: int) -> None:
         count = self._states.known_filled(changes)
         if not count or (self._hot is not None and self._hot.seen[0] == changes):
@@ -357,6 +378,8 @@ class Store:
         return now.tobytes() == before.tobytes() or not ((now != before) & cells_filled(before)).any()
 
     def _refuse_missing(self, rows: Numbers) -> None:
+        if not len(rows):
+            return
         raise MissingRowsError(
             f"{len(rows)} of the rows that were asked for are not filled in {self.folder}: {some(rows)}. "
             'Write them first, or read with missing="zeros"; missing_rows() lists all.'

@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,14 @@ from offload.batches.mapping import map_batches
 from offload.cache.batches import RowDataset, read_ahead, rows_of_each
 from offload.cache.claims import Claims
 from offload.cache.columns import Ragged
-from offload.cache.held import HeldStore, Tensors, read_file, write_file
+from offload.cache.held import HeldStore, read_file, save_file, write_file
 from offload.cache.incoming import Field, Incoming, rows_in_batch
 from offload.cache.incoming import rows_of as rows_of_records
 from offload.cache.indexing import rows_of
 from offload.cache.schema import TENSOR, Column, Manifest, as_json, schema_of
 from offload.cache.states import FILE as STATES
 from offload.cache.store import Store, log
+from offload.checkpoints.checkpoint import PICKLES
 from offload.errors import ArgumentTypeError, CacheError, MissingRowsError, ShapeMismatchError
 from offload.memory import count_freed
 from offload.progress import Bar
@@ -42,6 +44,7 @@ from offload.storage.folders import private_folder
 from offload.storage.modes import no_functions, no_modes
 from offload.storage.reasons import some, writing
 from offload.storage.regular import absolute, is_folder, is_there
+from offload.storage.replacing import made_folder
 from offload.tensor.arguments import (
     checked_count,
     checked_device,
@@ -600,66 +603,47 @@ class TensorCache:
         return self._open().tensor(name, self.device)
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The columns as tensors, as `column` gives them."""
-        return Tensors({name: self.column(name) for name in self.schema}, self.put_column)
-
-    def put_column(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Set a tensor as a column, or remove that column, as `cache.tensors[name] = tensor` and `del` do.
-
-        For tensors in memory, or from one file, which stays as it is until `to_disk`.
-
-        Raises:
-            CacheError: the cache is a folder; or the tensor is of another length than the other columns.
-            ColumnError: there is none of that name.
-        """
-        store = self._open()
-        if not isinstance(store, HeldStore):
-            raise CacheError(
-                f"the columns of the cache in {self.folder} are those that it was made with: write rows, as "
-                f"cache[rows] = {{{name!r}: values}}, or make another cache with TensorCache.create"
-            )
-        if tensor is None:
-            store.drop(name)
-        else:
-            store.put(name, tensor)
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The columns as tensors, as `column` gives them: `torch.save(dict(cache.tensors), path)` copies none."""
+        return MappingProxyType({name: self.column(name) for name in self.schema})
 
     def to_disk(self, path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> None:
-        """Write all rows to one file, a batch at a time; `from_disk` opens it.
+        """Write all rows to one file, a part at a time; `from_disk` opens it.
 
         Folders are made. A file that was there stays, whole, until the new one is; then it is replaced. It may be the
-        one that this cache is from.
+        one that this cache is from: this cache goes on reading the old one.
 
         Args:
-            path: the file. With the suffix .pt, .pth, .bin or .ckpt it is one that `torch.load` opens, a dict of
-                tensors; else safetensors.
+            path: the file. With the suffix .pt, .pth, .bin or .ckpt it is one of `torch.save`, a dict of tensors on the
+                CPU; else safetensors.
             columns: those to write; all if None.
 
         Raises:
             ColumnError, MissingRowsError: there is no such column, or rows are not filled.
             CacheError: there are columns of JSON, of bytes, or of rows of any length: such a cache is its folder. Or
-                `path` is in the folder of a cache.
+                `path` is in the folder of a cache, or rows were rewritten meanwhile.
             ForeignFileError: there is a file that offload did not write.
             WriteError
         """
         named = checked_names(columns, "columns")
         names = list(self.schema) if named is None else named
+        target = absolute(path)
         if not names:
-            raise CacheError(f"{path}: columns= names none, and a file without columns is no cache: name some")
+            raise CacheError(f"{target}: columns= is empty: name at least one")
         self.require_complete(names)
-        shapes = {name: (self.schema[name].dtype, (len(self), *self.schema[name].row_shape)) for name in names}
         others = [name for name in names if self.schema[name].kind != TENSOR]
         if others:
             raise CacheError(
                 f"columns {', '.join(map(repr, others))} have no rows of one size: copy {self.folder} instead"
             )
-        target = absolute(path)
         if is_there(target.parent / STATES):
             raise CacheError(f"{target} would be among the files of a cache: take another folder")
-        values = {name: self._blocks(name) for name in shapes}
-        write_file(target, shapes, values, self.metadata)
-        if isinstance(self._store, HeldStore):
-            self._store.was_saved(target, names)
+        made_folder(target.parent)
+        if target.suffix in PICKLES:
+            save_file(target, self._store.whole(names), self.metadata)
+        else:
+            blocks = {name: self._blocks(name) for name in names}
+            write_file(target, {name: self.schema[name] for name in names}, len(self), blocks, self.metadata)
 
     def _blocks(self, name: str) -> Iterator[torch.Tensor]:
         step = rows_in_batch([self.schema[name].row_bytes])

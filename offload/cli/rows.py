@@ -107,9 +107,9 @@ def _first(cache: TensorCache, name: str, start: int, end: int) -> dict[str, Any
 
 def export(options: argparse.Namespace) -> None:
     """Write a cache of rows to one file of safetensors or of torch.save."""
-    from offload.cache.archive import SUFFIXES
+    from offload.checkpoints.checkpoint import PICKLES
 
-    if options.target.suffix not in (suffixes := (".safetensors", *SUFFIXES)):
+    if options.target.suffix not in (suffixes := (".safetensors", *PICKLES)):
         raise ArgumentError(
             f"{options.target}: give the new file one of the suffixes {', '.join(suffixes)}. Parquet and .npy are "
             "on the page 'Rows for other tools'"

@@ -24,13 +24,13 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
 from offload.errors import CheckpointError, CorruptFileError, OffloadError
-from offload.storage.header import Header, is_unicode
+from offload.storage.header import MARK, Header, is_unicode
 from offload.storage.layout import (
     Entry,
     Loose,
@@ -72,10 +72,11 @@ _ARGUMENTS = {  # opcodes with an argument, and how many reads it takes
     **dict.fromkeys((b"K", b"M", b"J", b"G", b"h", b"j", b"q", b"r", b"\x80"), 1),
     **dict.fromkeys((b"X", b"U", b"\x8a"), 2),
 }
+NOTES = f"{MARK}.json"  # a record with what `offload` noted in a file of its own
 _SAVE_TENSORS = "save the tensors alone, torch.save(model.state_dict(), path), or as .safetensors"
 
-# The unpickled object, its storages by address, and their records by key.
-Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record]]"
+# The unpickled object, its storages by address, their records by key, and metadata as in a safetensors header.
+Saved: TypeAlias = "tuple[Any, dict[int, Piece], dict[str, Record], dict[str, str]]"
 
 
 def is_pickled(start: bytes) -> bool:
@@ -93,8 +94,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
         CheckpointError: it contains code, has an old or foreign form, or has no named tensors.
     """
     with no_functions(), no_modes():
-        saved, pieces, records = _read(file, size)
-        return _header(_tensors_in(saved), pieces, records)
+        saved, pieces, records, metadata = _read(file, size)
+        return replace(_header(_tensors_in(saved), pieces, records), metadata=metadata)
 
 
 def read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
@@ -103,7 +104,7 @@ def read_tensor(file: BinaryIO, size: int, key: str) -> Loose | str:
     Raises: as `read_header`.
     """
     with no_functions(), no_modes():
-        saved, pieces, records = _read(file, size)
+        saved, pieces, records, _ = _read(file, size)
         if not isinstance(saved, torch.Tensor):
             raise CheckpointError(f"holds {_told(saved)} in place of {key!r}: {_SAVE_TENSORS}")
         return _place(key, saved, pieces, records)
@@ -151,7 +152,8 @@ def _read_zip(file: BinaryIO) -> Saved:
             raise CorruptFileError(
                 f"its record data/{piece.key} has {info.file_size} bytes, and {piece.whole} by its pickle"
             )
-    return saved, pieces, records
+    noted = infos.get(f"{root}{NOTES}")
+    return saved, pieces, records, {} if noted is None else {MARK: _content(archive, noted).decode(errors="replace")}
 
 
 def _root(infos: Mapping[str, Any]) -> str:
@@ -238,7 +240,7 @@ def _read_legacy(file: BinaryIO, size: int) -> Saved:
         at += nbytes
     if records.keys() != known.keys():
         raise CorruptFileError("its pickle names storages that its list does not contain")
-    return saved, pieces, records
+    return saved, pieces, records, {}
 
 
 # Pickles
