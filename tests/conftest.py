@@ -15,7 +15,8 @@ from offload.testing import tiny_checkpoint
 from tests.campaigns import asked, left_out
 
 pytest.register_assert_rewrite("tests.acts")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+for library in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS"):
+    os.environ.setdefault(f"{library}_OFFLINE", "1")
 
 
 def pytest_configure() -> None:

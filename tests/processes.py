@@ -2,11 +2,13 @@
 
 Always true:
 - a script that fails fails the test, with its output
+- a script runs in a fork of the server (`tests/fork_server.py`), unless it asks for an interpreter of its own
 - a forked child never returns into the test: it ends with `os._exit`
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -15,8 +17,12 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.fork_server import ROOT, ForkServer
+
+_OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+_SERVERS: dict[int, ForkServer] = {}  # by the process that uses it
 
 
 def run_script(
@@ -26,8 +32,12 @@ def run_script(
     expected: int = 0,
     env: dict[str, str] | None = None,
     limit: float = 120,
+    fresh: bool = False,
 ) -> str:
     """The output of a Python script.
+
+    Torch, transformers and offload are imported already, unless it is `fresh`, has a `shell`, or an environment that
+    imports may look at.
 
     Args:
         code: the script; may be indented.
@@ -36,15 +46,58 @@ def run_script(
         expected: the exit code, or minus the signal that killed it.
         env: added to the environment.
         limit: seconds until it is killed, and the test fails.
+        fresh: with an interpreter of its own, for tests of imports.
     """
-    python = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
-    command = ["sh", "-c", f'{shell} && exec "$@"', "sh", *python] if shell else python
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit, cwd=ROOT, env=environment, check=False
-    )
+    words, code = [*map(str, args)], textwrap.dedent(code)
+    environment = {**os.environ, **_OWN, **(env or {})}
+    if fresh or shell or not fork_server().fits(environment):
+        python = [sys.executable, "-c", code, *words]
+        command = ["sh", "-c", f'{shell} && exec "$@"', "sh", *python] if shell else python
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, cwd=ROOT, env=environment, check=False
+        )
+    else:
+        job = {"code": code, "argv": ["-c", *words], "cwd": str(ROOT), "env": environment}
+        done = fork_server().run(job, limit)
     assert expected == done.returncode, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_module(
+    name: str,
+    *args: object,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    given: bytes = b"",
+    limit: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """`python -m name args...`, in a fork of the server where that makes no difference.
+
+    Args:
+        name: the module.
+        args: become `sys.argv[1:]`.
+        cwd: the current folder.
+        env: added to the environment.
+        given: the standard input.
+        limit: seconds until it is killed, and the test fails.
+    """
+    words = [*map(str, args)]
+    environment = {**os.environ, **_OWN, **(env or {})}
+    if fork_server().fits(environment):
+        job: dict[str, Any] = {"module": name, "argv": [name, *words], "cwd": str(cwd), "env": environment}
+        return fork_server().run(job, limit, given)
+    command = [sys.executable, "-m", name, *words]
+    done = subprocess.run(command, input=given, capture_output=True, timeout=limit, cwd=cwd, env=environment)
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def fork_server() -> ForkServer:
+    """The server of this process, which begins when it is first needed."""
+    server = _SERVERS.get(os.getpid())
+    if server is None or not server.runs:
+        server = _SERVERS[os.getpid()] = ForkServer({**os.environ, **_OWN})
+        atexit.register(server.close)
+    return server
 
 
 def forked(act: Callable[[], object]) -> int:

@@ -440,7 +440,7 @@ def test_importing_offload_imports_no_neighbour():
         print(sorted(name for name in sys.modules if name.split(".")[0] in set(sys.argv[1:]) and "." not in name))
     """
 
-    assert "[]\n" == run_script(script, *sorted(NEIGHBOURS))
+    assert "[]\n" == run_script(script, *sorted(NEIGHBOURS), fresh=True)
 
 
 def test_importing_offload_on_another_system_says_where_it_works():
@@ -453,7 +453,7 @@ def test_importing_offload_on_another_system_says_where_it_works():
             print(error, "torch" in sys.modules)
     """
 
-    said = run_script(script)
+    said = run_script(script, fresh=True)
 
     assert said.startswith("offload works on Linux")
     assert said.endswith("this is darwin False\n")
@@ -475,7 +475,7 @@ def test_importing_a_part_of_offload_works_by_itself():
             assert os.waitpid(pid, 0)[1] == 0, name
     """
 
-    run_script(script, str(PACKAGE), *sorted(KNOWN - {"offload"}))
+    run_script(script, str(PACKAGE), *sorted(KNOWN - {"offload"}), fresh=True)
 
 
 def test_pickles_are_read_in_one_place_by_the_weights_only_unpickler():

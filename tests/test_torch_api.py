@@ -249,7 +249,7 @@ def test_each_name_that_torch_takes_away_is_missed_in_words():
     """
     names = sorted(names_in_the_door())
 
-    said = [line for line in run_script(script, ROOT, *names).split("\n") if line]
+    said = [line for line in run_script(script, ROOT, *names, fresh=True).split("\n") if line]
 
     assert len(names) > 60
     kinds = {name: [line for line in said if line.split()[0] == name] for name in names}
@@ -354,7 +354,7 @@ def test_a_name_that_only_a_feature_needs_is_missed_when_that_is_used(tmp_path):
         alone(name.replace(" ", "_"), lambda: use(name, act))
     """
 
-    said = [line for line in run_script(script, tmp_path, ROOT, limit=280).split("\n") if line]
+    said = [line for line in run_script(script, tmp_path, ROOT, limit=280, fresh=True).split("\n") if line]
 
     for name, (feature, _) in FEATURES.items():
         [line] = [line for line in said if line.split()[0] == name.replace(" ", "_")]

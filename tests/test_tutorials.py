@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from offload import errors
 from tests.pages import PageError, fences
-from tests.processes import ROOT, run_script
+from tests.processes import ROOT, run_module, run_script
 from tests.test_house import MODULES, dotted
 
 PAGES = sorted((ROOT / "tutorials").rglob("*.md"))
 WITH_EXAMPLES = [path for path in MODULES if ">>> " in path.read_text()]
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 # The README refers to a folder with a model.
 README_SETUP = """
@@ -30,9 +27,7 @@ LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder := "model")
 
 def run_page(page: Path, folder: Path, setup: str = "") -> subprocess.CompletedProcess[str]:
     """Run a page in a separate process, with its files in the folder."""
-    env = {**os.environ, **dict.fromkeys(OFFLINE, "1"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.pages", str(page), setup]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+    return run_module("tests.pages", page, setup, cwd=folder, limit=200)
 
 
 @pytest.fixture

@@ -444,7 +444,7 @@ def test_bench_has_imported_what_the_model_needs_when_it_begins_to_load(llama_fo
         main(["bench", sys.argv[1]])
     """
 
-    assert "True\n" == run_script(script, llama_folder)
+    assert "True\n" == run_script(script, llama_folder, fresh=True)
 
 
 @pytest.mark.parametrize(

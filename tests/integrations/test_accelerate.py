@@ -546,7 +546,7 @@ def test_a_model_without_hooks_needs_no_accelerate() -> None:
         assert "accelerate" not in sys.modules
     """
 
-    run_script(script)
+    run_script(script, fresh=True)
 
 
 # Hooks that stay

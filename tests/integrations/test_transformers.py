@@ -196,7 +196,7 @@ def test_a_pickled_model_saves_itself_without_offload(llama_folder: Path, tmp_pa
         model.save_pretrained(sys.argv[1] + "/saved")
     """
 
-    run_script(script, tmp_path)
+    run_script(script, tmp_path, fresh=True)
 
     assert expected() is None
     found = offload.load_file(tmp_path / "saved")

@@ -1222,7 +1222,7 @@ def test_a_saved_state_dict_loads_without_offload(tmp_path: Path, plain: torch.T
         print(type(state["weight"]).__name__, state["weight"].double().sum().item())
     """
 
-    assert f"Tensor {plain.double().sum().item()}" == run_script(code, tmp_path / "state.pt").strip()
+    assert f"Tensor {plain.double().sum().item()}" == run_script(code, tmp_path / "state.pt", fresh=True).strip()
 
 
 def test_torch_save_keeps_ties(plain: torch.Tensor) -> None:
