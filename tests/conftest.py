@@ -25,10 +25,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only a campaign runs."""
-    absent = [item for item in items if left_out(item)]
-    config.hook.pytest_deselected(items=absent)
-    items[:] = [item for item in items if item not in absent]
+    """Leaves out what only a campaign runs; the longest come first, so that no worker is left with one at the end."""
+    config.hook.pytest_deselected(items=[item for item in items if left_out(item)])
+    items[:] = sorted((item for item in items if not left_out(item)), key=_seconds, reverse=True)
+
+
+def _seconds(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("slow")
+    return marker.args[0] if marker else 0.0
 
 
 @pytest.fixture(scope="session")

@@ -64,10 +64,18 @@ def figure():
     return Figure("a case", "s", values, [1.0, 4.0, 2.0], "the best", {"absent": "absent is not installed"})
 
 
-@pytest.mark.timeout(900)  # some hundred processes, each of which imports torch
-def test_a_toy_run_has_every_case_and_every_arm_with_the_same_answers_or_a_reason(tmp_path):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("dispatch", "generate", "update"), id="some"),
+        pytest.param(CASES, id="all", marks=pytest.mark.campaign("bench", only=True)),
+    ],
+)
+def test_a_toy_run_has_its_cases_and_every_arm_with_the_same_answers_or_a_reason(tmp_path, cases):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bench", "--quick", "--out", str(tmp_path / "out")]
+    only = [] if cases is CASES else ["--only", ",".join(cases)]
+    command = [sys.executable, "-m", "bench", "--quick", *only, "--out", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
     assert not done.returncode, done.stdout + done.stderr
@@ -76,7 +84,7 @@ def test_a_toy_run_has_every_case_and_every_arm_with_the_same_answers_or_a_reaso
     assert str(tmp_path) not in said.read_text()
     assert {"processor", "cores", "memory", "kernel", "file system", "versions", "date"} <= found.keys()
     assert found["bytes a second"]["memcpy"] > 0
-    assert set(CASES) == {figure["case"].split(":")[0].split(",")[0] for figure in found["figures"]}
+    assert set(cases) == {figure["case"].split(":")[0].split(",")[0] for figure in found["figures"]}
     for figure in found["figures"]:
         _require_whole(figure)
         assert figure["case"] in done.stdout

@@ -207,7 +207,7 @@ LINE_BY_LINE = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.campaign("kills")
 @pytest.mark.timeout(1200)
 def test_after_each_kill_what_is_filled_is_right_and_what_was_flushed_is_filled(quick_folder):
@@ -221,7 +221,7 @@ def test_after_each_kill_what_is_filled_is_right_and_what_was_flushed_is_filled(
     assert all(said["rows"] > 300 * said["kills"] for said in rounds)  # it was killed while the cache grew, too
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.campaign("kills")
 @pytest.mark.timeout(1200)
 def test_a_writer_that_is_killed_at_a_line_of_its_own_leaves_a_folder_that_is_right(quick_folder):

@@ -467,7 +467,7 @@ LONG = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_keys_and_values_of_400_mb_take_the_anonymous_memory_of_a_layer() -> None:
     """At most half of a layer's 42 MB. What attention allocates and frees is returned at once, so as not to count: by
     default the C library keeps about 100 MB of it."""

@@ -289,7 +289,7 @@ MERGE = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the kernel does not tell anonymous memory")
 @pytest.mark.parametrize(("kind", "weights"), [("lora", 2), ("ia3", 2), ("dora", 4)])
 def test_a_merge_takes_the_memory_of_some_weights_and_not_of_the_model(kind: str, weights: int, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_compiled_gradients_are_those_of_plain_tensors(backend: str, plain: Smal
         assert_equal(expected, actual)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_inductor_gives_what_it_gives_on_plain_tensors(plain: Small, on_disk: Small) -> None:
     """The same generated code, hence the same bits; even after an update of a weight."""
     x = torch.randn(2, 6)
