@@ -13,7 +13,7 @@ unless noted otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -114,9 +114,14 @@ def share_hooks(new: torch.Tensor, old: torch.Tensor) -> None:
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
 
 
-def is_of_a_module(holder: object) -> bool:
-    """Whether this is the attribute dictionary of a module."""
-    return isinstance(holder, dict) and "_modules" in holder
+def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """A module's parts in order; an element of a list is one block with everything in it."""
+    yield [module]
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (list(block.modules()) for block in child.children())
+        else:
+            yield from blocks_of(child)
 
 
 # Storages

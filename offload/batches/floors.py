@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError
-from offload.models.loader import blocks_of
 from offload.storage.handle import Handle
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import stored_in
 from offload.tensor.wrapper import handle_of, is_offloaded
-from offload.torch_api import buffers_of, parameters_of
+from offload.torch_api import blocks_of, buffers_of, parameters_of
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

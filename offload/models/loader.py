@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from offload.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from offload.checkpoints.companions import is_of_transformers, quantization_of
 from offload.distributed.cuts import cut_once, refuse_other_meshes, taken_up
 from offload.distributed.placing import share_of
-from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, DeviceMapError, MetaTensorError
+from offload.errors import ArgumentError, ArgumentTypeError, CheckpointError, MetaTensorError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.device_map import (
@@ -36,7 +36,7 @@ from offload.models.device_map import (
     places,
     warn_of_strangers,
 )
-from offload.models.hooks import filled_slots, held_for, held_values, move_activations, release, retied_slots
+from offload.models.hooks import move_activations, refuse_held, refuse_other_device
 from offload.models.pretrained import Fitted, as_in, let_save
 from offload.models.slots import (
     Slot,
@@ -62,7 +62,7 @@ from offload.tensor.deferred import DeferredTensor, as_dtype, deferred, refuse_t
 from offload.tensor.locals import local_of
 from offload.tensor.recipes import Recipe, stored_in
 from offload.tensor.wrapper import OffloadedTensor, PathLike, handle_of, is_offloaded
-from offload.torch_api import DisableTorchFunctionSubclass, buffers_of, parameters_of
+from offload.torch_api import DisableTorchFunctionSubclass, blocks_of, buffers_of, parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -171,6 +171,7 @@ def load_checkpoint_and_dispatch(
         MissingFileError, CorruptFileError, ReadError, CheckpointError, DeviceMapError
         ValueError: `dtype` is not a floating-point one, or values should be stored without an `offload_dir`.
         MetaTensorError: tensors are left without data; the message names them.
+        UnsupportedOpError: hooks of accelerate, or another library, hold the model's values.
 
     Example:
         >>> from safetensors.torch import save_file
@@ -260,18 +261,17 @@ def disk_offload(
     execution_device: torch.device | str | int | None = None,
     offload_buffers: bool = False,
 ) -> Model:
-    """Move the parameters of a model to disk, one by one: from memory, or from where accelerate has offloaded them.
+    """Move the parameters of a model to disk, one by one.
 
-    If accelerate dispatched the model, the values are those that its hooks hold: in memory, in its offload folder,
-    or in a safetensors checkpoint, which is referenced. Its hooks are removed; those that you added stay. Where modules
-    run on an accelerator, the hooks that bring their inputs there stay too.
+    A model that accelerate has dispatched, to the CPU's memory or to disk, is refused: its hooks hold the weights. Load
+    such a model with `load_checkpoint_and_dispatch` or `from_pretrained`. Other hooks stay.
 
     Args:
         model: its parameters stay the same objects, so that what is tied to them, optimizers and lists follow.
         offload_dir: the folder for the files, which then stay; None for a private one. What is on disk already stays
             where it is, or, if a folder is named, is copied there; what is referenced in a checkpoint is not copied,
             and its first write goes to the folder.
-        execution_device: where ops run; None for the device that each tensor is on, or that accelerate runs it on.
+        execution_device: where ops run; None for the device that each tensor is on.
         offload_buffers: buffers too.
 
     Returns:
@@ -280,9 +280,9 @@ def disk_offload(
     Raises:
         MetaTensorError: some parameters have no data.
         UnknownSubclassError: a parameter is of a subclass that can't be stored; nothing is changed.
-        UnsupportedOpError: another library keeps the parameters, as compressed-tensors does; nothing is changed.
+        UnsupportedOpError: another library keeps the parameters, as accelerate's hooks or compressed-tensors do;
+            nothing is changed.
         WriteError, ForeignFileError, NameInUseError
-        MissingFileError, CorruptFileError, ReadError, ShapeMismatchError: of what accelerate's hooks hold.
 
     Example:
         >>> model = disk_offload(nn.Linear(2, 3))
@@ -291,19 +291,19 @@ def disk_offload(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"a {type(model).__name__} is not a module: offload its parts, one by one")
-    held = held_values(model)
-    slots = retied_slots(tied_slots(model), held) if held else tensor_slots(model)
-    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta and not held_for(slot, held)]
+    refuse_held(model)
+    slots = tensor_slots(model)
+    empty = [slot.name for slot in slots if slot.keys and slot.tensor.is_meta]
     if empty:
         raise MetaTensorError(f"{len(empty)} tensors have no data to write: {some(empty)}. Load them first.")
     for slot in slots:
-        if (slot.is_parameter or offload_buffers) and not held_for(slot, held):
+        if slot.is_parameter or offload_buffers:
             refuse_lossy(slot.tensor, slot.name)
     device = None if execution_device is None else computing_device(execution_device)
-    placed = {slot.name: Place(True, device or (held_for(slot, held) or slot.tensor).device) for slot in slots}
-    place_tensors(filled_slots(slots, held, offload_dir), placed, offload_dir, offload_buffers=offload_buffers)
-    runs_elsewhere = any(place.device.type not in ("cpu", "meta") for place in placed.values())
-    release(model, keep_moves=device is None and runs_elsewhere)
+    if device is not None:
+        refuse_other_device(model, device)
+    placed = {slot.name: Place(True, device or slot.tensor.device) for slot in slots}
+    place_tensors(slots, placed, offload_dir, offload_buffers=offload_buffers)
     _settle(model, None)
     return model
 
@@ -352,12 +352,7 @@ def _fill(
     offload_buffers: bool,
 ) -> LoadReport:
     """Fill the slots for which the checkpoint has values, provided that it fits the model."""
-    held = held_values(model)
-    if held:
-        raise DeviceMapError(
-            f"accelerate's hooks hold {len(held)} tensors of this model ({some(held)}), and would put them back "
-            "over what is loaded: call offload.disk_offload(model) first, or accelerate's remove_hook_from_submodules"
-        )
+    refuse_held(model)
     source = open_checkpoint(checkpoint)
     source.refuse_own_folder(offload_dir)
     slots = _tied_as_noted(slots, source)
@@ -636,16 +631,6 @@ def _read_apart(handles: Iterable[Handle]) -> None:
         if own < _MOST_OF_A_FILE * whole:
             for handle in held:
                 handle.read_apart()
-
-
-def blocks_of(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """A module's parts in order; an element of a list is one block with everything in it."""
-    yield [module]
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from (list(block.modules()) for block in child.children())
-        else:
-            yield from blocks_of(child)
 
 
 def _tell(model: nn.Module) -> None:

@@ -11,16 +11,14 @@ transformers is imported only when there is one of its models to fill.
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import json
 import os
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce, wraps
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from offload.checkpoints.forms.gguf import as_saved
 from offload.checkpoints.forms.packing import Packed, left_beside, packed_state
 from offload.checkpoints.forms.torchao import PARTS_NOTE, in_torchaos_form, rebuilt
 from offload.distributed.together import Ranks
-from offload.errors import CheckpointError, OffloadError, UnsupportedOpError
+from offload.errors import CheckpointError, OffloadError
 from offload.memory import uncollected
 from offload.models import log
 from offload.models.saving import save_checkpoint
@@ -48,7 +46,6 @@ from offload.tensor.deferred import DeferredTensor, deferred, refuse_to_share
 from offload.tensor.locals import is_dtensor, local_of
 from offload.tensor.saved import files_of, refuse_referenced, refuse_sources
 from offload.tensor.wrapper import OffloadedTensor, handle_of, is_offloaded, mapped_value
-from offload.torch_api import is_of_a_module
 
 # Files that are replaced or removed by transformers, diffusers and others that save in the same way.
 _SHARDING = ("tp_plan", "distributed_config", "device_mesh")  # options with which transformers shards weights
@@ -264,7 +261,7 @@ def _widest(tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def let_save(model: Any) -> None:
-    """Wrap `save_pretrained` of a model, and of models inside it: check before writing, and keep nothing in memory."""
+    """Have a model, and models inside it, check a folder before they save to it, and keep nothing in memory."""
     if is_of_transformers(model):
         conversions = _conversions(model)
         if conversions and not isinstance(conversions, _Streaming):
@@ -274,76 +271,83 @@ def let_save(model: Any) -> None:
             saved = _in_torchaos_form if is_torchao else partial(_saved_by, model.hf_quantizer)
             model.hf_quantizer.get_state_dict_and_metadata = saved
     for module in model.modules():
-        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in vars(module):
-            module.save_pretrained = _Looking(module)
+        if hasattr(module, "save_pretrained") and not isinstance(module, _SavesFromDisk):
+            kind: Any = type(module)
+            module.__class__ = _kind_from_disk(kind)
 
 
-class _Looking:
-    """A model's `save_pretrained`, which first checks the folder for files that live tensors refer to.
+class _SavesFromDisk:
+    """What is different in a model whose weights may be on disk: how it saves itself.
 
-    It holds the model weakly, so that the model can be freed. For a model without any other reference, as in
-    `offload.from_pretrained(a).save_pretrained(b)`, it has a twin that shares the model's attribute dictionary.
-    It is pickled as the original `save_pretrained`.
+    `__class__` is the library's own class, which others look up in tables, and which is pickled for readers without
+    `offload`; `type` is a subclass of this one and of that.
+    """
+
+    _own_class: Any
+
+    @property
+    def __class__(self) -> Any:
+        return self._own_class
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:  # as torch's parametrizations and FSDP do
+        object.__dict__["__class__"].__set__(self, _kind_from_disk(kind))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return object.__new__, (self._own_class,), *reduced[2:]
+
+    def __copy__(self) -> Any:
+        return self._filled(object.__new__(type(self)), self.__reduce_ex__(4)[2])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = object.__new__(type(self))
+        return self._filled(copied, copy.deepcopy(self.__reduce_ex__(4)[2], memo))
+
+    def _filled(self, copied: Any, state: Any) -> Any:
+        copied.__setstate__(state)
+        return copied
+
+
+@cache
+def _kind_from_disk(kind: Any) -> Any:
+    """A subclass of a model's class whose `save_pretrained` first looks which files live tensors refer to."""
+
+    @wraps(kind.save_pretrained)
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+        return _save(self, partial(kind.save_pretrained, self), args, options)
+
+    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (_SavesFromDisk, kind), {**own, "_own_class": kind, "save_pretrained": save_pretrained})
+
+
+def _save(model: Any, save: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Save a model with its class's own method, `save`.
 
     Raises:
         ForeignFileError: files that tensors refer to would be replaced or removed: nothing is written.
-        UnsupportedOpError: the model is a shallow copy, or has been copied shallowly.
     """
+    given = inspect.signature(save).bind(*args, **options)
+    folder = absolute(next(iter((*given.args, *given.kwargs.values()))))  # csm has unnamed arguments
+    saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
+    files = [path for path in folder.glob("*model*") if _WEIGHTS.fullmatch(path.name)]
+    replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ranks = Ranks.of(named.values())
 
-    def __init__(self, model: Any) -> None:
-        self._twin = object.__new__(type(model))
-        self._twin.__dict__ = vars(model)
-        self._model = weakref.ref(model, self._outlive)
+    def looked() -> None:
+        refuse_sources({name: files_of(local_of(tensor)) for name, tensor in named.items()}, replaced)
+        refuse_referenced(replaced)
 
-    def _outlive(self, _: object) -> None:
-        """Leave the attributes of a freed model: the twin now owns them, and would hold itself."""
-        vars(self._twin).pop("save_pretrained", None)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        model = self._only_holder()
-        save = type(model).save_pretrained
-        given = inspect.signature(save).bind(model, *args, **options)
-        _, folder, *_ = (*given.args, *given.kwargs.values())  # csm has unnamed arguments
-        saves_adapter = getattr(model, "_hf_peft_config_loaded", False)
-        files = [path for path in absolute(folder).glob("*model*") if _WEIGHTS.fullmatch(path.name)]
-        replaced = [path for path in files if saves_adapter == path.name.startswith("adapter_")]
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        ranks = Ranks.of(named.values())
-
-        def looked() -> None:
-            refuse_sources({name: files_of(local_of(tensor)) for name, tensor in named.items()}, replaced)
-            refuse_referenced(replaced)
-
-        ranks.all(looked)
-        log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
-        if any(map(is_dtensor, named.values())) and not saves_adapter and not options.get("distributed_checkpoint"):
-            state = options.get("state_dict") or model.state_dict()
-            return _save_shared(model, state, ranks, absolute(folder), partial(save, model, *args, **options))
-        packed = getattr(model, "packed_as", None)
-        if saves_adapter or packed is None or options.get("state_dict") is not None:
-            return save(model, *args, **options)
-        return _save_packed(model, packed, absolute(folder), partial(save, model, *args), options)
-
-    def _only_holder(self) -> Any:
-        """The model it was made for, unless `copy.copy` made another one: then the caller is ambiguous."""
-        model = self._model()
-        if model is None:
-            return self._twin
-        holders = [one for one in gc.get_referrers(self) if isinstance(one, nn.Module) or is_of_a_module(one)]
-        if any(one is not model and one is not vars(model) for one in holders):
-            raise UnsupportedOpError(
-                "save_pretrained of a model that copy.copy was called on would save the other one: take copy.deepcopy, "
-                "or call save_pretrained of the class on it"
-            )
-        return model
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        model = self._model()
-        return getattr, (self._twin if model is None else model, "save_pretrained")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Looking:
-        copied = memo.get(id(self._model()))
-        return self if copied is None else _Looking(copied)
+    ranks.all(looked)
+    log.info("saving %s to %s, with its own save_pretrained", type(model).__name__, folder)
+    if any(map(is_dtensor, named.values())) and not saves_adapter and not options.get("distributed_checkpoint"):
+        state = options.get("state_dict") or model.state_dict()
+        return _save_shared(model, state, ranks, folder, partial(save, *args, **options))
+    packed = getattr(model, "packed_as", None)
+    if saves_adapter or packed is None or options.get("state_dict") is not None:
+        return save(*args, **options)
+    return _save_packed(model, packed, folder, partial(save, *args), options)
 
 
 def _save_shared(

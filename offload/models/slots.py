@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,14 +104,14 @@ class Slot:
     def _hold(self, held: torch.Tensor) -> None:
         self.tensor, self.outer = local_of(held), None if self.outer is None else held
 
-    def become(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def become(self, tensor: torch.Tensor) -> bool:
         """Turn its tensor into the new one, so that others who hold it follow: ties, optimizers, lists.
 
         Returns:
-            The old tensor if torch refuses to change it: its owners then have the new one.
+            False if torch refuses to change it: then only its owners have the new one.
         """
         if tensor is self.tensor:
-            return None
+            return True
         old, new = self.held, self._dressed(tensor)
         if old.is_leaf and old.grad is not None:
             new.grad = old.grad.to(new.device)
@@ -122,9 +121,9 @@ class Slot:
             torch.utils.swap_tensors(old, new)
         except (RuntimeError, TypeError):  # a graph or a weak reference holds it; or the layout differs
             self.fill(local_of(new))
-            return old
+            return False
         self._hold(old)
-        return None
+        return True
 
     def follow_dtype(self) -> None:
         """Update the dtype of a DTensor after its local tensor got another value."""
@@ -196,40 +195,26 @@ def place_tensors(
     """Move every tensor that has data to its place, one by one; what is there already is not touched.
 
     A tensor on disk is in its place if its file is in `offload_dir`, or if its writes go there; with None, anywhere.
-    Other holders of a tensor get the new one: a tied weight of another model, an optimizer.
+    Whoever else holds a tensor follows: a tied weight of another model, an optimizer. Where torch does not allow that,
+    a warning names the tensors.
     """
-    left: list[tuple[torch.Tensor, Slot]] = []
+    left: list[str] = []
     brought_over: dict[Hashable, OffloadedTensor] = {}
     for slot in progress(slots, "placing"):
         place = place_of_slot(slot, placed, offload_buffers=offload_buffers)
         folder = folder_of(slot, offload_dir)
-        if not is_meta(slot.tensor) and not _is_at(slot.tensor, place, folder):
-            old = slot.become(at_place(slot.tensor, slot, place, folder, brought_over))
-            if old is not None:
-                left.append((old, slot))
-    if left:
-        _replace_elsewhere({id(old): slot.held for old, slot in left}, [old for old, _ in left])
-        log.warning(
-            "%d tensors are held by a graph, or by weak references, and others took their places: %s. Graphs keep the "
-            "old ones, in memory.",
-            len(left),
-            some(slot.name for _, slot in left),
-        )
-
-
-def _replace_elsewhere(new: Mapping[int, torch.Tensor], old: list[torch.Tensor]) -> None:
-    """Replace old tensors by new ones (by the old one's id) in the lists and dictionaries that hold them."""
-    for holder in gc.get_referrers(*old):
-        if holder is old:
+        if is_meta(slot.tensor) or _is_at(slot.tensor, place, folder):
             continue
-        if isinstance(holder, list):
-            holder[:] = [new.get(id(item), item) for item in holder]
-        elif isinstance(holder, dict):
-            for key, value in list(holder.items()):
-                if id(value) in new:
-                    holder[key] = new[id(value)]
-                if id(key) in new:  # the state of an optimizer
-                    holder[new[id(key)]] = holder.pop(key)
+        if not slot.become(at_place(slot.tensor, slot, place, folder, brought_over)):
+            left.append(slot.name)
+    if left:
+        log.warning(
+            "%d tensors are held by a graph, or by weak references, so that torch can't change them: %s. The model has "
+            "new ones in their places; whatever else holds the old ones keeps them. Make optimizers of them again, and "
+            "tie weights of other modules again.",
+            len(left),
+            some(left),
+        )
 
 
 def place_of_slot(slot: Slot, placed: Mapping[str, Place], *, offload_buffers: bool) -> Place:

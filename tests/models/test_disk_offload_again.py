@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import pickle
 from collections.abc import MutableMapping
 
 import pytest
@@ -191,24 +193,42 @@ class Saved(nn.Linear):
         (path / "mark").write_text(self.mark, encoding="utf-8")
 
 
-def test_a_shallow_copy_does_not_save_the_other_model(tmp_path):
+def test_a_shallow_copy_saves_itself(tmp_path):
     model = offload.disk_offload(Saved(2, 3))
     model.mark = "one"
     shallow = copy.copy(model)
     shallow.mark = "other"
 
-    with pytest.raises(UnsupportedOpError, match=r"copy\.deepcopy"):
-        shallow.save_pretrained(tmp_path / "d")
-    type(shallow).save_pretrained(shallow, tmp_path / "d")
+    shallow.save_pretrained(tmp_path / "other")
+    model.save_pretrained(path=tmp_path / "one")
 
-    assert "other" == (tmp_path / "d/mark").read_text(encoding="utf-8")
+    assert "other" == (tmp_path / "other/mark").read_text(encoding="utf-8")
+    assert "one" == (tmp_path / "one/mark").read_text(encoding="utf-8")
 
 
-def test_a_model_whose_shallow_copy_has_gone_saves_itself_whatever_its_arguments_are_called(tmp_path):
+def test_a_model_that_saves_from_disk_is_still_of_its_class():
+    """Others look classes up in tables, and pickles are read without `offload`."""
     model = offload.disk_offload(Saved(2, 3))
-    model.mark = "one"
-    copy.copy(model)
 
-    model.save_pretrained(path=tmp_path / "d")
+    for one in (model, offload.disk_offload(model), copy.copy(model), copy.deepcopy(model)):
+        assert Saved is one.__class__
+        assert type(one) is type(model)
+    assert Saved is type(pickle.loads(pickle.dumps(model)))
+    assert (Saved.__name__, Saved.__module__, Saved.__qualname__) == (
+        type(model).__name__,
+        type(model).__module__,
+        type(model).__qualname__,
+    )
+    assert inspect.signature(Saved.save_pretrained) == inspect.signature(type(model).save_pretrained)
 
-    assert "one" == (tmp_path / "d/mark").read_text(encoding="utf-8")
+
+def test_a_model_that_is_parametrized_and_not_any_more_still_looks_before_it_saves(tmp_path):
+    """torch gives it another class, and then the old one."""
+    model = offload.disk_offload(Saved(2, 3))
+    kind = type(model)
+
+    nn.utils.parametrizations.orthogonal(model)
+    assert "ParametrizedSaved" == model.__class__.__name__
+    nn.utils.parametrize.remove_parametrizations(model, "weight")
+
+    assert type(model) is kind
