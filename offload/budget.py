@@ -17,10 +17,10 @@ from torch import nn
 
 from offload.errors import ArgumentError, ArgumentTypeError, BudgetError
 from offload.memory import as_budget, available_bytes
-from offload.prefetch.engine import POOL, UNTRACKED, counts, lock, tracked
+from offload.prefetch.engine import POOL, UNTRACKED, counts, replanning, tracked
 from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts
-from offload.prefetch.value import Value, let_go, page_state_of
+from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.pages import joined
 from offload.tensor.locals import local_of
@@ -117,23 +117,17 @@ def keep_resident(*what: Any) -> None:
         >>> keep_resident(w)
     """
     values = _values_in(what)
-    leaving: list[Value] = []
-    try:
-        with lock():
-            for pool in {value.pool for value in values}:
-                leaving.extend(pool.reconsider(anew=True))
-                pinned = {value for value in pool.values() if value.pinned} | {v for v in values if v.pool is pool}
-                size = sum(value.nbytes for value in pinned)
-                if size > pool.room:
-                    raise BudgetError(
-                        f"{size} bytes can't stay in memory: the budget is {pool.room}. Raise max_memory."
-                    )
-            for value in values:
-                value.pinned = True
-            for pool in {value.pool for value in values}:
-                leaving.extend(pool.reconsider(anew=True))
-    finally:
-        let_go(leaving)
+    with replanning() as leaving:
+        for pool in {value.pool for value in values}:
+            leaving.extend(pool.reconsider(anew=True))
+            pinned = {value for value in pool.values() if value.pinned} | {v for v in values if v.pool is pool}
+            size = sum(value.nbytes for value in pinned)
+            if size > pool.room:
+                raise BudgetError(f"{size} bytes can't stay in memory: the budget is {pool.room}. Raise max_memory.")
+        for value in values:
+            value.pinned = True
+        for pool in {value.pool for value in values}:
+            leaving.extend(pool.reconsider(anew=True))
 
 
 def evict(*what: Any) -> None:
@@ -150,18 +144,14 @@ def evict(*what: Any) -> None:
         >>> evict(OffloadedTensor.zeros((2, 2), name="v"))
     """
     values, states = _values_in(what), [page_state_of(handle) for handle in _handles_in(what)]
-    leaving: list[Value] = []
-    try:
-        with lock():
-            for one in states:
-                one.forget_rows()
-            for value in values:
-                value.pinned = False
-            for pool in {value.pool for value in values}:
-                leaving.extend(pool.reconsider(anew=True))
-            leaving.extend([*values, *(copy for one in states for copy in one.copies.values())])
-    finally:
-        let_go(leaving)
+    with replanning() as leaving:
+        for one in states:
+            one.forget_rows()
+        for value in values:
+            value.pinned = False
+        for pool in {value.pool for value in values}:
+            leaving.extend(pool.reconsider(anew=True))
+        leaving.extend([*values, *(copy for one in states for copy in one.copies.values())])
 
 
 @dataclass(frozen=True)
@@ -211,14 +201,10 @@ def memory_summary() -> MemorySummary:
         >>> memory_summary().counts.wasted >= 0
         True
     """
-    leaving: list[Value] = []
-    try:
-        with lock():
-            leaving.extend(POOL.reconsider(anew=True))
-            values = [value for pool in Pool.all() for value in pool.values()]
-            budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
-    finally:
-        let_go(leaving)
+    with replanning() as leaving:
+        leaving.extend(POOL.reconsider(anew=True))
+        values = [value for pool in Pool.all() for value in pool.values()]
+        budget = sum(pool.room for pool in Pool.all() if pool is POOL or pool.values())
     return MemorySummary(
         budget=budget,
         values=_bytes_in(values),
@@ -280,14 +266,10 @@ def _window_of(window: Amount | bool) -> int | None:
 
 
 def _limit(max_memory: int | None, on_devices: dict[torch.device, Pool]) -> None:
-    leaving: list[Value] = []
-    try:
-        with lock():
-            leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
-            POOL.max_memory, POOL.on_devices = max_memory, on_devices
-            leaving.extend(POOL.reconsider(anew=True))
-    finally:
-        let_go(leaving)
+    with replanning() as leaving:
+        leaving.extend(value for pool in POOL.on_devices.values() for value in pool.values())
+        POOL.max_memory, POOL.on_devices = max_memory, on_devices
+        leaving.extend(POOL.reconsider(anew=True))
 
 
 def _values_in(what: Iterable[Any]) -> list[Value]:

@@ -19,4 +19,26 @@ Always true:
 | `tables` | rows of a table, such as an embedding: which are in memory, and which will be needed |
 | `filling` | tables that rows are picked from, read in whole if there is room |
 | `staging` | copies to an accelerator through reused pinned memory |
+
+A value goes through these stages (`value.Stage`; `Value.move_to` is the only way):
+
+```
+          needed soon          the reader takes it           it is read
+   AWAY ---------------> QUEUED -----------------> READING ---------------> RESIDENT
+    |  ^                   |  ^                                                |
+    |  |                   |  | its pages may be gone                          |
+    |  |                   v  |                                                |
+    +--|---------------> IN_USE <----------------------------------------------+
+       |   an op uses it   |  ^
+       |                   |  | used again, before it is dropped
+       |                   v  |
+       +---------------- LEAVING
+          it is dropped
+```
+
+- a value that does not stay, by the plan or for a lease, is `LEAVING` once others were used after it; so is one that
+  was read ahead in vain, or still is. If it is needed again soon, it is `QUEUED` instead
+- a value that is evicted, was queued in vain, or could not be read is `AWAY`: nothing is known about its pages, and
+  the next op looks
+- an op waits only for a value that is `READING`; a queued one it reads itself
 """

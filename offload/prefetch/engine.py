@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
@@ -30,7 +31,7 @@ from offload.prefetch.lease import Lease
 from offload.prefetch.order import Streams
 from offload.prefetch.plan import Pool
 from offload.prefetch.reader import Counts, Reader, ReadInParts
-from offload.prefetch.value import AWAY, SMALL, PageState, Value, let_go, page_state_of
+from offload.prefetch.value import AWAY, SMALL, PageState, Value, dropping_after, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.pages import PAGE, announce, are_cached
 
@@ -107,7 +108,7 @@ def are_staying(views: Iterable[tuple[Handle, torch.Tensor]]) -> bool:
     If the budget shrinks meanwhile, it may be dropped, and mapped pages are read again as they are touched.
     """
     found = [_range_of(handle, view_spec) for handle, view_spec in views]
-    return all(one is UNTRACKED or (one is not None and (one.kept or one.is_held)) for one in found)
+    return all(one is UNTRACKED or (one is not None and one.stays) for one in found)
 
 
 def coming(views: Iterable[tuple[Handle, torch.Tensor]]) -> None:
@@ -251,11 +252,11 @@ class Engine:
             with lock:
                 if not found and value.kept and value.checked_until > 0 and value.may_ask:
                     value.pool.doubt()  # it should be here: something else needed the memory
-                if not (found and (value.kept or value.is_held)):
+                if not (found and value.stays):
                     stream.move_to(value)
         if not self.reader.brings(value):
             self._make_sure(value, found=found)
-        if value.kept or value.is_held:
+        if value.stays:
             lasts = value.is_held or value.nbytes <= SMALL
             calm = _FOREVER if lasts else CHECKED_FOR * self._chance.uniform(0.1, 1)
             value.checked_until = monotonic() + calm
@@ -264,7 +265,8 @@ class Engine:
         """After an unfinished read: give up what this thread has ahead, and drop what was to be dropped."""
         with self.reader.lock:
             self.streams.give_up_own()
-            value.is_leaving = not value.kept
+            if not value.kept:
+                self.reader.drop(value)
             self.reader.mend()
 
     def _make_sure(self, value: Value, *, found: bool) -> None:
@@ -289,18 +291,17 @@ class Engine:
 def tracked(handle: Handle, start: int, nbytes: int) -> Value:
     """The range of these bytes in the file of `handle`; `UNTRACKED` if enough of its parts are tracked already."""
     key, page_state = (start, nbytes), page_state_of(handle)
-    leaving: list[Value] = []
-    try:
-        with lock():
-            value = page_state.ranges.get(key)
-            if value is None:
-                if sum(part.nbytes for part in page_state.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
-                    return UNTRACKED
-                value = _track(handle, key, page_state)
-                leaving.extend(value.pool.add([value]))
-                page_state.ranges[key] = value  # last: tracked values are under a budget
-    finally:
-        let_go(leaving)
+    value = page_state.ranges.get(key)
+    if value is not None:
+        return value
+    with replanning() as leaving:
+        value = page_state.ranges.get(key)
+        if value is None:
+            if sum(part.nbytes for part in page_state.ranges.values()) > _MOST_OVERLAP * handle.extent[1]:
+                return UNTRACKED
+            value = _track(handle, key, page_state)
+            leaving.extend(value.pool.add([value]))
+            page_state.ranges[key] = value  # last: tracked values are under a budget
     return value
 
 
@@ -311,29 +312,25 @@ def expect(handles: Iterable[Handle], pool: Pool | None = None) -> None:
         handles: the values.
         pool: their budget; None for the process's.
     """
-    leaving: list[Value] = []
-    try:
-        with lock():
-            order: list[Value] = []
-            values: dict[Handle, Value] = {}
-            new: dict[Pool, list[Value]] = {}
-            for handle in handles:
-                page_state = page_state_of(handle)
-                page_state.pool = pool or page_state.pool
-                value = values.get(handle) or page_state.ranges.get(handle.extent)
-                if value is None or value.pool is not (page_state.pool or POOL):
-                    value = _track(handle, handle.extent, page_state)
-                    new.setdefault(value.pool, []).append(value)
-                values[handle] = value
-                order.append(value)
-            for value, following in pairwise(order):
-                value.seeded = weakref.ref(following)
-            for its_pool, members in new.items():
-                leaving.extend(its_pool.add(members))
-            for handle, value in values.items():
-                page_state_of(handle).ranges[handle.extent] = value  # last: tracked values are under a budget
-    finally:
-        let_go(leaving)
+    with replanning() as leaving:
+        order: list[Value] = []
+        values: dict[Handle, Value] = {}
+        new: dict[Pool, list[Value]] = {}
+        for handle in handles:
+            page_state = page_state_of(handle)
+            page_state.pool = pool or page_state.pool
+            value = values.get(handle) or page_state.ranges.get(handle.extent)
+            if value is None or value.pool is not (page_state.pool or POOL):
+                value = _track(handle, handle.extent, page_state)
+                new.setdefault(value.pool, []).append(value)
+            values[handle] = value
+            order.append(value)
+        for value, following in pairwise(order):
+            value.seeded = weakref.ref(following)
+        for its_pool, members in new.items():
+            leaving.extend(its_pool.add(members))
+        for handle, value in values.items():
+            page_state_of(handle).ranges[handle.extent] = value  # last: tracked values are under a budget
 
 
 def count_in(handles: Iterable[Handle], pool: Pool) -> None:
@@ -349,8 +346,13 @@ def count_in(handles: Iterable[Handle], pool: Pool) -> None:
 
 
 def lock() -> threading.RLock:
-    """The engine's lock, for changing a pool. Whatever a change wants dropped is dropped without the lock."""
+    """The engine's lock."""
     return _ENGINE.reader.lock
+
+
+def replanning() -> AbstractContextManager[list[Value]]:
+    """Holds the lock in the block; the values that are put in the list are dropped from memory after it."""
+    return dropping_after(lock())
 
 
 def lease() -> Lease:
@@ -385,7 +387,8 @@ def _begin_anew() -> None:
     for pool in Pool.all():
         pool.users = []
         for value in pool.values():
-            value.state = AWAY
+            if value.stage is not AWAY:
+                value.move_to(AWAY)
 
 
 POOL = Pool()  # the process's

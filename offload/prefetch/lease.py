@@ -16,7 +16,7 @@ import torch
 
 from offload.prefetch.order import Stream, Streams
 from offload.prefetch.plan import Pool, Users
-from offload.prefetch.value import Value, let_go, log, page_state_of
+from offload.prefetch.value import Value, dropping_after, log, page_state_of
 from offload.storage.handle import Handle
 
 
@@ -41,22 +41,16 @@ class Lease:
         self._made: dict[Pool, int] = {}  # bytes of results, per pool
         self._shared: dict[Hashable, dict[Any, Any]] = {}
         self._is_again = False  # whether something is computed that was computed before
-        self._has_told = self._has_ended = False
+        self._has_warned = self._has_ended = False
         self.keeps_results = False
 
     def expect(self, blocks: Sequence[Sequence[Handle]]) -> None:
         """Reserve room for these blocks, each used until the lease moves on. Other values may be used, too."""
-        leaving: list[Value] = []
-        try:
-            with self._streams.reader.lock:
-                self._blocks = blocks
-                known = [
-                    value for block in blocks for handle in block for value in page_state_of(handle).ranges.values()
-                ]
-                for pool in dict.fromkeys(value.pool for value in known):
-                    leaving.extend(self._take_part(pool))
-        finally:
-            let_go(leaving)
+        with dropping_after(self._streams.reader.lock) as leaving:
+            self._blocks = blocks
+            known = [value for block in blocks for handle in block for value in page_state_of(handle).ranges.values()]
+            for pool in dict.fromkeys(value.pool for value in known):
+                leaving.extend(self._take_part(pool))
 
     def join(self) -> None:
         """Make the running thread read as one with the others."""
@@ -77,41 +71,30 @@ class Lease:
 
     def move_on(self) -> None:
         """All threads have used what is held. From now on the budget has room for as much."""
-        leaving: list[Value] = []
-        try:
-            with self._streams.reader.lock:
-                self._results, self._shared = {}, {}
-                held, self._held = self._held, {}
-                made, self._made = self._made, {}
-                sizes, self._bytes = self._bytes, {}
-                for users in self._users.values():
-                    users.replaced.difference_update(held)  # there was no room for the result this time
-                for value in held:
-                    value.is_held = False
-                    value.checked_until = 0.0
-                    if not value.kept and not self._stream.expects(value):
-                        self._streams.reader.drop(value)
-                is_again, self._is_again = self._is_again, False
-                for pool, size in sizes.items():
-                    if size > pool.at_a_time or (is_again and pool in self._users and self._users[pool].has_news):
-                        leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
-        finally:
-            let_go(leaving)
+        with dropping_after(self._streams.reader.lock) as leaving:
+            self._results, self._shared = {}, {}
+            held, self._held = self._held, {}
+            made, self._made = self._made, {}
+            sizes, self._bytes = self._bytes, {}
+            for users in self._users.values():
+                users.replaced.difference_update(held)  # there was no room for the result this time
+            for value in held:
+                self._release(value)
+            is_again, self._is_again = self._is_again, False
+            for pool, size in sizes.items():
+                if size > pool.at_a_time or (is_again and pool in self._users and self._users[pool].has_news):
+                    leaving.extend(self._take_part(pool, held, made.get(pool, 0)))
 
     def end(self) -> None:
         """Release everything, and the reserved room."""
         self._has_ended = True
         self.move_on()
-        leaving: list[Value] = []
-        try:
-            with self._streams.reader.lock:
-                self._stream.give_up()
-                for pool, users in self._users.items():
-                    pool.users.remove(users)
-                    leaving.extend(pool.reconsider(anew=True))
-                self._users = {}
-        finally:
-            let_go(leaving)
+        with dropping_after(self._streams.reader.lock) as leaving:
+            self._stream.give_up()
+            for pool, users in self._users.items():
+                pool.users.remove(users)
+                leaving.extend(pool.reconsider(anew=True))
+            self._users = {}
 
     def result(self, key: Hashable) -> torch.Tensor | None:
         """A result that is kept."""
@@ -136,11 +119,8 @@ class Lease:
             self._is_again = self._is_again or not replaced.isdisjoint(sources)
             replaced.update(sources)
         for value in held:
-            value.is_held = False
-            value.checked_until = 0.0
             del self._held[value]
-            if not value.kept and not self._stream.expects(value):
-                self._streams.reader.drop(value)
+            self._release(value)
         self._results[key] = result
         self._bytes[pool] = size
         self._made[pool] = self._made.get(pool, 0) + nbytes
@@ -152,12 +132,18 @@ class Lease:
         pool = value.pool
         size = self._bytes.get(pool, 0) + value.nbytes
         if size > pool.most_at_a_time:
-            self._tell(size)
+            self._warn(size)
             return False
         value.is_held = True
         self._held[value] = None
         self._bytes[pool] = size
         return True
+
+    def _release(self, value: Value) -> None:
+        value.is_held = False
+        value.checked_until = 0.0
+        if not value.kept and not self._stream.expects(value):
+            self._streams.reader.drop(value)
 
     def _take_part(self, pool: Pool, held: Iterable[Value] = (), made: int = 0) -> list[Value]:
         """Reserve room in a budget for the blocks, and for what was held beside them and the bytes of results.
@@ -173,7 +159,7 @@ class Lease:
         users.others = max(users.others, made + sum(value.nbytes for value in others))
         return pool.reconsider(anew=True)
 
-    def _tell(self, size: int) -> None:
-        if not self._has_told:
-            self._has_told = True
-            log.info("what is used at once takes %d bytes, for which there is no room: it is read each time", size)
+    def _warn(self, size: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.info("the values of one block take %d bytes, more than the budget: every batch reads them again", size)

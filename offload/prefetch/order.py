@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from offload.prefetch.reader import Reader
-from offload.prefetch.value import AWAY, QUEUED, READ, SMALL, Value
+from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, RESIDENT, SMALL, Value
 
 if TYPE_CHECKING:
     from offload.prefetch.lease import Lease
@@ -139,7 +139,7 @@ class Stream:
 
     def bring_soon(self, values: Sequence[Value]) -> None:
         """These are about to be read, in this order: before everything else that is ahead."""
-        new = [value for value in dict.fromkeys(values) if value.state == AWAY and value not in self._ahead]
+        new = [value for value in dict.fromkeys(values) if not value.is_ahead and value not in self._ahead]
         self._picked = sum(value.nbytes for value in new) if new else self._picked
         self._reader.queue_first(list(itertools.takewhile(self._put_ahead, new)))
 
@@ -173,7 +173,8 @@ class Stream:
 
     def _use(self, value: Value) -> None:
         """An op may use several values, so streaming ones are dropped slightly after their use."""
-        value.is_leaving = False
+        if value.stage is LEAVING:
+            value.move_to(IN_USE)
         if value.kept or (self.lease is not None and self.lease.holds(value)):
             return
         if value in self._used:
@@ -189,7 +190,9 @@ class Stream:
         """These values, which are ahead, were not needed after all."""
         for value in values:
             del self._ahead[value]
-            if value.state != QUEUED:
+            if value.stage is QUEUED:
+                value.move_to(AWAY)
+            else:
                 self._reader.counts.wasted += 1
             self._drop(value)
 
@@ -197,10 +200,10 @@ class Stream:
         self.in_flight -= value.nbytes
         if value in self._ahead:  # it will be needed again soon
             return
-        if value.state != READ:
-            value.state = AWAY
         if not value.kept:
             self._reader.drop(value)
+        elif value.stage is RESIDENT:
+            value.move_to(AWAY)
 
     def _read_ahead(self) -> None:
         """Follow the order as far as the window reaches."""

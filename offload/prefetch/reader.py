@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Protocol
 
 from offload.prefetch.plan import Pool
-from offload.prefetch.value import AWAY, HERE, QUEUED, READ, Value, log
+from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage, Value, log
 from offload.storage.background import Background
 from offload.storage.locks import Waiters
 
@@ -102,10 +102,9 @@ class Reader(Background[Work]):
     # Under the lock
 
     def queue(self, value: Value) -> None:
-        """Queue `value` to be read."""
-        value.is_leaving = False
-        if value.state == AWAY:
-            value.state = QUEUED
+        """Queue `value` to be read, unless it is read ahead already."""
+        if not value.is_ahead:
+            value.move_to(QUEUED)
             self._queue.append(value)
             _begin(self)
 
@@ -122,8 +121,11 @@ class Reader(Background[Work]):
         self._queue.rotate(len(values))
 
     def drop(self, value: Value) -> None:
-        """Queue `value` to be dropped, unless it is needed before."""
-        value.is_leaving = True
+        """Queue `value` to be dropped, unless it is needed before; not if another thread is about to need it."""
+        if value.stage is QUEUED:
+            return
+        if value.stage is not LEAVING:
+            value.move_to(LEAVING)
         self._leaving.append(value)
         _begin(self.dropper)
 
@@ -143,7 +145,7 @@ class Reader(Background[Work]):
         """After an unfinished op: queue again what was to be dropped."""
         self._going.pop(threading.get_ident(), None)
         known = (value for pool in Pool.all() for value in pool.values())
-        self._leaving = [value for value in known if value.is_leaving]
+        self._leaving = [value for value in known if value.stage is LEAVING]
         _begin(self)
         _begin(self.dropper)
 
@@ -156,17 +158,18 @@ class Reader(Background[Work]):
     # For ops that need a value
 
     def brings(self, value: Value) -> bool:
-        """Wait if the thread is reading `value`; returns whether it has read it."""
+        """An op uses `value`: wait if the thread is reading it. Returns whether it was read ahead."""
         started = 0.0
         while True:
             with self.lock:
-                if value.state != READ:
+                if value.stage is not READING:
                     if started:
                         self.count_waited(value, started)
-                    here = value.state == HERE
-                    self.counts.ahead += here
-                    value.state = AWAY  # if it is queued, the reader will skip it
-                    return here
+                    was_ahead = value.stage is RESIDENT
+                    self.counts.ahead += was_ahead
+                    if value.stage is not IN_USE:
+                        value.move_to(IN_USE)
+                    return was_ahead
                 done = self._ops.add()
             started = started or time.monotonic()
             done.acquire()
@@ -175,7 +178,7 @@ class Reader(Background[Work]):
         """Drop what `take_leaving` returned."""
         try:
             for value in leaving:
-                if value.is_leaving:
+                if value.stage is LEAVING:
                     value.let_go()
         finally:
             with self.lock:
@@ -189,8 +192,8 @@ class Reader(Background[Work]):
         size = 0
         while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH):
             value = self._next()
-            if value.state == QUEUED:
-                value.state = READ
+            if value.stage is QUEUED:
+                value.move_to(READING)
                 batch.append(value)
                 size += value.nbytes
                 self._taken = value
@@ -217,8 +220,8 @@ class Reader(Background[Work]):
         finally:  # whatever happened, no op may wait forever
             with self.lock:
                 for value in work.batch:
-                    if value.state == READ:
-                        value.state = AWAY
+                    if value.stage is READING:
+                        value.move_to(AWAY)
                 self._ops.wake()
 
     def _read_on(self, whole: ReadInParts) -> None:
@@ -241,24 +244,25 @@ class Reader(Background[Work]):
                 if len(runs) > 1:
                     extent.announce(exactly=not run[0].pool.fits, spare=run[0].spare)
         for run, extent, due in zip(runs, joined, missing, strict=True):
-            state = AWAY
+            stage = AWAY
             with suppress(Exception):
                 if due:
                     extent.bring_in(exactly=not run[0].pool.fits, spare=run[0].spare)
-                state = HERE
+                stage = RESIDENT
             with self.lock:
-                self._has_read(run, state)
-                if state == HERE:
+                self._has_read(run, stage)
+                if stage is RESIDENT:
                     self.counts.bytes_read += due
                     read += due if extent.may_ask and run[0].pool is pool else 0  # else unknown whether from the disk
         with self.lock:
             pool.learn_rate(read, time.monotonic() - started)
 
-    def _has_read(self, run: list[Value], state: int) -> None:
-        """Some values are in a state now; what was dropped while it waited for its turn has to go again."""
+    def _has_read(self, run: list[Value], stage: Stage) -> None:
+        """Some values are `RESIDENT` now, or still `AWAY`; one that was dropped meanwhile has to go again."""
         for value in run:
-            value.state = AWAY if value.is_leaving else state
-            if value.is_leaving and state == HERE and not value.kept and value not in self._leaving:
+            if value.stage is READING:
+                value.move_to(stage)
+            elif stage is RESIDENT and value.stage in (AWAY, LEAVING) and not value.kept and value not in self._leaving:
                 self.drop(value)
         self._ops.wake()
 

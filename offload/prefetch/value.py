@@ -1,6 +1,7 @@
 """A value as the prefetcher knows it: its bytes, whether they are in memory, and what is read after it.
 
 Always true:
+- its stage changes in `Value.move_to` alone, under the reader's lock; back to `AWAY`, which claims nothing, without it
 - it keeps neither its file nor the values that follow it alive
 - what follows it is remembered for each value that came before it; where that has branched, only from the second time
 - all views of a stored value share one `PageState`
@@ -9,8 +10,11 @@ Always true:
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,7 +31,28 @@ log = logging.getLogger("offload.prefetch")
 
 SMALL = 64 << 10  # bytes up to which a value stays once it is read
 _MOST_CONTEXTS = 16  # contexts (previous reads) to distinguish per value
-AWAY, QUEUED, READ, HERE = range(4)
+
+
+class Stage(Enum):
+    """How far a value is on its way through memory; the package draws it."""
+
+    AWAY = "nothing is known about its pages"
+    QUEUED = "waits to be read ahead"
+    READING = "is being read ahead"
+    RESIDENT = "is read ahead, and not used yet"
+    IN_USE = "was used, and not dropped since"
+    LEAVING = "waits to be dropped, or is being dropped"
+
+
+AWAY, QUEUED, READING, RESIDENT, IN_USE, LEAVING = Stage
+_NEXT = {
+    AWAY: (QUEUED, IN_USE, LEAVING),
+    QUEUED: (READING, IN_USE, AWAY),
+    READING: (RESIDENT, LEAVING, AWAY),
+    RESIDENT: (IN_USE, LEAVING, AWAY),
+    IN_USE: (QUEUED, LEAVING, AWAY),
+    LEAVING: (QUEUED, IN_USE, AWAY),
+}
 
 
 class Value(Range):
@@ -39,8 +64,7 @@ class Value(Range):
         pinned: whether it stays regardless of the plan.
         is_picked: whether ops pick it from many, like an expert: it is not part of an order.
         uses: how much it is used, if it is picked.
-        state: its state in the reader.
-        is_leaving: whether it is queued to be dropped.
+        stage: how far it is on its way through memory.
         is_held: whether it stays for now because several threads use it.
         seeded: its announced successor.
         waited: total seconds that ops have waited for it.
@@ -50,13 +74,12 @@ class Value(Range):
         "_branches",
         "_followers",
         "is_held",
-        "is_leaving",
         "is_picked",
         "kept",
         "pinned",
         "pool",
         "seeded",
-        "state",
+        "stage",
         "uses",
         "waited",
     )
@@ -64,9 +87,9 @@ class Value(Range):
     def __init__(self, pool: Pool, file: TensorFile, start: int, nbytes: int, *, shared: bool) -> None:
         super().__init__(file, start, nbytes, shared=shared)
         self.pool = pool
-        self.kept = self.pinned = self.is_leaving = self.is_held = self.is_picked = False
+        self.kept = self.pinned = self.is_held = self.is_picked = False
         self.uses = 0.0
-        self.state = AWAY
+        self.stage = AWAY
         self.waited = 0.0
         self.seeded: weakref.ref[Value] | None = None
         self._followers: dict[int, tuple[weakref.ref[Value], bool]] = {}  # by the id of the previous read
@@ -80,6 +103,21 @@ class Value(Range):
         nothing.is_picked = False
         nothing.checked_until = float("inf")
         return nothing
+
+    def move_to(self, stage: Stage) -> None:
+        """It is at another stage now, one of those that follow its own."""
+        assert stage in _NEXT[self.stage], f"a value that {self.stage.value} can't become one that {stage.value}"
+        self.stage = stage
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it is read ahead, or will be."""
+        return self.stage in (QUEUED, READING, RESIDENT)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it stays in memory once it is read: by the plan, or for now."""
+        return self.kept or self.is_held
 
     def read(self) -> None:
         """Read it; unless everything fits, without its neighbours.
@@ -109,10 +147,11 @@ class Value(Range):
         return self.kept and self.checked_until > 0
 
     def let_go(self) -> None:
-        """Drop it from memory; the next read brings it back."""
-        if self.state == HERE:
-            self.state = AWAY
+        """Drop it from memory; the next read brings it back. One that is being read ahead still arrives."""
+        before = self.stage
         super().let_go()
+        if self.stage is before and before in (RESIDENT, IN_USE, LEAVING):
+            self.move_to(AWAY)
 
     def learn(self, before: Value | None, following: Value) -> None:
         """Record that `following` came after `before` and then this value."""
@@ -179,10 +218,16 @@ def page_state_of(handle: Handle) -> PageState:
     return handle.page_state
 
 
-def let_go(values: Iterable[Value]) -> None:
-    """Drop values from memory."""
-    for value in values:
-        value.let_go()
+@contextmanager
+def dropping_after(lock: threading.RLock) -> Iterator[list[Value]]:
+    """Holds the lock in the block; the values that are put in the list are dropped from memory after it, without it."""
+    leaving: list[Value] = []
+    try:
+        with lock:
+            yield leaving
+    finally:
+        for value in leaving:
+            value.let_go()
 
 
 _LOCK = fork_safe_lock()  # of the first access to a value's state

@@ -17,10 +17,10 @@ from typing import Any, final
 import torch
 
 from offload.errors import StaleViewError
-from offload.prefetch.engine import POOL, brought_in, lock
+from offload.prefetch.engine import POOL, brought_in, replanning
 from offload.prefetch.plan import Pool
 from offload.prefetch.staging import lend, send, settle
-from offload.prefetch.value import Value, let_go, page_state_of
+from offload.prefetch.value import Value, page_state_of
 from offload.storage.handle import Handle
 from offload.storage.layout import Layout
 from offload.storage.modes import no_functions, no_modes
@@ -195,16 +195,12 @@ def _copy_to_stay(handle: Handle, target: torch.device) -> Copy | None:
     pool = (page_state.pool or POOL).on_devices.get(target)
     if pool is None or handle.owned or handle.recipe is not None or handle.composed is not None:
         return None
-    leaving: list[Value] = []
-    try:
-        with lock():
-            copy = page_state.copies.get(target)
-            if type(copy) is not Copy or copy.pool is not pool:
-                copy = page_state.copies[target] = Copy(pool, handle)
-                leaving.extend(pool.add([copy]))
-            return copy if copy.kept else None
-    finally:
-        let_go(leaving)
+    with replanning() as leaving:
+        copy = page_state.copies.get(target)
+        if type(copy) is not Copy or copy.pool is not pool:
+            copy = page_state.copies[target] = Copy(pool, handle)
+            leaving.extend(pool.add([copy]))
+        return copy if copy.kept else None
 
 
 # Stand-ins while a value is traced

@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_read_each_time_and_told_once(
 
     assert len(memory.log) > 8
     assert memory.most <= 5 * MIB
-    assert 1 == sum("no room" in record.message for record in caplog.records)
+    assert 1 == sum("more than the budget" in record.message for record in caplog.records)
     lease.end()
 
 

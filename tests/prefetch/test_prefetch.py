@@ -12,7 +12,7 @@ import pytest
 from offload.prefetch import engine as engines
 from offload.prefetch.engine import Engine
 from offload.prefetch.plan import Pool
-from offload.prefetch.value import HERE, QUEUED, READ, SMALL, Value
+from offload.prefetch.value import QUEUED, READING, RESIDENT, SMALL, Value
 from offload.storage import background
 from tests.processes import in_fork
 
@@ -109,7 +109,9 @@ def rest(engine: Engine) -> None:
     while True:
         with engine.reader.lock:
             reader = engine.reader.thread
-            busy = [value for stream in engine.streams.live for value in stream._ahead if value.state in (QUEUED, READ)]
+            busy = [
+                value for stream in engine.streams.live for value in stream._ahead if value.stage in (QUEUED, READING)
+            ]
             has_ended = reader is not None and not reader.is_alive()
             if not engine.reader.leaving_bytes and (has_ended or not (engine.reader._queue or busy)):
                 return
@@ -197,7 +199,7 @@ def test_a_branch_that_settles_is_read_ahead_again(engine, memory):
     a, b, c, d = made(memory, "abcd")
     read(engine, [a, b, c, a, b, d, a, b, c, a, b, c, a, b])
 
-    assert c.state == HERE
+    assert c.stage is RESIDENT
 
 
 def test_small_values_are_no_part_of_the_order(engine, memory):
@@ -252,7 +254,7 @@ def test_values_are_requested_together_up_to_32_mib(engine, memory, size, expect
     engine.reader.carry_out(work)
     rest(engine)
 
-    assert all(value.state == HERE for value in values)
+    assert all(value.stage is RESIDENT for value in values)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,7 @@ def test_the_disk_does_not_wait_for_what_is_dropped(engine, memory, monkeypatch)
     monkeypatch.setattr(memory, "drop", slowly)
     for value in values:
         for _ in range(1000):
-            if value.state not in (QUEUED, READ):
+            if value.stage not in (QUEUED, READING):
                 break
             time.sleep(0.0005)
         engine.arrive(value)
@@ -331,7 +333,7 @@ def test_what_streams_and_fits_in_the_window_is_not_dropped_just_before_its_use(
 def test_a_value_that_is_dropped_while_it_is_read_is_read_again(engine, memory):
     """It must not be assumed to be in memory."""
     value, *_ = made(memory, "a")
-    value.state = HERE
+    value.stage = RESIDENT
     value.let_go()
 
     engine.arrive(value)
@@ -538,7 +540,7 @@ def test_threads_that_have_ended_give_their_part_of_the_window_back(engine, memo
 def test_a_forked_child_has_an_engine_of_its_own(memory):
     """Even if its parent's reader was working: nothing waits for that one."""
     values = seed(made(memory, "abcd"))
-    values[1].state = READ
+    values[1].stage = READING
 
     def child() -> bool:
         for value in values:

@@ -1,0 +1,126 @@
+"""The stages of a value: which follow one another, and that nothing else changes them."""
+
+from __future__ import annotations
+
+import ast
+from itertools import product
+
+import pytest
+
+from offload.prefetch.engine import Engine
+from offload.prefetch.value import AWAY, IN_USE, LEAVING, QUEUED, READING, RESIDENT, Stage
+from tests.prefetch.test_prefetch import MIB, Made, Memory, engine, made, memory, read, rest, seed  # noqa: F401
+from tests.processes import ROOT
+
+FOLLOW = {
+    (AWAY, QUEUED), (QUEUED, READING), (READING, RESIDENT), (RESIDENT, IN_USE), (IN_USE, LEAVING), (LEAVING, AWAY),
+    (AWAY, IN_USE), (QUEUED, IN_USE),  # an op reads it by itself
+    (LEAVING, IN_USE), (LEAVING, QUEUED), (IN_USE, QUEUED),  # it is needed again
+    (AWAY, LEAVING), (READING, LEAVING), (RESIDENT, LEAVING),  # it is not needed after all
+    (QUEUED, AWAY), (READING, AWAY), (RESIDENT, AWAY), (IN_USE, AWAY),  # it is given up, broken, evicted
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(Stage, Stage)), ids=lambda stage: stage.name)
+def test_a_value_moves_to_the_stages_that_follow_its_own(before: Stage, after: Stage, memory: Memory):  # noqa: F811
+    [value] = made(memory, "a")
+    value.stage = before
+
+    if (before, after) in FOLLOW:
+        value.move_to(after)
+        assert value.stage is after
+    else:
+        with pytest.raises(AssertionError, match="can't become"):
+            value.move_to(after)
+        assert value.stage is before
+
+
+def test_one_function_assigns_stages():
+    """Besides the constructor."""
+    found = []
+    for path in sorted((ROOT / "offload").rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                found += [(path.name, function.name) for node in ast.walk(function) if _assigns_a_stage(node)]
+
+    assert [("value.py", "__init__"), ("value.py", "move_to")] == found
+
+
+def _assigns_a_stage(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "stage" and isinstance(node.ctx, ast.Store)
+
+
+def test_a_value_that_streams_goes_round(engine: Engine, memory: Memory):  # noqa: F811
+    values = seed(made(memory, "abc", window=MIB))
+    first = values[0]
+    seen = [first.stage]
+    for value in values:
+        engine.arrive(value)
+        rest(engine)
+        seen.append(first.stage)
+
+    assert [AWAY, IN_USE] == seen[:2]
+    assert AWAY is seen[-1]
+    assert not first.is_cached()
+
+
+def test_a_value_that_stays_is_in_use_until_it_is_evicted(engine: Engine, memory: Memory):  # noqa: F811
+    [value] = made(memory, "a", budget=MIB)
+    read(engine, [value])
+    assert IN_USE is value.stage
+
+    value.let_go()
+
+    assert AWAY is value.stage
+
+
+def test_a_value_that_is_evicted_while_it_is_queued_is_still_read_ahead(engine: Engine, memory: Memory):  # noqa: F811
+    a, b = seed(made(memory, "ab"))
+    with engine.reader.lock:
+        engine.reader.queue(b)
+        b.let_go()
+        assert QUEUED is b.stage
+        work = engine.reader.take()
+    assert work is not None
+    engine.reader.carry_out(work)
+
+    assert RESIDENT is b.stage
+    assert AWAY is a.stage
+
+
+def test_a_value_that_is_needed_before_it_is_dropped_stays(engine: Engine, memory: Memory):  # noqa: F811
+    [value] = made(memory, "a")
+    engine.arrive(value)
+    with engine.reader.lock:
+        engine.reader.drop(value)
+        assert LEAVING is value.stage
+        leaving = engine.reader.take_leaving()
+        engine.streams.own()._use(value)
+    engine.reader.let_go(leaving)
+
+    assert IN_USE is value.stage
+    assert value.is_cached()
+
+
+def test_a_queued_value_is_not_dropped_for_another_thread(engine: Engine, memory: Memory):  # noqa: F811
+    [value] = made(memory, "a", window=0)
+    value.stage = QUEUED
+    with engine.reader.lock:
+        engine.reader.drop(value)
+
+    assert QUEUED is value.stage
+    assert 0 == engine.reader.leaving_bytes
+
+
+def test_a_value_that_does_not_stay_leaves_after_an_interrupt(engine: Engine, memory: Memory, monkeypatch):  # noqa: F811
+    [value] = made(memory, "a")
+
+    def interrupted(self: Made, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Made, "bring_in", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.arrive(value)
+    rest(engine)
+
+    assert AWAY is value.stage
