@@ -33,7 +33,8 @@ import numpy.typing as npt
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.rowfile import RowFile, look_at, opened, read_parts, size_of
+from offload.cache.parts import opened, read_parts, size_of
+from offload.cache.rowfile import RowFile, look_at
 from offload.cache.schema import BYTES, JSON, RAGGED, TENSOR, Column
 from offload.cache.states import Length
 from offload.errors import (
@@ -80,15 +81,15 @@ class FixedColumn:
         self.path = folder / file_name(column.name)
         self._row_bytes = column.row_bytes
         self._with_rows: TensorFile | None = None
-        self._file = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
+        self.rowfile = RowFile(self.path, _start(column), column.dtype, column.row_shape, writes=writes)
         try:
             self._is_blank = self._refuse_another()
         except BaseException:
-            self._file.close()
+            self.rowfile.close()
             raise
 
     @staticmethod
-    def create(folder: Path, column: Column, room: int) -> None:
+    def create(folder: Path, column: Column, capacity: int) -> None:
         """A file whose rows read as zeros; takes disk space for its header only. Durable with the first row.
 
         Raises:
@@ -97,16 +98,7 @@ class FixedColumn:
         """
         path = folder / file_name(column.name)
         refuse_foreign(path)
-        put_file(path, _head(column, room), _size(column, room), durable=False)
-
-    def whole(self, count: int) -> torch.Tensor:
-        """As `RowFile.whole`."""
-        return self._file.whole(count)
-
-    def table(self, count: int) -> tuple[RowFile, torch.Tensor] | None:
-        """The file and its first `count` rows, if it is in memory."""
-        words = self._file.table(count)
-        return None if words is None else (self._file, words)
+        put_file(path, _head(column, capacity), _size(column, capacity), durable=False)
 
     def _refuse_another(self) -> bool:
         """Check that the header is of this column; a crash may have torn it after the row count, but not before.
@@ -116,7 +108,7 @@ class FixedColumn:
         """
         wanted = _head(self.column, 0)
         with reading(self.path):
-            found = os.pread(self._file.fd, len(wanted), 0)
+            found = os.pread(self.rowfile.fd, len(wanted), 0)
         if len(found) < len(wanted) or not any(found):
             return True
         rows = wanted.index(_SHAPE) + len(_SHAPE)
@@ -139,25 +131,25 @@ class FixedColumn:
                 "Copy the complete folder again."
             )
 
-    def check(self, room: int) -> None:
+    def check(self, capacity: int) -> None:
         """
         Raises:
             CorruptFileError: the file lacks the capacity.
         """
-        found, expected = size_of(self._file.fd, self.path), _size(self.column, room)
+        found, expected = size_of(self.rowfile.fd, self.path), _size(self.column, capacity)
         if found < expected:
             raise CorruptFileError(
-                f"column {self.column.name!r}: {self.path} has {found} bytes, and {room} rows of "
+                f"column {self.column.name!r}: {self.path} has {found} bytes, and {capacity} rows of "
                 f"{self.column.shape_text} {self.column.dtype} take {expected}: it was cut. "
                 "Copy the complete folder again."
             )
 
-    def refuse_cut(self, room: int) -> None:
+    def refuse_cut(self, capacity: int) -> None:
         """Like `check`, which is reliable under the lock."""
-        self.check(room)
+        self.check(capacity)
 
-    def has_room(self, room: int) -> bool:
-        return size_of(self._file.fd, self.path) >= _size(self.column, room)
+    def has_capacity(self, capacity: int) -> bool:
+        return size_of(self.rowfile.fd, self.path) >= _size(self.column, capacity)
 
     def _identity(self) -> Identity:
         return Identity.of(file_status(self.path))
@@ -171,8 +163,8 @@ class FixedColumn:
         self._with_rows = TensorFile.raw(self.path, Entry(name, layout, _start(self.column)))
         return self._with_rows
 
-    def fit(self, room: int, known: int) -> None:
-        """Resize the file, which has capacity for `known` rows, to exactly `room`. Under the lock.
+    def fit(self, capacity: int, known: int) -> None:
+        """Resize the file, which has capacity for `known` rows, to exactly `capacity`. Under the lock.
 
         Durable with the next row that is.
 
@@ -181,10 +173,10 @@ class FixedColumn:
             WriteError
         """
         self.check(known)
-        head, fd = _head(self.column, room), self._file.fd
+        head, fd = _head(self.column, capacity), self.rowfile.fd
         with writing(self.path):
-            if os.fstat(fd).st_size != _size(self.column, room) or os.pread(fd, len(head), 0) != head:
-                os.ftruncate(fd, _size(self.column, room))
+            if os.fstat(fd).st_size != _size(self.column, capacity) or os.pread(fd, len(head), 0) != head:
+                os.ftruncate(fd, _size(self.column, capacity))
                 write_all(fd, memoryview(head), 0)
 
     def prepare(self, value: Any, count: int, kept: Numbers | None) -> torch.Tensor:
@@ -209,7 +201,7 @@ class FixedColumn:
         Raises:
             OSError
         """
-        self._file.write(rows, bytes_of(values))
+        self.rowfile.write(rows, bytes_of(values))
         return self.nbytes(len(rows))
 
     def read(
@@ -222,14 +214,14 @@ class FixedColumn:
             ShapeMismatchError: `out` has another shape.
         """
         if out is not None:
-            self._refuse_other(out, (len(rows), *self.column.row_shape))
+            self._refuse_other(out, (rows.count, *self.column.row_shape))
         if filled is None:
-            return self._file.read(rows, out, pinned=pinned)
+            return self.rowfile.read(rows, out, pinned=pinned)
         if out is None:
             out = torch.empty(
                 (len(rows), *self.column.row_shape), dtype=self.column.dtype, device="cpu", pin_memory=pinned
             )
-        part = self._file.read(Rows(rows.numbers[filled]))  # a writer may be cutting off unused capacity
+        part = self.rowfile.read(Rows(rows.numbers[filled]))  # a writer may be cutting off unused capacity
         self._as_bytes(out).zero_()[torch.from_numpy(filled)] = self._as_bytes(part)
         return out
 
@@ -253,10 +245,10 @@ class FixedColumn:
         Raises:
             OSError: written data is not on the disk.
         """
-        os.fdatasync(self._file.fd)
+        os.fdatasync(self.rowfile.fd)
 
     def close(self) -> None:
-        self._file.close()
+        self.rowfile.close()
 
 
 def _is_elsewhere(out: torch.Tensor) -> bool:
@@ -294,8 +286,8 @@ def as_tensor(value: Any, column: Column, path: Path) -> torch.Tensor:
     return tensor.cpu()
 
 
-def _head(column: Column, room: int) -> bytes:
-    layouts = {column.name: contiguous(column.dtype, (room, *column.row_shape))}
+def _head(column: Column, capacity: int) -> bytes:
+    layouts = {column.name: contiguous(column.dtype, (capacity, *column.row_shape))}
     head = build(layouts, {"name": column.name}).data
     length = _start(column) - 8
     return struct.pack("<Q", length) + head[8:].rstrip(b" ").ljust(length)
@@ -309,8 +301,8 @@ def _start(column: Column) -> int:
     return build(layouts, {"name": column.name}).start(column.name)
 
 
-def _size(column: Column, room: int) -> int:
-    return _start(column) + room * column.row_bytes
+def _size(column: Column, capacity: int) -> int:
+    return _start(column) + capacity * column.row_bytes
 
 
 # Rows of varying size
@@ -347,7 +339,7 @@ class HeapColumn:
             self._index = FixedColumn(folder, _index_of(column), writes=writes)
 
     @staticmethod
-    def create(folder: Path, column: Column, room: int) -> None:
+    def create(folder: Path, column: Column, capacity: int) -> None:
         """Empty files.
 
         Raises:
@@ -358,18 +350,18 @@ class HeapColumn:
         with closed_after(open_regular(path, os.O_RDWR | os.O_CREAT)) as fd:
             if os.fstat(fd).st_size:
                 raise ForeignFileError(f"{path} exists: it is left as it is. Take another folder for the cache.")
-        FixedColumn.create(folder, _index_of(column), room)
+        FixedColumn.create(folder, _index_of(column), capacity)
 
-    def check(self, room: int) -> None:
-        self._index.check(room)
+    def check(self, capacity: int) -> None:
+        self._index.check(capacity)
 
-    def refuse_cut(self, room: int) -> None:
+    def refuse_cut(self, capacity: int) -> None:
         """Call it under the lock.
 
         Raises:
             CorruptFileError: the index lacks capacity, or values are missing.
         """
-        self._index.refuse_cut(room)
+        self._index.refuse_cut(capacity)
         end, expected = size_of(self._fd, self.path), self._length.get()
         if end < expected:
             raise self._cut(end, expected)
@@ -377,11 +369,11 @@ class HeapColumn:
     def refuse_blank(self, filled: Iterator[Rows]) -> None:
         self._index.refuse_blank(filled)
 
-    def has_room(self, room: int) -> bool:
-        return self._index.has_room(room)
+    def has_capacity(self, capacity: int) -> bool:
+        return self._index.has_capacity(capacity)
 
-    def fit(self, room: int, known: int) -> None:
-        self._index.fit(room, known)
+    def fit(self, capacity: int, known: int) -> None:
+        self._index.fit(capacity, known)
 
     def settle(self, filled: Iterable[Rows]) -> None:
         """Determine the length of the file if it is unknown, or if a power cut took values that no row had yet.

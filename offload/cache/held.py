@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.rowfile import Descriptors, RowFile
+from offload.cache.parts import Descriptors
+from offload.cache.rowfile import RowFile
 from offload.cache.schema import Column, Manifest, schema_of
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.errors import (
@@ -146,6 +147,7 @@ class HeldStore:
 
     is_closed = False
     writes = False
+    warm = None  # `read` is fast enough
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any], folder: Path | None = None
@@ -235,9 +237,6 @@ class HeldStore:
     def whole(self, columns: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
         """As `Store.whole`; rows are not written here."""
         yield {name: self._columns[name].whole() for name in self.names(columns)}
-
-    def read_hot(self, *_: Any) -> None:
-        """Nothing: `read` is fast enough."""
 
     def lengths(self, column: str, _: Rows) -> NoReturn:
         self.names([column])

@@ -25,11 +25,13 @@ class Rows:
     """Some rows of a cache by index, counted from 0, in the requested order; an index may repeat.
 
     Attributes:
+        count: how many.
+        last: the largest index, -1 if there are no rows.
         span: the same rows as a slice, if they are consecutive.
         is_one: whether a single row was selected, which is returned without a leading dimension.
     """
 
-    __slots__ = ("_last", "_numbers", "is_one", "span")
+    __slots__ = ("_numbers", "count", "is_one", "last", "span")
 
     def __init__(self, numbers: Numbers, last: int | None = None, *, is_one: bool = False) -> None:
         """
@@ -37,15 +39,20 @@ class Rows:
             last: the largest index, if known.
         """
         self._numbers: Numbers | None = numbers
-        self._last = last
+        self.count = len(numbers)
         self.span = span_of(numbers)
         self.is_one = is_one
+        if last is None:
+            last = -1 if not self.count else self.span.stop - 1 if self.span else int(numbers.max())
+        self.last = last
 
     @classmethod
     def run(cls, first: int, end: int) -> Rows:
         """The rows from `first` up to `end`."""
         rows = cls.__new__(cls)
-        rows._numbers, rows._last, rows.span, rows.is_one = None, None, slice(first, max(first, end)), False
+        rows._numbers, rows.span, rows.is_one = None, slice(first, max(first, end)), False
+        rows.count = max(end - first, 0)
+        rows.last = end - 1 if rows.count else -1
         return rows
 
     @property
@@ -54,18 +61,9 @@ class Rows:
             self._numbers = np.arange(self.span.start, self.span.stop)  # type: ignore[union-attr]
         return self._numbers
 
-    @property
-    def last(self) -> int:
-        """The largest index, -1 if there are no rows."""
-        if self.span is not None:
-            return self.span.stop - 1 if len(self) else -1
-        if self._last is None:
-            self._last = int(self.numbers.max())
-        return self._last
-
-    def some(self, count: int) -> list[int]:
-        """About `count` of them, evenly spread."""
-        step = -(-len(self) // count)
+    def some(self, most: int) -> list[int]:
+        """About so many of them, evenly spread."""
+        step = -(-self.count // most)
         if self.span is not None:
             return list(range(self.span.start, self.span.stop, step or 1))
         numbers: list[int] = self.numbers[::step].tolist()
@@ -73,12 +71,10 @@ class Rows:
 
     def kept(self) -> Rows:
         """The rows with their own copy of the indices: the caller may modify his."""
-        return self if self._numbers is None else Rows(self._numbers.copy(), self._last)
+        return self if self._numbers is None else Rows(self._numbers.copy(), self.last, is_one=self.is_one)
 
     def __len__(self) -> int:
-        if self._numbers is not None:
-            return len(self._numbers)
-        return self.span.stop - self.span.start  # type: ignore[no-any-return, union-attr]
+        return self.count
 
 
 def rows_of(index: Any, size: int) -> Rows:

@@ -1,10 +1,28 @@
-"""Rows of a file by index, and arbitrary parts of a file.
+"""Rows of a file by index, and the short path to rows that are all in memory: what `cache[rows]` does while warm.
 
 Always true:
 - a mapping is used only for what is in memory: under a memory cap, faulting in the rest goes page by page
 - what is not in memory is read with system calls, all of which are announced before the first one is waited for
-- parts are returned in the requested order; they may come in any order and repeat
 - only whole rows are written, never through a mapping
+- `WarmRows` returns what `Store.read` would return; if in doubt, nothing
+
+A file, as one process sees it (`RowFile`):
+
+    COLD, read by system calls ── 1/8 of it was read from memory, and nearly all is there ──> MAPPED, rows are copied
+      │  ^                                                                                    out of the mapping
+      │  └── a sample of rows, and then of pages, is not in memory; or the file was cut ────────┘
+      │
+      └─ many random rows were missed ──> FILLING, read by a thread ── all is in memory ──> COLD, and mapped next time
+                                             └── no room, or not asked for any more ──> COLD
+
+All rows of a cache (`WarmRows`, in `Store.warm`):
+
+    NONE ── after a read: every cell was seen filled at the change counter `c`, and every file is MAPPED ──> WARM(c, n)
+     ^                                                                                                          │
+     └── replaced after the next `Store.read` ── the counter or the number of rows is another one: `take` gives None
+
+`take` checks before and after it copies: the counter and the number of rows in the mapped page of `rows.state`; at most
+every 10 ms, with system calls, that the files are not cut and that sampled rows are in memory.
 """
 
 from __future__ import annotations
@@ -13,22 +31,24 @@ import errno
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from offload.cache.indexing import Numbers, Rows
-from offload.errors import CorruptFileError, ForeignFileError, MissingFileError, ReadError
+from offload.cache.parts import Descriptors, read_parts, read_run, size_of
+from offload.cache.states import States
+from offload.errors import CorruptFileError, OffloadError, ReadError
 from offload.memory import available_bytes
 from offload.prefetch.filling import Filling
 from offload.storage.layout import contiguous
 from offload.storage.mapping import mapped
+from offload.storage.modes import is_plain_world
 from offload.storage.pages import PAGE, begin_to_write_out, cached_bytes, has_holes
-from offload.storage.reasons import explained, reading
-from offload.storage.regular import closed_on_error, open_regular
+from offload.storage.reasons import explained
 from offload.storage.replacing import write_all
 
 _LOOKS, _LOOKS_IF_MAPPED = 16, 4  # rows to check for being in memory
@@ -37,48 +57,8 @@ _READ_AGAIN = 8  # an uncached file is mapped once 1/8 of its bytes have been re
 _SAMPLES, _ABSENT = 256, 5  # pages of a mapped file to check, and how many of them may be absent
 _WRITTEN_OUT = 8 << 20  # consecutive bytes to hand to the disk while the next ones are prepared
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}  # dtype names common to NumPy and torch
-_MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
-_CLOSE = 4096  # gap in bytes that is read along: another call would take longer
 _HUGE = 32 << 20  # bytes: smaller allocations reuse memory of the C library that has been touched
-
-
-class Descriptors:
-    """Two descriptors of one file: for consecutive rows, and for random access. Closed with the last reference."""
-
-    def __init__(self, fd: int, random: int) -> None:
-        self.fd = fd
-        self.random = random
-        advise(random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
-
-    @classmethod
-    def opened(cls, path: Path, *, writes: bool) -> Descriptors:
-        """
-        Raises:
-            MissingFileError, CorruptFileError, ForeignFileError, ReadError
-        """
-        fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
-        with closed_on_error(fd):
-            return cls(fd, opened(path, os.O_RDONLY))
-
-    @classmethod
-    def kept(cls, fd: int, path: Path) -> Descriptors:
-        """For a file that is open already, whatever is at its path by now.
-
-        Raises:
-            ReadError
-        """
-        with closed_on_error(fd), reading(path):
-            return cls(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-
-    def close(self) -> None:
-        left = {self.fd, self.random} - {-1}
-        self.fd = self.random = -1  # first: after an interrupt, nothing is closed twice
-        for fd in left:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "random", -1) != -1:
-            self.close()
+_NEVER = -1  # no change counter
 
 
 class RowFile:
@@ -114,7 +94,7 @@ class RowFile:
         self._files = files
         self.fd = files.fd
         self._random = files.random
-        self._mapped: torch.Tensor | None = None  # (rows in the file, *words of a row)
+        self.mapped: torch.Tensor | None = None  # (rows in the file, *words of a row); for `picked`
         self.in_memory_until = 0.0  # as far as is known
         self._behind = range(0)  # consecutive bytes that were written but not handed to the disk
         self._until_mapped = 0  # bytes to be read from memory before it is mapped
@@ -126,7 +106,7 @@ class RowFile:
         Raises:
             OSError
         """
-        runs = [(rows.span.start, 0, len(rows))] if rows.span else runs_of(rows.numbers)
+        runs = [(rows.span.start, 0, rows.count)] if rows.span else runs_of(rows.numbers)
         for first, begin, end in runs:
             at = self._at(first)
             self._give_to_disk(at, write_all(self.fd, data[begin * self._size : end * self._size], at))
@@ -138,22 +118,26 @@ class RowFile:
             CorruptFileError: the file is truncated.
             ReadError: the disk failed.
         """
-        mapped = self._mapped  # another thread may change it meanwhile
+        mapped = self.mapped  # another thread may change it meanwhile
         if mapped is not None and rows.last < len(mapped) and time.monotonic() < self.in_memory_until:
             return self._taken(mapped, rows, out, pinned=pinned)
-        if not self._size or not len(rows):
-            return self._values(self._fresh(len(rows), pinned=pinned)) if out is None else out
-        with reading(self.path):
+        if not self._size or not rows.count:
+            return self._values(self._fresh(rows.count, pinned=pinned)) if out is None else out
+        try:
             is_cached = self._are_cached(rows)
-            mapped = self._hot_mapping(rows, is_cached)
+            mapped = self._mapped_if_warm(rows, is_cached)
             if mapped is not None:
                 return self._taken(mapped, rows, out, pinned=pinned)
             if not is_cached and not rows.span:
-                pages = len(rows) * -(-self._size // PAGE) * PAGE
-                self._filling.missed(len(rows), pages, size_of(self.fd, self.path), self._to_be_filled)
-            words = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
+                pages = rows.count * -(-self._size // PAGE) * PAGE
+                self._filling.missed(rows.count, pages, size_of(self.fd, self.path), self._to_be_filled)
+            words = self._fresh(rows.count, pinned=pinned) if out is None else self._words_of(out)
             self._read(rows, words, announce=not is_cached)
-            return self._values(words) if out is None else out
+        except OffloadError:
+            raise
+        except OSError as error:
+            raise explained(self.path, error) from error
+        return self._values(words) if out is None else out
 
     def whole(self, count: int) -> torch.Tensor:
         """The first rows, (count, *row_shape), over a mapping of their own, for code that goes through them once.
@@ -170,11 +154,6 @@ class RowFile:
         storage = mapped(self.fd, self.path, self._start, nbytes, shared=False)
         empty = torch.empty(0, dtype=self._dtype, device="cpu")
         return empty.set_(storage, 0, shape, contiguous(self._dtype, shape).stride)
-
-    def table(self, count: int) -> torch.Tensor | None:
-        """The first `count` rows, mapped, for `picked`; None if there is no mapping."""
-        mapped = self._mapped
-        return None if mapped is None or len(mapped) < count else mapped[:count]
 
     def picked(self, words: torch.Tensor, rows: int | slice | torch.Tensor) -> torch.Tensor:
         """Rows of a table, copied.
@@ -195,9 +174,9 @@ class RowFile:
         Raises:
             OSError: one of them is not in memory or not in the file; or the file has become shorter than its mapping.
         """
-        mapped = self._mapped
+        mapped = self.mapped
         if mapped is not None and os.fstat(self._random).st_size < self._at(len(mapped)):
-            self._mapped = None  # touching the truncated part would kill the process
+            self.mapped = None  # touching the truncated part would kill the process
             raise OSError(errno.ENODATA, "the file ends before its rows")
         look_at(self._random, map(self._at, rows))
         self.in_memory_until = time.monotonic() + _STILL
@@ -205,7 +184,7 @@ class RowFile:
     def _taken(self, mapped: torch.Tensor, rows: Rows, out: torch.Tensor | None, *, pinned: bool) -> torch.Tensor:
         if out is None and not pinned:
             return self.picked(mapped, rows.span or torch.from_numpy(rows.numbers))
-        into = self._fresh(len(rows), pinned=pinned) if out is None else self._words_of(out)
+        into = self._fresh(rows.count, pinned=pinned) if out is None else self._words_of(out)
         if rows.span:
             into.copy_(mapped[rows.span])
         else:
@@ -222,13 +201,13 @@ class RowFile:
         return values if self._words is self._row_shape else values.squeeze(-1)
 
     def _read(self, rows: Rows, into: torch.Tensor, *, announce: bool) -> None:
-        memory = into.view(torch.uint8).view(len(rows), self._size).numpy().data.cast("B")
+        memory = into.view(torch.uint8).view(rows.count, self._size).numpy().data.cast("B")
         if rows.span:
             read_run(self.fd, self.path, self._at(rows.span.start), [memory])
             return
         size = np.int64(self._size)
-        starts, places = self._start + rows.numbers * size, np.arange(len(rows)) * size
-        sizes = np.broadcast_to(size, len(rows))
+        starts, places = self._start + rows.numbers * size, np.arange(rows.count) * size
+        sizes = np.broadcast_to(size, rows.count)
         read_parts(self._random, self.path, starts, sizes, places, memory, announce=announce)
 
     def _fresh(self, count: int, *, pinned: bool) -> torch.Tensor:
@@ -248,7 +227,7 @@ class RowFile:
         self._behind = behind
 
     def close(self) -> None:
-        self._mapped = None
+        self.mapped = None
         self._filling.end()
         self._files.close()
 
@@ -261,27 +240,27 @@ class RowFile:
         Checking a row loads its page, and the system then reads ahead in small steps; a run of rows is therefore taken
         to be in memory until the file is mapped.
         """
-        if self._mapped is None and rows.span:
+        if self.mapped is None and rows.span:
             return True
-        if self._mapped is not None and time.monotonic() < self.in_memory_until:
+        if self.mapped is not None and time.monotonic() < self.in_memory_until:
             return True
         try:
-            self.look(rows.some(_LOOKS if self._mapped is None else _LOOKS_IF_MAPPED))
+            self.look(rows.some(_LOOKS if self.mapped is None else _LOOKS_IF_MAPPED))
         except OSError:
             return False
         return True
 
-    def _hot_mapping(self, rows: Rows, is_cached: bool) -> torch.Tensor | None:
+    def _mapped_if_warm(self, rows: Rows, is_cached: bool) -> torch.Tensor | None:
         """The mapped rows of the file, if these rows and nearly all of the file are in memory.
 
         Checking the whole file takes time: it is done at the first batch that is in memory, and not again soon.
         """
-        mapped = self._mapped
-        self._until_mapped -= len(rows) * self._size
+        mapped = self.mapped
+        self._until_mapped -= rows.count * self._size
         is_due = is_cached and self._until_mapped < 0 and (mapped is None or len(mapped) <= rows.last)
         is_due = is_due and not self._filling.is_under_way  # until then it is not all in memory
         if is_due or (mapped is not None and not is_cached and not _is_in_memory(mapped)):
-            mapped = self._mapped = self._map() if is_due else None
+            mapped = self.mapped = self._map() if is_due else None
             self._until_mapped = os.fstat(self.fd).st_size // _READ_AGAIN
         return mapped if is_cached and mapped is not None and len(mapped) > rows.last else None
 
@@ -324,6 +303,95 @@ def _is_in_memory(mapped: torch.Tensor) -> bool:
     return True
 
 
+class WarmRows:
+    """Rows that are all filled and all in memory, as in most reads of a warm cache: returned by a short path.
+
+    Attributes:
+        changes: the change counter of the states at which they are.
+    """
+
+    def __init__(
+        self, states: States, changes: int, num_rows: int, tables: Mapping[str, tuple[str, RowFile, torch.Tensor]]
+    ) -> None:
+        self.changes = changes
+        self._num_rows = num_rows
+        self._states = states
+        self._counts = states.counts
+        self._whole_until = 0.0
+        self._tables = tables
+        self._all = list(tables.values())
+
+    @classmethod
+    def of(cls, states: States, changes: int, files: Mapping[str, RowFile | None]) -> WarmRows | None:
+        """Those of a cache; None if some are not in memory, or not known to be filled.
+
+        Args:
+            changes: the change counter.
+            files: those of the columns, None for one with rows of varying size.
+        """
+        count, tables = states.known_filled(changes), {}
+        for name, file in files.items():
+            mapped = None if file is None else file.mapped
+            if file is None or mapped is None or len(mapped) < count or not count:
+                return None
+            tables[name] = (name, file, mapped[:count])
+        return cls(states, changes, count, tables)
+
+    def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
+        """Rows by number, contiguous slice, or list, array or tensor of numbers; None for other forms."""
+        now = time.monotonic()
+        if now > self._whole_until:  # rarely, as it is a system call: touching a truncated part would kill the process
+            self._states.refuse_cut()
+            self._whole_until = now + _STILL
+        if not self._is_still() or not is_plain_world():
+            return None
+        rows = self._plain(index)
+        if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
+            return None
+        try:
+            tables = self._all if columns is None else [self._tables[name] for name in columns]
+            for _, file, _ in tables:
+                if now > file.in_memory_until:
+                    file.look(_some(rows))
+            found = {name: file.picked(words, rows) for name, file, words in tables}
+        except (KeyError, IndexError):  # no such column; negative indices, or out of range
+            return None
+        except OSError:
+            self.changes = _NEVER  # until `read` has checked whether the files are still mapped
+            return None
+        return found if self._is_still() else None
+
+    def _is_still(self) -> bool:
+        return int(self._counts[4]) == self.changes and int(self._counts[2]) == self._num_rows
+
+    def _plain(self, index: Any) -> int | slice | torch.Tensor | None:
+        if type(index) is list:
+            try:
+                index = np.asarray(index)
+            except (TypeError, ValueError, RuntimeError):  # not numbers, or too large
+                return None
+        if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
+            index = torch.from_numpy(index)
+        if type(index) is torch.Tensor:
+            return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
+        if type(index) is int:
+            row = index if index >= 0 else index + self._num_rows
+            return row if 0 <= row < self._num_rows else None
+        if type(index) is slice:
+            start, stop, step = index.indices(self._num_rows)
+            return slice(start, stop) if step == 1 else None
+        return None
+
+
+def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
+    if isinstance(rows, int):
+        return (rows,)
+    if isinstance(rows, slice):
+        return {rows.start, rows.stop - 1} if rows.start < rows.stop else ()
+    some: list[int] = rows[:: -(-len(rows) // _LOOKS_IF_MAPPED) or 1].tolist()
+    return some
+
+
 # Parts of a file
 
 
@@ -344,103 +412,3 @@ def runs_of(rows: Numbers) -> Iterable[tuple[int, int, int]]:
         return ()
     ends = (np.flatnonzero(np.diff(rows) != 1) + 1).tolist()
     return zip(rows[[0, *ends]].tolist(), [0, *ends], [*ends, len(rows)], strict=True)
-
-
-def read_parts(
-    fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
-) -> None:
-    """Read parts of a file, with the given sizes, to their places in memory: all are announced, then read in order.
-
-    Small gaps between parts are read along.
-
-    Raises:
-        CorruptFileError: the file ends too early.
-        ReadError
-    """
-    order = np.flatnonzero(sizes)
-    order = order[np.argsort(starts[order], kind="stable")]
-    starts, sizes, places = starts[order], sizes[order], places[order]
-    gaps = starts[1:] - starts[:-1] - sizes[:-1]
-    breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
-    runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
-    first, behind = starts.tolist(), (starts + sizes).tolist()
-    if announce:
-        for begin, end in runs:
-            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
-    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
-    for begin, end in runs:
-        for at in range(begin, end, _MOST_PARTS):
-            parts = slices[at : min(at + _MOST_PARTS, end)]
-            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
-                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
-            read_run(fd, path, first[at], parts)
-
-
-def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
-    """The parts, and between them scratch memory for the gaps."""
-    nowhere = memoryview(bytearray(max(gaps)))
-    both = zip(parts, [*gaps, 0], strict=True)
-    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
-
-
-def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
-    """Read consecutive bytes of a file into several buffers.
-
-    Raises: as `read_parts`.
-    """
-    wanted = sum(map(len, into))
-    try:
-        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
-        if done < wanted:
-            _read_on(fd, path, at, into, done)
-    except OSError as error:
-        raise explained(path, error) from error
-
-
-def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int) -> None:
-    for part in into:
-        skipped = min(done, len(part))
-        done -= skipped
-        at += skipped
-        while skipped < len(part):
-            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
-            if not got:
-                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
-            skipped += got
-            at += got
-
-
-def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
-    """Tell the system how a file will be read; failing to do so changes no value."""
-    with suppress(OSError):
-        os.posix_fadvise(fd, start, nbytes, advice)
-
-
-def size_of(fd: int, path: Path) -> int:
-    """The size of an open file in bytes.
-
-    Raises:
-        ReadError
-    """
-    try:
-        return os.fstat(fd).st_size
-    except OSError as error:
-        raise explained(path, error) from error
-
-
-def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
-    """A descriptor of a regular file of a cache; a symlink is followed to read, never to write.
-
-    Raises:
-        MissingFileError, CorruptFileError, ForeignFileError, ReadError
-    """
-    try:
-        return open_regular(path, flags)
-    except MissingFileError as error:
-        reason = f"{what} is missing: get the folder again, whole"
-        raise MissingFileError(error.errno, reason, str(path)) from error
-    except ForeignFileError as error:
-        raise ForeignFileError(
-            f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
-            "or open the cache with mode='r'"
-        ) from error

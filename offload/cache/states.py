@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.cache.indexing import Numbers, Rows
-from offload.cache.rowfile import opened
+from offload.cache.parts import opened
 from offload.errors import CacheError, ChangedFileError, CorruptFileError, ForeignFileError
 from offload.storage.locks import flock, unlock
 from offload.storage.reasons import explained as unread
@@ -56,7 +56,11 @@ _FILLED = bytes(np.flatnonzero(_SAYS_FILLED).tolist())
 
 
 class States:
-    """The open file."""
+    """The open file.
+
+    Attributes:
+        counts: of the file's first page, mapped: version, columns, rows, capacity, changes.
+    """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, writes: bool) -> None:
         """
@@ -98,26 +102,22 @@ class States:
     @property
     def num_rows(self) -> int:
         self.refuse_cut()
-        return int(self._counts[2])
+        return int(self.counts[2])
 
     @num_rows.setter
     def num_rows(self, value: int) -> None:
-        self._counts[2] = value
+        self.counts[2] = value
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The capacity in rows."""
         self.refuse_cut()
-        return int(self._counts[3])
+        return int(self.counts[3])
 
     @property
     def changes(self) -> int:
         """How often rows began to be written: what is known about rows stays valid while this does not change."""
-        return int(self._counts[4])
-
-    def seen(self) -> tuple[int, int]:
-        """`changes` and `num_rows`, without checking again that the file is complete."""
-        return int(self._counts[4]), int(self._counts[2])
+        return int(self.counts[4])
 
     def length(self, number: int) -> Length:
         """The size of a column's values; `number` counts the columns of varying-size rows."""
@@ -128,7 +128,7 @@ class States:
         known_at, rows = self._known_filled
         return rows if known_at == changes else 0
 
-    def grow(self, room: int) -> None:
+    def grow(self, capacity: int) -> None:
         """Publish a larger capacity, once the columns have it. Under the lock.
 
         Raises:
@@ -136,20 +136,20 @@ class States:
             CorruptFileError: the file was truncated.
         """
         self.refuse_cut()
-        needed = room * self._columns
+        needed = capacity * self._columns
         if PAGE + needed > self._durable:
             with writing(self.path, needed):
                 size = max(PAGE + needed * _AHEAD, os.fstat(self.fd).st_size)
                 os.ftruncate(self.fd, size)
                 os.fsync(self.fd)
             self._durable = size
-        self._counts[3] = room
+        self.counts[3] = capacity
         self._map()
 
     def of(self, rows: Rows, columns: list[int]) -> Bytes:
         """A copy of the bytes of these cells, (rows, columns)."""
         known = self._all()
-        self._look_at_all(len(rows))
+        self._look_at_all(rows.count)
         index = self._cells(rows, columns)
         cells: Bytes = known.take(index, 0) if isinstance(index, np.ndarray) else known[index]
         return cells.copy() if cells.base is not None else cells
@@ -157,7 +157,7 @@ class States:
     def _look_at_all(self, count: int) -> None:
         """When random checks have cost as much as a full one, do that: if all are filled, it holds until a change."""
         self._looked_at += _LOOK + count
-        changes, rows = self.seen()
+        changes, rows = self.changes, int(self.counts[2])
         if self._looked_at * _QUICKER >= rows * self._columns:
             self._looked_at = 0
             parts = (self._part(at, min(_PART, rows - at)) for at in range(0, rows, _PART))
@@ -166,8 +166,10 @@ class States:
 
     def _part(self, first: int, count: int) -> bytes:
         """The bytes of consecutive rows. Reading a hole through a mapping could allocate disk space."""
-        with reading(self.path):
+        try:
             part = os.pread(self.fd, count * self._columns, PAGE + first * self._columns)
+        except OSError as error:
+            raise unread(self.path, error) from error
         if len(part) < count * self._columns:
             self.refuse_cut()
         return part.ljust(count * self._columns, b"\0")
@@ -189,7 +191,7 @@ class States:
         now: Bytes = before + 1 + (before & 1)
         now[before == _LAST] = BEGUN + 2
         self._all()[cells] = now
-        self._counts[4] += 1
+        self.counts[4] += 1
         if rewrites:  # on the disk they may still say filled
             self.sync()
         return now
@@ -208,7 +210,7 @@ class States:
     def forget(self, first: int) -> None:
         """Drop the rows from `first` on. Under the lock."""
         self.num_rows = first
-        for start in range(first, self.room, _SCANNED):
+        for start in range(first, self.capacity, _SCANNED):
             part = self._all()[start : start + _SCANNED]
             if part.any():
                 part[part != EMPTY] = EMPTY
@@ -219,7 +221,7 @@ class States:
         Raises:
             WriteError
         """
-        self._counts[3] = self.num_rows
+        self.counts[3] = self.num_rows
         self.sync()
         self._map()
 
@@ -285,7 +287,7 @@ class States:
         if self._pid == os.getpid():
             unlock(self.fd)
         os.close(self.fd)
-        del self._counts, self._lengths, self._bytes  # the mapping has its own descriptor
+        del self.counts, self._lengths, self._bytes  # the mapping has its own descriptor
 
     def refuse_cut(self) -> None:
         """
@@ -305,7 +307,7 @@ class States:
 
     def _all(self) -> Bytes:
         self.refuse_cut()
-        if len(self._bytes) < int(self._counts[2]):  # another process has raised the capacity
+        if len(self._bytes) < int(self.counts[2]):  # another process has raised the capacity
             self._map()
         return self._bytes
 
@@ -325,30 +327,30 @@ class States:
                 )
             mapped = mmap.mmap(self.fd, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         self._mapped_bytes = size
-        self._counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
+        self.counts: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=5, offset=16)
         self._lengths: npt.NDArray[np.uint64] = np.frombuffer(mapped, dtype="<u8", count=_MOST_LENGTHS, offset=_LENGTHS)
-        version, columns, rows, room = said = self._counts[:4].tolist()
+        version, columns, rows, capacity = said = self.counts[:4].tolist()
         with reading(self.path):
             is_still = os.fstat(self.fd).st_size == size
-        if not is_still or self._counts[:4].tolist() != said:
+        if not is_still or self.counts[:4].tolist() != said:
             self._map()  # another process is raising the capacity
             return
-        self._check(size, version, columns, rows, room)
-        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=room * columns)
-        self._bytes = flat.reshape(room, columns)
+        self._check(size, version, columns, rows, capacity)
+        flat: Bytes = np.frombuffer(mapped, dtype=np.uint8, offset=PAGE, count=capacity * columns)
+        self._bytes = flat.reshape(capacity, columns)
         self._durable = max(self._durable, PAGE + flat.nbytes)
 
-    def _check(self, size: int, version: int, columns: int, rows: int, room: int) -> None:
+    def _check(self, size: int, version: int, columns: int, rows: int, capacity: int) -> None:
         if version != VERSION:
             raise CacheError(
                 f"{self.path} is of version {version}, and this release of offload reads version {VERSION}"
             )
-        expected = PAGE + room * columns
-        if columns != self._columns or rows > room or size < expected:
+        expected = PAGE + capacity * columns
+        if columns != self._columns or rows > capacity or size < expected:
             raise CorruptFileError(
                 f"{self.path}, which says which rows are filled, has {size} bytes and {columns} columns, where "
-                f"{rows} rows of {self._columns} columns, with room for {room}, take {expected}: it was cut, or is of "
-                "another cache. Copy the complete folder again."
+                f"{rows} rows of {self._columns} columns, with a capacity of {capacity}, take {expected}: it was cut, "
+                "or is of another cache. Copy the complete folder again."
             )
         if rows < self._least_rows:
             raise CorruptFileError(
@@ -368,7 +370,7 @@ class States:
         for chunk in wanted - self._reserved:
             start = chunk * _CHUNK
             with writing(self.path, _CHUNK):
-                os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.room * self._columns - start))
+                os.posix_fallocate(self.fd, start, min(_CHUNK, PAGE + self.capacity * self._columns - start))
             self._reserved.add(chunk)
 
 

@@ -9,7 +9,7 @@ Always true:
   to spare, which the next writer gives back
 - readers need no column header: one torn by a crash is repaired by the next writer
 - rows that were written and not flushed are visible to this process only: others see them as missing
-- `read_hot` returns what `read` would return; if in doubt, it returns nothing
+- what `warm` returns is what `read` would return
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import torch
 
 from offload.cache.columns import FixedColumn, HeapColumn
 from offload.cache.indexing import Numbers, Rows, last_of_each, rows_of
-from offload.cache.rowfile import RowFile, opened
+from offload.cache.parts import opened
+from offload.cache.rowfile import WarmRows
 from offload.cache.schema import MANIFEST, TENSOR, Column, Manifest
 from offload.cache.states import Bytes, States, all_filled, cells_filled
 from offload.errors import (
@@ -46,7 +47,6 @@ from offload.memory import available_bytes
 from offload.storage.file import TensorFile
 from offload.storage.handle import Handle
 from offload.storage.locks import FolderLock, flock, fork_safe_lock
-from offload.storage.modes import is_plain_world
 from offload.storage.reasons import some, writing
 from offload.storage.regular import closed_after, is_there, open_regular
 from offload.storage.replacing import sweep
@@ -56,16 +56,13 @@ from offload.tensor.wrapper import OffloadedTensor, wrap_handle
 
 log = logging.getLogger("offload.cache")
 LOCK = "rows.lock"
-_LEAST_ROOM = 1024  # rows
+_LEAST_CAPACITY = 1024  # rows
 _LEAST_BYTES = 16 << 20  # of rows of fixed size: the least capacity that an extension gives
 _MOST_BYTES = 256 << 20  # most unflushed bytes; less under a memory cap, as dirty pages can't be dropped
 _LEAST_FLUSHED = 4 << 20
 _ROW = 256  # overhead per row, in the count of unflushed bytes
 _MOST_SECONDS = 10.0
 _LOOKS = 1000  # retries if rows are being written while they are read
-_SAMPLES = 4  # picked rows to check for being in memory
-_STILL = 0.01  # seconds for which the state file is assumed to be complete after a check
-_NEVER = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ class Store:
         self._written_since = 0.0
         self._pid = os.getpid()
         self._tensors: dict[str, OffloadedTensor] = {}
-        self._hot: HotRows | None = None
+        self.warm: WarmRows | None = None
         self._files: dict[str, FixedColumn | HeapColumn] = {}
         self._opened = ExitStack()
         self._opened.callback(self._lock.close)
@@ -153,8 +150,9 @@ class Store:
                 for name, column in self.schema.items():
                     self._files[name] = self._open_file(column)
                     self._opened.callback(self._files[name].close)
-                    self._room_of(self._files[name])
+                    self._capacity_of(self._files[name])
                     self._files[name].refuse_blank(self._states.filled(self._places[name]))
+            self._rowfiles = {name: getattr(file, "rowfile", None) for name, file in self._files.items()}
             if writes:
                 self._settle()
         except BaseException:
@@ -174,7 +172,7 @@ class Store:
                 for name, file in self._files.items():
                     if isinstance(file, HeapColumn):
                         file.settle(self._states.filled(self._places[name]))
-                    file.fit(self._states.room, self._room_of(file))
+                    file.fit(self._states.capacity, self._capacity_of(file))
         flock(self._states.fd, self._states.path, shared=True)
         log.debug("%s: opened to be written, %s", self.folder, "alone" if is_only else "while others write")
         if not is_only:
@@ -187,7 +185,7 @@ class Store:
         number = sum(isinstance(file, HeapColumn) for file in self._files.values())
         return HeapColumn(self.folder, column, self._states.length(number), writes=self.writes)
 
-    def _room_of(self, file: FixedColumn | HeapColumn) -> int:
+    def _capacity_of(self, file: FixedColumn | HeapColumn) -> int:
         """For how many rows a file has capacity, at least.
 
         It may lack capacity that was added just before a power cut: no row was filled there.
@@ -195,11 +193,11 @@ class Store:
         Raises:
             CorruptFileError: it lacks more than that.
         """
-        if file.has_room(self._states.room):
-            return self._states.room
+        if file.has_capacity(self._states.capacity):
+            return self._states.capacity
         used = self._states.used()
         file.check(used)
-        log.debug("%s: a crash has left room for fewer rows than was said, and for all that are filled", file.path)
+        log.debug("%s: a crash left it with fewer rows than recorded, and with all that are filled", file.path)
         return used
 
     def _refuse_cut(self, names: Iterable[str]) -> None:
@@ -209,7 +207,7 @@ class Store:
             CorruptFileError
         """
         for name in names:
-            self._files[name].refuse_cut(self._states.room)
+            self._files[name].refuse_cut(self._states.capacity)
 
     # Properties
 
@@ -227,8 +225,9 @@ class Store:
             ColumnError: there is no such column.
             ArgumentTypeError: they are not names.
         """
-        named = checked_names(columns, "columns")
-        names = self._names if named is None else named
+        if columns is None:
+            return list(range(len(self._names)))
+        names = checked_names(columns, "columns") or []
         for name in names:
             if name not in self._places:
                 raise ColumnError(f"the cache in {self.folder} has no column {name!r}: it has {', '.join(self._names)}")
@@ -254,10 +253,10 @@ class Store:
         if not self.writes:
             return self._referenced(column, device)
         tensor = self._tensors.get(name)
-        rows, room = self.num_rows, self._states.room
-        if tensor is None or len(tensor) != room:
+        rows, capacity = self.num_rows, self._states.capacity
+        if tensor is None or len(tensor) != capacity:
             with self._lock.held():
-                column.fit(self._states.room, self._states.room)  # a previous writer may have been killed
+                column.fit(self._states.capacity, self._states.capacity)  # a previous writer may have been killed
                 handle = Handle.shared(TensorFile.open(column.path), name, self.folder)
             handle.has_holes = handle.is_fixed = True
             tensor = self._tensors[name] = wrap_handle(handle, CPU)
@@ -276,10 +275,10 @@ class Store:
 
     def _referenced(self, column: FixedColumn, device: torch.device) -> OffloadedTensor:
         with self._lock.held(shared=True):
-            self._room_of(column)
-            if not column.has_room(self.num_rows):
+            self._capacity_of(column)
+            if not column.has_capacity(self.num_rows):
                 raise CorruptFileError(
-                    f"{column.path} has no room for the last rows, which are missing, as after a power cut: "
+                    f"{column.path} ends before the last rows, which are missing, as after a power cut: "
                     "the others can be read by their numbers, and opening the cache with mode='r+' mends the column"
                 )
             return wrap_handle(Handle.reference(column.with_rows(self.num_rows), column.column.name), device)
@@ -296,10 +295,6 @@ class Store:
         return file.lengths(rows, cells_filled(self._states.of(rows, [place]))[:, 0])
 
     # Reading
-
-    def read_hot(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows as from `read`, if all are filled and in memory; otherwise, and for most forms of `index`, None."""
-        return None if self._hot is None else self._hot.take(index, columns)
 
     def read(
         self,
@@ -338,7 +333,8 @@ class Store:
                     raise
                 continue
             if self._are_still(rows, places, before, changes):
-                self._keep_hot(changes)
+                if self.warm is None or self.warm.changes != changes:
+                    self.warm = WarmRows.of(self._states, changes, self._rowfiles)
                 return found
         raise CacheError(f"rows of {self.folder} are written again faster than they can be read: try again")
 
@@ -354,19 +350,11 @@ class Store:
         self.flush_own()
         with self._lock.held(shared=True):
             changes, before = self._states.changes, self._states.of(rows, places)
-            tensors = {name: self._fixed(name).whole(len(rows)) for name in columns}
+            tensors = {name: self._fixed(name).rowfile.whole(len(rows)) for name in columns}
         self._refuse_missing(rows.numbers[~cells_filled(before).all(axis=1)])
         yield tensors
         if not self._are_still(rows, places, before, changes):
             raise CacheError(f"rows of {self.folder} were rewritten while they were saved: try again")
-
-    def _keep_hot(self, changes: int) -> None:
-        count = self._states.known_filled(changes)
-        if not count or (self._hot is not None and self._hot.seen[0] == changes):
-            return
-        fixed = {name: file.table(count) for name, file in self._files.items() if isinstance(file, FixedColumn)}
-        tables = {name: table for name, table in fixed.items() if table is not None}
-        self._hot = HotRows(self._states, (changes, count), tables) if len(tables) == len(self._files) else None
 
     def _are_still(self, rows: Rows, places: list[int], before: Bytes | None, changes: int) -> bool:
         """Whether no filled row has begun to be rewritten."""
@@ -423,8 +411,8 @@ class Store:
         with self._lock.held():
             self._refuse_cut(prepared)
             first = self.num_rows
-            if first + count > self._states.room:
-                self._make_room(first + count)
+            if first + count > self._states.capacity:
+                self._add_capacity(first + count)
             self._states.num_rows = first + count
             if count:
                 self._put(Rows.run(first, first + count), places, prepared)
@@ -502,7 +490,7 @@ class Store:
                 self.flush_own()
                 if flock(self._states.fd, self._states.path, wait=False):
                     with self._lock.held():
-                        self._give_room_back()
+                        self._give_back_capacity()
         finally:
             self._close_files()
 
@@ -533,15 +521,15 @@ class Store:
 
     # Capacity
 
-    def _make_room(self, needed: int) -> None:
+    def _add_capacity(self, needed: int) -> None:
         """Under the lock."""
         each = sum(file.nbytes(1) for file in self._files.values() if isinstance(file, FixedColumn))
-        room = max(needed, self._states.room * 2, _LEAST_ROOM, _LEAST_BYTES // max(each, 1))
+        capacity = max(needed, self._states.capacity * 2, _LEAST_CAPACITY, _LEAST_BYTES // max(each, 1))
         with writing(self.folder):
             for file in self._files.values():
-                file.fit(room, self._states.room)
-            self._states.grow(room)
-        log.debug("%s: there is room for %d rows now", self.folder, room)
+                file.fit(capacity, self._states.capacity)
+            self._states.grow(capacity)
+        log.debug("%s: the capacity is %d rows now", self.folder, capacity)
 
     def _forget_unfilled(self) -> int:
         """Drop appended rows after the last one that was ever filled. Under the lock, by the only writer.
@@ -555,93 +543,21 @@ class Store:
             self._states.forget(rows)
         return rows
 
-    def _give_room_back(self) -> None:
+    def _give_back_capacity(self) -> None:
         """Under the lock, by the only writer."""
         self._refuse_cut(self._files)
         rows = self._forget_unfilled()
         self._states.shrink()
         for file in self._files.values():
-            file.fit(self._states.room, self._states.room)
+            file.fit(self._states.capacity, self._states.capacity)
         if rows > self.manifest.num_rows:
             self.manifest = self.manifest.with_rows(rows)
             self.manifest.write(self.folder)
 
     def _close_files(self) -> None:
         self._tensors.clear()
-        self._hot = None
+        self.warm = None
         self._opened.close()
-
-
-class HotRows:
-    """Rows that are all filled and all in memory, as in most reads of a warm cache: returned by a short path.
-
-    They are no longer certain once a row is added or rewritten, or when some are not in memory.
-    """
-
-    def __init__(
-        self, states: States, seen: tuple[int, int], tables: Mapping[str, tuple[RowFile, torch.Tensor]]
-    ) -> None:
-        """
-        Args:
-            seen: from `States.seen`: the change count, and the number of rows at that point.
-            tables: for each column its file, and these rows of it from `RowFile.table`.
-        """
-        self.seen = seen
-        self._states = states
-        self._whole_until = 0.0
-        self._tables = tables
-        self._all = [(name, *table) for name, table in tables.items()]
-
-    def take(self, index: Any, columns: Iterable[str] | None) -> dict[str, torch.Tensor] | None:
-        """Rows by number, contiguous slice, or list, array or tensor of numbers; None for other forms."""
-        now = time.monotonic()
-        if now > self._whole_until:  # rarely, as it is a system call: touching a truncated part would kill the process
-            self._states.refuse_cut()
-            self._whole_until = now + _STILL
-        if self._states.seen() != self.seen or not is_plain_world():
-            return None
-        rows = self._plain(index)
-        if rows is None or not isinstance(columns, list | tuple | None):  # an iterator would be used up
-            return None
-        try:
-            tables = self._all if columns is None else [(name, *self._tables[name]) for name in columns]
-            for _, file, _ in tables:
-                if now > file.in_memory_until:
-                    file.look(_some(rows))
-            found = {name: file.picked(words, rows) for name, file, words in tables}
-        except (KeyError, IndexError):  # no such column; negative indices, or out of range
-            return None
-        except OSError:
-            self.seen = _NEVER  # until `read` has checked whether the files are still mapped
-            return None
-        return found if self._states.seen() == self.seen else None
-
-    def _plain(self, index: Any) -> int | slice | torch.Tensor | None:
-        if type(index) is list:
-            try:
-                index = np.asarray(index)
-            except (TypeError, ValueError, RuntimeError):  # not numbers, or too large
-                return None
-        if type(index) is np.ndarray and index.dtype == np.int64 and index.flags.c_contiguous and index.flags.writeable:
-            index = torch.from_numpy(index)
-        if type(index) is torch.Tensor:
-            return index if index.dtype == torch.int64 and index.ndim == 1 and index.is_cpu else None
-        if type(index) is int:
-            row = index if index >= 0 else index + self.seen[1]
-            return row if 0 <= row < self.seen[1] else None
-        if type(index) is slice:
-            start, stop, step = index.indices(self.seen[1])
-            return slice(start, stop) if step == 1 else None
-        return None
-
-
-def _some(rows: int | slice | torch.Tensor) -> Iterable[int]:
-    if isinstance(rows, int):
-        return (rows,)
-    if isinstance(rows, slice):
-        return {rows.start, rows.stop - 1} if rows.start < rows.stop else ()
-    some: list[int] = rows[:: -(-len(rows) // _SAMPLES) or 1].tolist()
-    return some
 
 
 def _one(value: Any) -> Any:

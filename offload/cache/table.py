@@ -364,10 +364,10 @@ class TensorCache:
         """
         store = self._open()
         target = self.device if device is None else checked_device(device)
-        if out is None and missing == "error" and not pin_memory:
-            hot = store.read_hot(rows, columns)
-            if hot is not None:
-                return hot if target == CPU else {name: value.to(target) for name, value in hot.items()}
+        if out is None and missing == "error" and not pin_memory and (warm := store.warm) is not None:
+            ready = warm.take(rows, columns)
+            if ready is not None:
+                return ready if target == CPU else {name: value.to(target) for name, value in ready.items()}
         if out is not None:
             refuse_other(out, Mapping, "out: a dict of tensors by column")
         with no_functions(), no_modes():

@@ -242,7 +242,7 @@ def test_rows_in_memory_that_are_cut_off_kill_nobody(tmp_path):
 
     def look():
         cut(tmp_path / "cache" / "x.safetensors", 0.2)
-        cache._store._files["x"]._file.in_memory_until = 0.0
+        cache._store._files["x"].rowfile.in_memory_until = 0.0
         assert refused(cache.get, torch.arange(0, ROWS, 7))
         assert refused(cache.get, slice(ROWS - 10, None))
         assert torch.equal(values(range(10))["x"], cache[:10]["x"])

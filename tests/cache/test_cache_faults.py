@@ -178,7 +178,7 @@ WRITES = [overwrite, append, append_beyond_the_room, in_place]
 @pytest.fixture
 def small_room(monkeypatch):
     """Makes capacity grow often."""
-    monkeypatch.setattr(store_module, "_LEAST_ROOM", 1)
+    monkeypatch.setattr(store_module, "_LEAST_CAPACITY", 1)
     monkeypatch.setattr(store_module, "_LEAST_BYTES", 1)
 
 

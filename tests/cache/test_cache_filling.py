@@ -226,7 +226,7 @@ def test_what_is_gone_again_is_brought_in_less_readily(folder, path, parts, monk
     needed = []
     for _ in range(3):
         parts.clear()
-        cache._store._files["x"]._file._mapped = None
+        cache._store._files["x"].rowfile.mapped = None
         for done, rows in enumerate(some(ROWS).split(16)):
             dropped(path)
             cache[rows]
@@ -234,7 +234,7 @@ def test_what_is_gone_again_is_brought_in_less_readily(folder, path, parts, monk
             if parts:
                 needed.append((done + 1) * 16)
                 break
-        cache._store._files["x"]._file._filling.take()
+        cache._store._files["x"].rowfile._filling.take()
         dropped(path)
 
     assert [48, 144, 528] == needed  # the header counts too
@@ -297,7 +297,7 @@ def test_a_file_that_is_cut_meanwhile_is_an_error_of_its_rows_alone(folder, path
     rest()
 
     assert not parts
-    assert not cache._store._files["x"]._file._filling.is_under_way
+    assert not cache._store._files["x"].rowfile._filling.is_under_way
     with pytest.raises(CorruptFileError, match="cut"):
         cache[some(256, seed=1)]
 
@@ -346,7 +346,7 @@ def test_a_process_ends_while_it_is_under_way(folder, path):
         filling.populated = lambda *_: threading.Event().wait()
         cache = TensorCache.open(sys.argv[1])
         cache[torch.randperm(2048)[:256]]
-        print(cache._store._files["x"]._file._filling.is_under_way)
+        print(cache._store._files["x"].rowfile._filling.is_under_way)
     """
 
     assert "True\n" == run_script(script, folder)

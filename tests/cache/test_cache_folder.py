@@ -169,7 +169,7 @@ def broken(name, act, kind, said):
             "short states",
             lambda f: cut(f / "rows.state", PAGE + 5),
             CorruptFileError,
-            "has 4101 bytes and 3 columns, where 8 rows of 3 columns, with room for 8, take 4120",
+            "has 4101 bytes and 3 columns, where 8 rows of 3 columns, with a capacity of 8, take 4120",
         ),
         broken(
             "empty states", lambda f: cut(f / "rows.state", 0), CorruptFileError, "does not say which rows are filled"
@@ -397,7 +397,7 @@ def killed_at(step, cache):
         setattr(states, act, die)
         return
     file = cache._store._files[column]
-    fd = getattr(file, "_index", file)._file.fd
+    fd = getattr(file, "_index", file).rowfile.fd
     whole, header = os.ftruncate, columns_module.write_all
     os.ftruncate = lambda at, size: die() if act == "ftruncate" and at == fd else whole(at, size)
     columns_module.write_all = lambda at, *rest: die() if act == "header" and at == fd else header(at, *rest)
@@ -470,7 +470,9 @@ def test_a_column_that_a_power_cut_left_without_room_is_read_by_rows(folder):
 
     assert [0, 4, 6, 8, 9, 10, 11] == reader.missing_rows().tolist()
     assert torch.equal(values(4, 1)["x"], reader[[7]]["x"])
-    with pytest.raises(CorruptFileError, match=r"x\.safetensors has no room .* with mode='r\+' mends the column"):
+    with pytest.raises(
+        CorruptFileError, match=r"x\.safetensors ends before the last rows.* with mode='r\+' mends the column"
+    ):
         reader["x"]
     TensorCache.open(folder, "r+").close()
     assert (8, 300) == tuple(TensorCache.open(folder)["x"].shape)
@@ -652,6 +654,6 @@ def test_the_log_tells_what_was_made_grown_and_cut_off(tmp_path, caplog):
         "opened to be written, alone",
         "3 rows from row 2 on were never filled: cut off",
         "opened to be written, alone",
-        "there is room for 4194304 rows now",
+        "the capacity is 4194304 rows now",
         "2097152 rows are on the disk",
     ] == lines

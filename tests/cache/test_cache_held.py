@@ -329,7 +329,7 @@ def test_a_pt_file_has_the_rows_and_no_spare_capacity(tmp_path: Path) -> None:
             cache.append({"x": torch.full((1, 256), float(row))})
         cache.to_disk(tmp_path / "x.pt")
 
-        assert cache._store._states.room > 1000
+        assert cache._store._states.capacity > 1000
 
     assert torch.load(tmp_path / "x.pt", weights_only=True)["x"].untyped_storage().nbytes() == 3 * 1024
 

@@ -244,7 +244,7 @@ def test_a_writer_sees_what_it_has_written(folder):
 
 def test_what_is_not_in_memory_is_read_from_the_disk(folder, monkeypatch):
     cache, real, rows = hot(folder), os.preadv, torch.tensor([3, 30])
-    cache._store._files["x"]._file.in_memory_until = 0.0
+    cache._store._files["x"].rowfile.in_memory_until = 0.0
     announced = []
 
     def preadv(fd, into, at, flags=0):
@@ -258,17 +258,17 @@ def test_what_is_not_in_memory_is_read_from_the_disk(folder, monkeypatch):
         assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
 
         assert announced
-        assert cache._store.read_hot(rows, None) is None
+        assert cache._store.warm.take(rows, None) is None
         patch.setattr(rowfile, "cached_bytes", lambda *_: 0)
         cache[rows]
-    assert cache._store.read_hot(rows, None) is None  # the file is no longer mapped
+    assert cache._store.warm is None  # the file is no longer mapped
     assert torch.equal(values([3, 30])["x"], cache[rows]["x"])
 
 
 def test_a_file_that_is_cut_is_told(folder):
     cache = hot(folder)
     for file in cache._store._files.values():
-        file._file.in_memory_until = 0.0
+        file.rowfile.in_memory_until = 0.0
     os.truncate(folder / "x.safetensors", 0)
 
     with pytest.raises(CorruptFileError, match="was cut"):

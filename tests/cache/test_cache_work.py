@@ -51,15 +51,15 @@ def filled_cache(folder, rows=64):
 
 def test_a_cache_that_grows_seldom_waits_for_the_length_of_its_states(tmp_path, calls):
     cache = TensorCache.create(tmp_path, {"x": (torch.int8, ())})
-    cache._store._make_room(1024)
-    room, _ = cache._store._states.room, calls["fsync"].clear()
+    cache._store._add_capacity(1024)
+    capacity, _ = cache._store._states.capacity, calls["fsync"].clear()
 
     for _ in range(4):
-        cache._store._make_room(cache._store._states.room + 1)
+        cache._store._add_capacity(cache._store._states.capacity + 1)
 
-    assert room * 16 == cache._store._states.room
+    assert capacity * 16 == cache._store._states.capacity
     assert [] == calls["fsync"]
-    cache._store._make_room(room * 16 + 1)
+    cache._store._add_capacity(capacity * 16 + 1)
     assert [cache._store._states.fd] == calls["fsync"]
 
 
@@ -112,7 +112,7 @@ def test_rows_in_memory_are_read_through_a_mapping_from_the_first_batch_on(tmp_p
     assert len(rows) == len(calls["preadv"])  # checks
     assert torch.equal(rows, cache[rows]["x"][:, 1023])
     assert len(rows) == len(calls["preadv"])
-    cache._store._files["x"]._file.in_memory_until = 0.0  # the moment has passed
+    cache._store._files["x"].rowfile.in_memory_until = 0.0  # the moment has passed
     assert torch.equal(rows, cache[rows]["x"][:, 0])
     assert len(rows) + 4 == len(calls["preadv"])
 
@@ -145,16 +145,16 @@ def test_a_file_of_which_a_part_is_not_in_memory_is_not_mapped(tmp_path, monkeyp
     assert torch.equal(rows, cache[rows]["x"][:, 7])
     assert (256 if absent == 5 else 200) == len(places) == len(set(places))
     assert {512 * 8192 // 256} == {later - place for place, later in pairwise(places)}
-    assert (absent == 6) == (cache._store._files["x"]._file._mapped is None)
+    assert (absent == 6) == (cache._store._files["x"].rowfile.mapped is None)
 
 
 @needs_page_cache
 def test_what_is_not_in_memory_of_a_mapped_file_is_read_and_the_mapping_stays_while_it_is_little(tmp_path, monkeypatch):
     monkeypatch.setattr(rowfile, "_STILL", 0.0)
     cache, rows = filled_cache(tmp_path, 512), torch.arange(0, 512, 2)
-    file = cache._store._files["x"]._file
+    file = cache._store._files["x"].rowfile
     cache[rows]
-    mapped, real = file._mapped, os.preadv
+    mapped, real = file.mapped, os.preadv
 
     def preadv(fd, into, at, flags=0):
         if flags:
@@ -165,10 +165,10 @@ def test_what_is_not_in_memory_of_a_mapped_file_is_read_and_the_mapping_stays_wh
 
     assert torch.equal(rows, cache[rows]["x"][:, 7])
     assert mapped is not None
-    assert mapped is file._mapped
+    assert mapped is file.mapped
     monkeypatch.setattr(rowfile, "cached_bytes", lambda *_: 0)
     assert torch.equal(rows, cache[rows]["x"][:, 7])
-    assert file._mapped is None
+    assert file.mapped is None
 
 
 def test_rows_that_lie_close_to_each_other_are_read_in_one_call(tmp_path, calls, monkeypatch):
@@ -211,7 +211,7 @@ def test_rows_that_do_not_begin_at_a_multiple_of_their_elements_are_mapped_too(t
         assert torch.equal(values[numbers], file.read(Rows(numbers.numpy())))
         assert torch.equal(values[7:10], file.read(Rows.run(7, 10), out))
         assert torch.equal(values[numbers], file.read(Rows(numbers.numpy()), out))
-    assert file.table(100) is not None
+    assert file.mapped is not None
     file.close()
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_is_cut_while_it_is_mapped_or_can_not_be_is_read_by_calls(tm
 
     assert torch.equal(torch.arange(10, 20), cache[10:20]["x"][:, 7])
     assert asked
-    assert all(column._file._mapped is None for column in cache._store._files.values())
+    assert all(column.rowfile.mapped is None for column in cache._store._files.values())
 
 
 def test_tensors_of_a_column_share_their_file_until_it_changes(tmp_path):

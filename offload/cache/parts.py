@@ -1,0 +1,163 @@
+"""Parts of a file: opening it, and reading any of its bytes.
+
+Always true:
+- all parts are announced before the first one is waited for
+- parts are returned in the requested order; they may come in any order and repeat
+- a file that ends too early is an error
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from offload.cache.indexing import Numbers
+from offload.errors import CorruptFileError, ForeignFileError, MissingFileError
+from offload.storage.reasons import explained, reading
+from offload.storage.regular import closed_on_error, open_regular
+
+_MOST_PARTS = 512  # parts per call, with the gaps between them: the system allows 1024
+_CLOSE = 4096  # gap in bytes that is read along: another call would take longer
+
+
+class Descriptors:
+    """Two descriptors of one file: for consecutive rows, and for random access. Closed with the last reference."""
+
+    def __init__(self, fd: int, random: int) -> None:
+        self.fd = fd
+        self.random = random
+        advise(random, 0, 0, os.POSIX_FADV_RANDOM)  # otherwise the system reads ahead after each row
+
+    @classmethod
+    def opened(cls, path: Path, *, writes: bool) -> Descriptors:
+        """
+        Raises:
+            MissingFileError, CorruptFileError, ForeignFileError, ReadError
+        """
+        fd = opened(path, os.O_RDWR if writes else os.O_RDONLY)
+        with closed_on_error(fd):
+            return cls(fd, opened(path, os.O_RDONLY))
+
+    @classmethod
+    def kept(cls, fd: int, path: Path) -> Descriptors:
+        """For a file that is open already, whatever is at its path by now.
+
+        Raises:
+            ReadError
+        """
+        with closed_on_error(fd), reading(path):
+            return cls(fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        left = {self.fd, self.random} - {-1}
+        self.fd = self.random = -1  # first: after an interrupt, nothing is closed twice
+        for fd in left:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "random", -1) != -1:
+            self.close()
+
+
+def read_parts(
+    fd: int, path: Path, starts: Numbers, sizes: Numbers, places: Numbers, memory: memoryview, *, announce: bool = True
+) -> None:
+    """Read parts of a file, with the given sizes, to their places in memory: all are announced, then read in order.
+
+    Small gaps between parts are read along.
+
+    Raises:
+        CorruptFileError: the file ends too early.
+        ReadError
+    """
+    order = np.flatnonzero(sizes)
+    order = order[np.argsort(starts[order], kind="stable")]
+    starts, sizes, places = starts[order], sizes[order], places[order]
+    gaps = starts[1:] - starts[:-1] - sizes[:-1]
+    breaks = (np.flatnonzero((gaps < 0) | (gaps > _CLOSE)) + 1).tolist()
+    runs = list(zip([0, *breaks], [*breaks, len(order)], strict=True)) if len(order) else []
+    first, behind = starts.tolist(), (starts + sizes).tolist()
+    if announce:
+        for begin, end in runs:
+            advise(fd, first[begin], behind[end - 1] - first[begin], os.POSIX_FADV_WILLNEED)
+    slices = [memory[place : place + size] for place, size in zip(places.tolist(), sizes.tolist(), strict=True)]
+    for begin, end in runs:
+        for at in range(begin, end, _MOST_PARTS):
+            parts = slices[at : min(at + _MOST_PARTS, end)]
+            if len(parts) > 1 and gaps[at : at + len(parts) - 1].any():
+                parts = _with_gaps(parts, gaps[at : at + len(parts) - 1].tolist())
+            read_run(fd, path, first[at], parts)
+
+
+def _with_gaps(parts: Sequence[memoryview], gaps: Sequence[int]) -> list[memoryview]:
+    """The parts, and between them scratch memory for the gaps."""
+    nowhere = memoryview(bytearray(max(gaps)))
+    both = zip(parts, [*gaps, 0], strict=True)
+    return [memory for part, gap in both for memory in (part, nowhere[:gap]) if len(memory)]
+
+
+def read_run(fd: int, path: Path, at: int, into: Sequence[memoryview]) -> None:
+    """Read consecutive bytes of a file into several buffers.
+
+    Raises: as `read_parts`.
+    """
+    wanted = sum(map(len, into))
+    try:
+        done = os.preadv(fd, into, at) if wanted < 1 << 30 else 0
+        if done < wanted:
+            _read_on(fd, path, at, into, done)
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def _read_on(fd: int, path: Path, at: int, into: Sequence[memoryview], done: int) -> None:
+    for part in into:
+        skipped = min(done, len(part))
+        done -= skipped
+        at += skipped
+        while skipped < len(part):
+            got = os.preadv(fd, [part[skipped : skipped + (1 << 30)]], at)
+            if not got:
+                raise CorruptFileError(f"{path} ends at byte {at}, in the middle of its rows: it was cut")
+            skipped += got
+            at += got
+
+
+def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+    """Tell the system how a file will be read; failing to do so changes no value."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, nbytes, advice)
+
+
+def size_of(fd: int, path: Path) -> int:
+    """The size of an open file in bytes.
+
+    Raises:
+        ReadError
+    """
+    try:
+        return os.fstat(fd).st_size
+    except OSError as error:
+        raise explained(path, error) from error
+
+
+def opened(path: Path, flags: int, what: str = "a file of the cache") -> int:
+    """A descriptor of a regular file of a cache; a symlink is followed to read, never to write.
+
+    Raises:
+        MissingFileError, CorruptFileError, ForeignFileError, ReadError
+    """
+    try:
+        return open_regular(path, flags)
+    except MissingFileError as error:
+        reason = f"{what} is missing: get the folder again, whole"
+        raise MissingFileError(error.errno, reason, str(path)) from error
+    except ForeignFileError as error:
+        raise ForeignFileError(
+            f"{path} is a link that offload did not make, and is not written through: put the file itself there, "
+            "or open the cache with mode='r'"
+        ) from error
