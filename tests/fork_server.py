@@ -36,7 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 IMPORTED = ("torch", "accelerate", "transformers.modeling_utils", "transformers.models.llama.modeling_llama", "offload")
-_READ_LATE = {"TMPDIR", "PYTEST_CURRENT_TEST"}  # not at an import
+_READ_LATE = {"TMPDIR", "PYTEST_CURRENT_TEST", "PYTHONIOENCODING"}  # not at an import, or done again by `_begin`
 
 
 class ForkServer:
@@ -160,6 +160,11 @@ def _begin(job: dict[str, Any], before: set[str]) -> None:
         del os.environ[name]
     os.environ.update(job["env"])  # what imports have set stays
     tempfile.tempdir = None  # an import has looked for it
+    if encoding := os.environ.get("PYTHONIOENCODING"):
+        name, _, errors = encoding.partition(":")
+        sys.stdin.reconfigure(encoding=name, errors=errors or "strict")
+        sys.stdout.reconfigure(encoding=name, errors=errors or "strict")
+        sys.stderr.reconfigure(encoding=name, errors="backslashreplace")
     sys.argv[:] = job["argv"]
     sys.path[0] = "" if "code" in job else os.getcwd()
 

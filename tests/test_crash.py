@@ -18,8 +18,9 @@ DRIVER = """
 """
 
 
+@pytest.mark.campaign("kills", only=True)
 def test_a_value_is_whole_after_each_of_200_kills_at_random_moments(tmp_path):
-    """`python -m bench.kills` does 1000, up to 64 MiB."""
+    """`python -m bench.kills` does 1000, up to 64 MiB. `test_injected` kills at each call that changes files."""
     sizes = [1 << 12, 1 << 16, 1 << 20, 1 << 23]  # bytes
 
     found = json.loads(run_script(DRIVER, tmp_path, json.dumps(sizes), 200))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 
 from bench import mutations
-from tests.processes import ROOT, run_script
+from tests.processes import run_module, run_script
 
 COMPARED = ("safetensors", "pickle", "packed", "legacy")
 KINDS = (*COMPARED, "folder", "index", "cache", "tree", "training", "journal", "memmap")
@@ -92,9 +89,7 @@ def test_what_a_reader_must_not_do_is_found(tmp_path):
 
 def test_damaged_files_of_every_kind_are_read_rightly_or_refused():
     pytest.importorskip("tensordict")
-    command = [sys.executable, "-m", "bench.fuzz", "--trials", "120", "--only", ",".join(KINDS)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = run_module("bench.fuzz", "--trials", "120", "--only", ",".join(KINDS), limit=240)
 
     assert not done.returncode, done.stdout + done.stderr
     table = [line.split() for line in done.stdout.splitlines()]

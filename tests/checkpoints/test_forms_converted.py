@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from offload.checkpoints.conversion import convert_checkpoint
 from offload.errors import CheckpointError
 from tests.checkpoints.forms import FORMS, loaded, outcome, written
 from tests.conftest import contents
+from tests.processes import run_script
 
 NAMES = [
     "fp8-llama",
@@ -116,15 +114,12 @@ def test_after_a_kill_the_rest_is_dequantized(
     taken = str(source / form.options.get("gguf_file", ""))
     words = ["convert", taken, str(target), "--dequantize", "--max-shard-size", "60KB", "--to", to]
 
-    killed = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), *words, "3"], capture_output=True, check=False
-    )
+    run_script(KILLED, *words, 3, expected=-signal.SIGKILL)
     done = {path: path.stat().st_mtime_ns for path in (tmp_path / "target.partial").glob("*.safetensors")}
     others = [cli.main(words), cli.main([*words, "--resume", "--dtype", "float16"])]
     said = capsys.readouterr().err
     assert 0 == cli.main([*words, "--resume"])
 
-    assert -signal.SIGKILL == killed.returncode, killed.stderr
     assert 3 == len(done)
     assert [1, 1] == others
     assert "holds a run that was not finished" in said
@@ -146,11 +141,10 @@ def test_a_run_does_not_go_on_with_another_configuration(tmp_path: Path, capsys:
     source.mkdir()
     FORMS["fp8-llama"].write(source)
     words = ["convert", str(source), str(target), "--dequantize", "--max-shard-size", "60KB"]
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), *words, "3"], check=False)
+    run_script(KILLED, *words, 3, expected=-signal.SIGKILL)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
 
-    assert -signal.SIGKILL == killed.returncode
     assert 1 == cli.main([*words, "--resume"])
     assert "holds a run with another source" in capsys.readouterr().err
     assert not target.exists()

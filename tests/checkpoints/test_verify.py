@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from offload import OffloadedTensor, cli
 from offload.checkpoints.verify import Finding, verify
 from offload.errors import CheckpointError, ReadError
 from tests import faults
+from tests.processes import run_module
 
 INDEXES = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
 
@@ -185,8 +184,7 @@ def test_the_command_says_in_one_line_that_all_is_whole(folder: Path, capsys: py
 def test_the_command_lists_what_is_wrong_and_fails(folder: Path, suffix: str) -> None:
     (folder / f"one{suffix}").unlink()
 
-    command = [sys.executable, "-m", "offload.cli", "verify", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_module("offload.cli", "verify", folder)
 
     lines = done.stdout.splitlines()
     assert 1 == done.returncode

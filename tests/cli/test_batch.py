@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from offload.cli import main
 from offload.cli.requests import lines_of, parsed
 from tests.campaigns import amount
-from tests.processes import run_script
+from tests.processes import run_module, run_script
 
 KILLS = amount("kills", 4, 60)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -196,10 +194,9 @@ def test_a_line_that_is_too_long_is_one_line(tmp_path, monkeypatch):
 
 def test_requests_may_be_piped_in(folder, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(1)])
-    command = [sys.executable, "-m", "offload.cli", "batch", str(folder), "-", str(tmp_path / "out.jsonl")]
-    with source.open("rb") as piped:
-        subprocess.run(command, stdin=piped, check=True, capture_output=True)
+    done = run_module("offload.cli", "batch", folder, "-", tmp_path / "out.jsonl", given=source.read_bytes())
 
+    assert not done.returncode, done.stderr
     assert {"request 1"} == texts(tmp_path / "out.jsonl").keys()
 
 

@@ -24,7 +24,7 @@ from offload import OffloadedTensor, cli
 from offload.checkpoints.checkpoint import open_checkpoint
 from offload.storage.replacing import TEMPORARY, process_tag
 from tests.checkpoints.gguf_files import write_gguf
-from tests.processes import run_script
+from tests.processes import run_module, run_script
 
 
 def test_inspect_lists_names_dtypes_shapes_sizes_and_the_total(
@@ -88,19 +88,9 @@ def test_generate_prints_the_tokens_of_the_model_in_memory(llama_folder: Path, t
     plain = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=5, do_sample=False)
     expected = tokenizer.decode(plain[0, 3:], skip_special_tokens=False)
 
-    command = [
-        sys.executable,
-        "-m",
-        "offload.cli",
-        "generate",
-        str(folder),
-        "--prompt",
-        "w3 w5 w7",
-        "--max-new-tokens",
-        "5",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_module("offload.cli", "generate", folder, "--prompt", "w3 w5 w7", "--max-new-tokens", "5")
 
+    assert not done.returncode, done.stderr
     assert expected == done.stdout.strip()
     assert "Loading" not in done.stderr
     assert re.fullmatch(r"5 tokens: [\d.e+]+ tokens/s, 0 bytes read per token, .+ of memory at the peak\n", done.stderr)
@@ -515,12 +505,11 @@ def test_names_that_standard_output_can_t_say_are_escaped(encoding: str, options
     save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
     os.rename(tmp_path / "x.safetensors", path)
 
-    command = [sys.executable, "-m", "offload.cli", "inspect", path, *options]
-    environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
-    done = subprocess.run(command, capture_output=True, env=environment)
+    environment = {"PYTHONIOENCODING": f"{encoding}:strict"}
+    done = run_module("offload.cli", "inspect", os.fsdecode(path), *options, env=environment)
 
-    assert (0, b"") == (done.returncode, done.stderr)
-    assert name.encode("ascii", "backslashreplace") in done.stdout
+    assert (0, "") == (done.returncode, done.stderr)
+    assert name.encode("ascii", "backslashreplace").decode() in done.stdout
 
 
 @pytest.mark.parametrize(("shell", "code"), [(">/dev/full", 1), (">&-", 0)])

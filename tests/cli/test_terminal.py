@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload.cli.main import parser
+from tests.processes import run_module
 
 NAME = "model.layers.10.block_sparse_moe.experts.7.down_projection_of_the_feed_forward_part.weight"
 
@@ -74,9 +75,9 @@ def test_an_error_on_a_terminal_is_said_whole(tmp_path: Path) -> None:
 def test_a_table_in_a_pipe_has_a_line_a_row_and_no_escapes(tmp_path: Path) -> None:
     save_file({NAME: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
 
-    done = subprocess.run(_command("inspect", str(tmp_path)), capture_output=True, text=True, check=True)
+    done = run_module("offload.cli", "inspect", tmp_path)
 
-    assert "" == done.stderr
+    assert (0, "") == (done.returncode, done.stderr)
     assert "\x1b" not in done.stdout
     assert [f"{NAME} float32 [2, 3] 24 bytes model.safetensors".split()] == [
         line.split() for line in done.stdout.splitlines() if NAME in line

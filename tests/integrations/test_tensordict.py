@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import pickle
-import random
-import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +27,7 @@ from offload.errors import (
 )
 from offload.integrations.tensordict import load_memmap, load_memmap_, memmap_like, save_memmap
 from tests.conftest import contents
+from tests.faults import Call, killed_at_each
 from tests.processes import in_fork, run_script
 
 tensordict = pytest.importorskip("tensordict")
@@ -563,36 +560,28 @@ def test_a_reader_meanwhile_sees_one_folder_or_the_other(quick_folder):
     assert 0 == os.waitpid(pid, 0)[1]
 
 
-def test_a_folder_is_whole_after_each_kill(quick_folder):
-    folder = Path(quick_folder)
-    save_memmap(numbered(0), folder / "a")
-    number, left = 0, 0
+@pytest.mark.campaign("faults")
+def test_a_folder_is_whole_after_each_kill(private_place):
+    """At each call of a save that changes files."""
+    numbers, left = [], 0
 
-    def save_for_ever() -> None:
-        for later in itertools.count(number + 1):
-            save_memmap(numbered(later), folder / "a")
+    def begin() -> Path:
+        save_memmap(numbered(0), private_place / "a")
+        assert ["a"] == os.listdir(private_place)  # the next save removes what a killed one left
+        return private_place / "a"
 
-    kills = 0
-    while kills < 15 or (not left and kills < 300):
-        pid = os.fork()
-        if not pid:
-            with suppress(BaseException):
-                save_for_ever()
-            os._exit(1)
-        while load_memmap(folder / "a")["number"] == number:
-            assert (0, 0) == os.waitpid(pid, os.WNOHANG)
-        time.sleep(random.uniform(0, 0.01))  # so that it is killed at any point of a save
-        os.kill(pid, signal.SIGKILL)
-        kills += 1
-        os.waitpid(pid, 0)
-
-        found = load_memmap(folder / "a")
+    def check(folder: Path, _: Call) -> None:
+        nonlocal left
+        found = load_memmap(folder)
         assert_numbered(found)
-        number, left = found["number"], left + len(os.listdir(folder)) - 1
+        numbers.append(found["number"])
+        left += len(os.listdir(private_place)) > 1
 
-    assert left > 0  # otherwise none was killed while writing
-    save_memmap(numbered(number + 1), folder / "a")
-    assert ["a"] == os.listdir(folder)
+    killed_at_each(begin, lambda folder: save_memmap(numbered(1), folder), check)
+
+    assert {0, 1} == set(numbers)
+    assert sorted(numbers) == numbers  # once the new one is in place, it stays
+    assert left > 0
 
 
 def test_what_stands_there_and_is_not_ours_is_left(tmp_path):

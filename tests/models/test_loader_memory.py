@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,9 +68,7 @@ def test_a_large_checkpoint_is_loaded_and_run_in_little_memory_and_without_writi
     large = checkpoint_of_zeros(tmp_path / "large.safetensors", LAYERS, WIDTH)
     small = checkpoint_of_zeros(tmp_path / "small.safetensors", 1, 8)
 
-    command = [sys.executable, "-B", "-c", SCRIPT, str(large), str(small)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    measured = json.loads(done.stdout)
+    measured = json.loads(run_script(SCRIPT, large, small))
 
     assert measured["result"] == 0
     assert measured["loaded"] < 32e6

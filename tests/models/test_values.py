@@ -606,6 +606,7 @@ def test_a_kill_between_a_value_and_the_journal_costs_no_value_and_doubles_none(
     assert [1] * 8 == said["seen"]
 
 
+@pytest.mark.campaign("kills", only=True)
 def test_a_run_that_is_killed_at_random_moments_ends_as_one_that_was_not(tmp_path):
     """Shortly after it got some of the values."""
     said = json.loads(run_script(KILLED, tmp_path, "at random", 5, 60).splitlines()[-1])
